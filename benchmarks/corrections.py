@@ -45,8 +45,8 @@ def gradients(
 
     Args:
         logits, sampler: [V + 1, V], of the policy and of the one that samples; row 0: the first
-        token's, row 1 + t:
-            the second's after t. rewards: [V, V], the advantages of the answers.
+            token's, row 1 + t: the second's after t. rewards: [V, V], the advantages of the
+            answers.
 
     Returns:
         (gradients in `logits` [V * V, (V + 1) * V], probabilities by `sampler` [V * V]).

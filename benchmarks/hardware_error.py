@@ -1,5 +1,5 @@
 """What each kind of hardware error does to the logprobs of the quickstart's model, in float32 and
-bfloat16: the table of docs/hardware_error.md.
+bfloat16: the table of docs/quantization.md.
 
     python benchmarks/hardware_error.py            about a minute on 2 cores
 
@@ -26,9 +26,6 @@ CASES = (
     ("gaussian, std 0.01", dict(kinds=["gaussian"], gaussian_std=0.01)),
     ("bf16_blocks of 64", dict(kinds=["bf16_blocks"])),
     ("bf16_blocks of 16", dict(kinds=["bf16_blocks"], block=16)),
-    ("reordered blocks of 64", dict(kinds=["reordered"])),
-    ("silu_table", dict(kinds=["silu_table"])),
-    ("gaussian 0.05 and silu_table", dict(kinds=["gaussian", "silu_table"])),
 )
 
 

@@ -76,11 +76,12 @@ def measure_rank(rank: int, recipe, setting, pairs: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from mindspeed_qerl.local import rank as module
+    from mindspeed_qerl.local import passes as module
     from mindspeed_qerl.local.batch import deal
+    from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
-    trainer = module.TrainRank(recipe, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(recipe, rank, f"file://{folder}/rendezvous")
     batch = batch_of(setting)
     shards = [batch.rows(deal(batch.lengths, recipe.layout.dp)[rank])]
 

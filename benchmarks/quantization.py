@@ -29,7 +29,7 @@ import numpy as np
 from noise import rows_by_sigma
 
 from mindspeed_qerl.compare.run import find_runs, read_run
-from mindspeed_qerl.recipe.types import ROLLOUT_FORMATS
+from mindspeed_qerl.recipe.features import ROLLOUT_FORMATS
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table

@@ -1,8 +1,7 @@
 """Studies of many runs: planned from a pilot, stopped by a stated rule, resumed where they were.
 
-    python benchmarks/study.py --study arithmetic --hours 8     # runs what is missing; killed, it
-    resumes python benchmarks/study.py --study arithmetic --tables      # only the tables and the
-    picture, from docs/studies/
+    python benchmarks/study.py --study arithmetic --hours 8   # runs what is missing
+    python benchmarks/study.py --study arithmetic --tables    # tables and picture of docs/studies/
 
 The studies (STUDIES) are tables of cells, each some overrides of a config, and of comparisons
 between two cells. Seed after seed, each cell gets a run of cli/train_grpo.py, in runs/studies,
@@ -10,10 +9,10 @@ where studies with a cell in common share it. As many run side by side as there 
 one core, with one rank: on two cores 1.4 times as many an hour as one after the other with two
 ranks each. After PILOT seeds the spread of the differences says how many seeds the effect that is
 asked about would take; so many, or --seeds at most, are run, and at fixed numbers of seeds every
-comparison is judged (mindspeed_qerl/compare/sequential.py), with 5 % shared by all comparisons of the
+comparison is judged (sequential.py), with 5 % shared by all comparisons of the
 study. A comparison that is decided needs no more runs. Differences are paired by seed and question,
 of runs with the same weights and data; questions on the same numbers vary together, as one group
-(mindspeed_qerl/compare/statistics.py).
+(sequential.py).
 
 What was found is kept in docs/studies/NAME.json: of each run and question how many of its answers
 were right. Tables and pictures are made of that alone. Further overrides make another study: it is
@@ -42,13 +41,13 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 import numpy as np
+from sequential import grouped, judge, limits, looks, pass_at, seeds_planned  # beside this file
 
 from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.compare.comparison import SIGNIFICANCE
 from mindspeed_qerl.compare.report import interval
 from mindspeed_qerl.compare.run import read_run
-from mindspeed_qerl.compare.sequential import judge, limits, looks, seeds_planned
-from mindspeed_qerl.compare.statistics import effect_shown, estimate, grouped, pass_at
+from mindspeed_qerl.compare.statistics import effect_shown, estimate
 from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -164,7 +163,7 @@ STUDIES = {
         effect=0.01,
         group=str,  # every question stands for itself
         config="grpo_smollm2_135m_gsm8k_cpu",
-        model="models/smollm2_135m_gsm8k",  # docs/real_model.md
+        model="models/smollm2_135m_gsm8k",  # docs/evaluation.md
         overrides=(
             "task.train_file=data/gsm8k_two_steps/train_chat.parquet",
             "task.test_file=data/gsm8k_two_steps/test_chat.parquet",

@@ -104,6 +104,7 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
     from mindspeed_qerl.local.processes import launch
     from mindspeed_qerl.recipe.compose import compose
     from mindspeed_qerl.runs.directory import RunDirectory
+    from mindspeed_qerl.runs.observer import RunObserver
     from mindspeed_qerl.runs.progress import Progress
     from mindspeed_qerl.tasks.prompts import Prompts
 
@@ -127,13 +128,10 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
     run = RunDirectory.create(
         folder / "runs", "sync", config=raw, command=sys.argv, seed=1, data_files={}
     )
-    with Progress(1, "sync") as progress, launch(recipe, run, 1) as processes:
-        engine = LocalEngine(
-            recipe, run, None, progress, processes, Data(tokenizer, prompts, prompts)
-        )
+    with Progress(1, "sync") as progress, launch(recipe, run) as processes:
+        observer = RunObserver(recipe, run, None, progress, epoch=1)
+        engine = LocalEngine(recipe, observer, processes, Data(tokenizer, prompts, prompts))
         processes.wait_until_ready()
-        engine.report_targets()
-        engine.proved = True  # the proof of what arrived is not part of a sync
         seconds = []
         with Watch(processes.pids) as watch:
             for _ in range(

@@ -171,7 +171,7 @@ def math_verify() -> dict[str, Scorer]:
 def kinds_of_answers(
     solutions: list[str], responses: list[Response]
 ) -> dict[str, list[tuple[str, str]]]:
-    """name -> (response, gold number) of some hundreds each: what models write, and what is long."""
+    """name -> (response, gold number) of some hundreds each: as models write, and long ones."""
     rng, golds = random.Random(0), [gold_answer(solution) for solution in solutions]
     prose = "\n".join(solutions).replace("####", "so it is")
     no_number = str.maketrans("", "", "0123456789")

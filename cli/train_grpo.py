@@ -18,19 +18,22 @@ if __name__ == "__main__":  # a file of a checkout
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.recipe import compose, describe
 
-EXAMPLES = """exit status: 0 finished, 1 stopped by a failure, 2 refused before anything ran, 130 interrupted
+EXAMPLES = """exit status: 0 finished, 1 stopped by a failure, 2 refused, 130 interrupted
 
-examples:
-  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu --help             the config with its comments
-  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu --keys aqn         every key of a section
-  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu aqn=off actor_config.lr=1e-4
-  python cli/train_grpo.py --config-name grpo_tiny_moe_cpu run.resume=auto    resume the newest run that stopped
-  python cli/train_grpo.py --multirun --config-name grpo_tiny_moe_cpu aqn=off,qerl seed=1,2,3
+examples, each behind `python cli/train_grpo.py --config-name grpo_tiny_moe_cpu`:
+  --help                          the config with its comments
+  --keys aqn                      every key of a section
+  aqn=off actor_config.lr=1e-4
+  run.resume=auto                 resume the newest run that stopped
+  --multirun aqn=off,qerl seed=1,2,3
 """
 
 
 def arguments() -> argparse.ArgumentParser:
-    usage = "%(prog)s --config-name NAME [key=value ...] [--multirun | --help | --keys [SECTION] | --cfg job]"
+    usage = (
+        "%(prog)s --config-name NAME [key=value ...] "
+        "[--multirun | --help | --keys [SECTION] | --cfg job]"
+    )
     parser = argparse.ArgumentParser(
         usage=usage,
         description=__doc__,
@@ -72,7 +75,7 @@ def arguments() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="print the keys of the config, or all of a section, with value and comment",
+        help="print the keys of the config with their values, or all of a section",
     )
     instead.add_argument("-c", "--cfg", choices=["job"], help="print the resolved config")
     return parser
@@ -85,11 +88,9 @@ def main() -> int:
     try:
         if args.help or not args.config_name:
             usage = parser.format_help() if args.help else parser.format_usage()
-            about = (
-                describe.text_of_config(*chosen)
-                if args.config_name
-                else describe.list_of_configs(args.config_dir)
-            )
+            about = describe.list_of_configs(args.config_dir)
+            if args.config_name:
+                about = describe.text_of_config(*chosen)
             print(f"{usage}\n{about}", file=sys.stdout if args.help else sys.stderr)
             return 0 if args.help else 2
         if args.keys is not None:
@@ -123,7 +124,9 @@ def sweep(args: argparse.Namespace) -> int:
     name, folder = args.config_name.removesuffix(".yaml"), args.config_dir
     combinations = compose.combinations(name, args.overrides, folder)
     configs = [compose.compose(name, overrides, folder) for overrides in combinations]
-    command = [sys.argv[0], "--config-name", name, *(["--config-dir", folder] if folder else [])]
+    command = [sys.argv[0], "--config-name", name]
+    if folder:
+        command += ["--config-dir", folder]
     try:
         outcomes = [
             sweep.run_one(raw, name, overrides, command)

@@ -48,20 +48,14 @@ def run_one(
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)
         return what, "finished before", done
     print(f"sweep: {what}", flush=True)
-    resume = (
-        []
-        if any(override.startswith("run.resume=") for override in overrides)
-        else ["run.resume=auto"]
-    )
-    process = subprocess.Popen(  # there are no threads here
-        [sys.executable, *command, *overrides, *resume],
-        preexec_fn=_end_with_parent,  # noqa: PLW1509
-    )
+    words = [sys.executable, *command, *overrides]
+    if not any(override.startswith("run.resume=") for override in overrides):
+        words.append("run.resume=auto")
+    process = subprocess.Popen(words, preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
     try:
         code = process.wait()
-    except (
-        KeyboardInterrupt
-    ):  # the terminal has sent it to the run as well, which notes it in its directory
+    except KeyboardInterrupt:
+        # the terminal has sent it to the run as well, which notes it in its directory
         process.wait()
         raise
     if code == 130:
@@ -75,13 +69,12 @@ def report(outcomes: Sequence[Outcome]) -> int:
         "run", "result", "held-out accuracy", "directory", title="Sweep", title_justify="left"
     )
     for overrides, result, run in outcomes:
-        evaluations = read_jsonl(run.eval_file) if run else []
-        accuracy = (
-            f"{evaluations[-1]['accuracy']:.3f} after step {evaluations[-1]['step']}"
-            if evaluations
-            else ""
-        )
-        table.add_row(overrides, result, accuracy, str(run.path) if run else "")
+        accuracy = directory = ""
+        if run:
+            directory = str(run.path)
+            for row in read_jsonl(run.eval_file)[-1:]:
+                accuracy = f"{row['accuracy']:.3f} after step {row['step']}"
+        table.add_row(overrides, result, accuracy, directory)
     Console().print(table)
     failed = sum(result == "failed" for _, result, _ in outcomes)
     if failed:
@@ -90,7 +83,7 @@ def report(outcomes: Sequence[Outcome]) -> int:
             "command, the sweep tries them again",
             file=sys.stderr,
         )
-    return 1 if failed else 0
+    return int(failed > 0)
 
 
 def finished(raw: dict[str, Any], name: str) -> RunDirectory | None:

@@ -6,22 +6,23 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
-from mindspeed_qerl.engines import Engine, checked, engine_of, trainer_of
+from mindspeed_qerl.engines import engine_of, examine_for_engine, trainer_of
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.recipe.writer import to_config
-from mindspeed_qerl.runs.directory import RunDirectory, label_of
+from mindspeed_qerl.runs.description import label_of
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import read_packed_rows
-from mindspeed_qerl.tasks.rows import read_rows
+from mindspeed_qerl.tasks.rows import Row, read_rows
 
 FULL = {errno.ENOSPC, errno.EDQUOT}  # what a file system says that has no room
 
@@ -38,54 +39,52 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
     """
     try:
         recipe, found = read(raw)
-        engine = engine_of(recipe)
         rehearsed = recipe if recipe.rehearsal.enabled else None
         if rehearsed:
             from mindspeed_qerl import rehearsal
 
             recipe, found = rehearsal.prepare(recipe, found)
-            raw = to_config(recipe)
-        raw = _find_run_to_resume(raw, recipe, name, engine.MAY_CHANGE)
-        recipe, checks = checked(raw) if not rehearsed else (read(raw)[0], found)
-        rows = (
-            read_packed_rows(recipe.task.data_path)
-            if engine.UPSTREAM
-            else read_rows(recipe.task.train_file)
-        )
-        faults, warnings = check_task(recipe.task, rows)
-        checks.faults += faults
-        checks.warnings += warnings
-        checks.raise_faults()
-        directory, after = _directory(recipe, raw, name, engine, label_of(overrides))
+        recipe = _with_run_to_resume(recipe, name)
+        if not rehearsed:
+            examine_for_engine(recipe, found)
+        found.raise_faults()
+        faults, warnings = check_task(recipe.task, _training_rows(recipe))
+        found.faults += faults
+        found.warnings += warnings
+        found.raise_faults()
+        directory, after = _directory(recipe, name, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         for line in _reason(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
-    return _train(recipe, checks, name, directory, after, rehearsed)
+    return _train(recipe, found, name, directory, after, rehearsed)
 
 
-def _directory(
-    recipe: Recipe, raw: dict[str, Any], name: str, engine: Engine, label: str
-) -> tuple[RunDirectory, int | None]:
+def _training_rows(recipe: Recipe) -> list[Row] | None:
+    """As `check_task` takes them."""
+    if engine_of(recipe).UPSTREAM:
+        return read_packed_rows(recipe.task.data_path)
+    return read_rows(recipe.task.train_file)
+
+
+def _directory(recipe: Recipe, name: str, label: str) -> tuple[RunDirectory, int | None]:
     """The run's directory, and the step that it resumes after (None: a new run); ValueError or
     OSError if refused.
     """
-    section, what = (
-        recipe.run,
-        dict(
-            config=raw,
-            command=sys.argv,
-            data_files=engine.data_files(recipe),
-            versions=engine.versions(),
-        ),
-    )
+    section, engine = recipe.run, engine_of(recipe)
+    contents: dict[str, Any] = {
+        "config": dict(recipe.sections),
+        "command": sys.argv,
+        "data_files": engine.data_files(recipe),
+        "versions": engine.versions(),
+    }
     if section.resume:
         run = RunDirectory.take(section.resume)
         after = trainer_of(recipe).last_checkpoint(recipe)
-        return run.resume(may_change=engine.MAY_CHANGE, **what), after
-    return RunDirectory.create(
-        section.root, section.name or name, seed=section.seed, label=label, **what
-    ), None
+        return run.resume(may_change=engine.MAY_CHANGE, **contents), after
+    name = section.name or name
+    run = RunDirectory.create(section.root, name, seed=section.seed, label=label, **contents)
+    return run, None
 
 
 def _train(
@@ -99,25 +98,27 @@ def _train(
     """Train in `directory` and report; the exit code of `run`."""
     try:
         metrics = MetricsWriter(directory, recipe.run.tensorboard, recipe.run.wandb_project, after)
-    except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal: its message says what to do
+    except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal
         return _stop(directory, _reason(error))
     warnings = list(found.warnings)
     if metrics.missing_steps:
+        steps = ", ".join(map(str, metrics.missing_steps))
         warnings.insert(
             0,
-            "metrics.jsonl has lost the rows of steps "
-            f"{', '.join(map(str, metrics.missing_steps))}; the training is whole, tables and "
+            f"metrics.jsonl has lost the rows of steps {steps}; the training is whole, tables and "
             "pictures lack these steps",
         )
     if other := directory.other_versions:
+        more = f"; {len(other) - 5} more" if len(other) > 5 else ""
         warnings.append(
-            f"the run was started with other versions: {'; '.join(other[:5])}"
-            f"{f'; {len(other) - 5} more' if len(other) > 5 else ''} (versions.before.json)"
+            f"the run was started with other versions: {'; '.join(other[:5])}{more} "
+            "(versions.before.json)"
         )
     if found.unused and not rehearsed:  # a rehearsal's report names them
+        unused = ", ".join(found.unused)
         warnings.append(
-            f"the {recipe.engine} engine does not use {', '.join(found.unused)} (docs/keys.md says "
-            "why)"
+            f"the {recipe.engine} engine does not use {unused} (`python -m "
+            "mindspeed_qerl.recipe.keys` says why)"
         )
     started = time.perf_counter()
     try:
@@ -149,23 +150,26 @@ def _train(
     return 0
 
 
-def _find_run_to_resume(
-    raw: dict[str, Any], recipe: Recipe, name: str, may_change: Iterable[str]
-) -> dict[str, Any]:
-    """`raw` with, for `run.resume: auto`, the newest run of this config that has a checkpoint and
-    did not finish, or null if there is none.
+def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
+    """`recipe` with, for `run.resume: auto`, the newest run of this config that has a checkpoint
+    and did not finish, or none if there is none.
     """
     if recipe.run.resume != "auto":
-        return raw
-    folder = Path(recipe.run.root) / (recipe.run.name or name)
-    found = RunDirectory.unfinished(folder, config=raw, may_change=may_change)
-    word = (
-        f"resumes {found.path}"
-        if found
+        return recipe
+    run = RunDirectory.unfinished(
+        Path(recipe.run.root) / (recipe.run.name or name),
+        config=dict(recipe.sections),
+        may_change=engine_of(recipe).MAY_CHANGE,
+    )
+    path = run and str(run.path)
+    what = (
+        f"resumes {path}"
+        if run
         else "no run of this config stopped with a checkpoint; a new one begins"
     )
-    print(f"run.resume=auto: {word}", flush=True)
-    return {**raw, "run": {**raw["run"], "resume": found and str(found.path)}}
+    print(f"run.resume=auto: {what}", flush=True)
+    sections = {**recipe.sections, "run": {**recipe.sections["run"], "resume": path}}
+    return replace(recipe, run=replace(recipe.run, resume=path), sections=sections)
 
 
 def how_to_resume(directory: RunDirectory) -> str:
@@ -212,7 +216,10 @@ def _is_full(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """An error's own words; with advice where they are the system's alone, which has no room."""
     if _is_full(error) and error.strerror == os.strerror(error.errno):
-        return f"{error}: the disk of the run directory, or of temporary files, is full. Make room there"
+        return (
+            f"{error}: the disk of the run directory, or of temporary files, is full. Make room "
+            "there"
+        )
     return str(error)
 
 

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -17,7 +16,6 @@ import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, start, why_not
 from tests.fake_box.cases import HCCN
-from tests.fake_box.page import seen
 from tests.fake_box.prepared import prepare
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -214,11 +212,9 @@ def test_a_foreign_script_that_exits_is_named(machine, facts, tmp_path):
     script = tmp_path / "Ascend" / "cann" / "set_env.sh"
     script.parent.mkdir(parents=True)
     script.write_text("echo no such toolkit >&2; exit 3\n")
-    began = time.monotonic()
     done = launch(
         {**machine, "FACTS": facts, "ASCEND_ROOT": str(tmp_path / "Ascend")}, EIGHT, SEVEN, tmp_path
     )
-    seen("a foreign script that exits while it is sourced", done.stderr.splitlines()[1], began)
     assert done.returncode == 2 and done.stderr == (
         f"no such toolkit\nlaunch: {script} ended the shell that sourced it. Look at what it says; "
         "what is sourced already is not sourced here\n"
@@ -235,13 +231,7 @@ def test_nothing_is_converted_before_the_preflight_and_its_files_are_checked_aft
     assert sick.returncode == 1 and called(machine) == ["facts.py", "preflight.py"]
     assert "It is made next, and checked" in sick.stdout
     Path(machine["RECORD"]).write_text("")
-    began = time.monotonic()
     done = launch(machine | files, EIGHT, SEVEN, tmp_path)  # conversions that write nothing
-    seen(
-        "the checked conversion wrote nothing",
-        done.stderr[done.stderr.index("Stopped by") :],
-        began,
-    )
     assert called(machine) == [
         "facts.py",
         "preflight.py",
@@ -269,15 +259,15 @@ def test_a_box_has_one_owner(machine, facts, tmp_path):
         bash {SEVEN} > {tmp_path}/first 2>&1 & first=$!
         tail --pid $first -f {tmp_path}/first | grep -q -m 1 'it hangs'
         unset HANGS
-        timed() {{
-            local began=$(date +%s%3N) name=$1; shift
-            "$@"; echo $name $?; echo $name took $(($(date +%s%3N) - began))
+        told() {{
+            local name=$1; shift
+            "$@"; echo $name $?
         }}
-        timed second bash {SEVEN}
-        timed waited env RAY_PORT=7000 BOX_WAIT=1 bash {SEVEN}
-        timed joined env RAY_ADDRESS=127.0.0.1:6380 bash {SEVEN}
+        told second bash {SEVEN}
+        told waited env RAY_PORT=7000 BOX_WAIT=1 bash {SEVEN}
+        told joined env RAY_ADDRESS=127.0.0.1:6380 bash {SEVEN}
         kill -KILL $first; wait $first
-        timed third bash {SEVEN}
+        told third bash {SEVEN}
     """
     done = run(
         EIGHT,
@@ -285,19 +275,7 @@ def test_a_box_has_one_owner(machine, facts, tmp_path):
         tmp_path / "box",
         {**machine, "NO_PREFLIGHT": "1", "FACTS": facts},
     )
-    when = dict(re.findall(r"^(\w+) took (\d+)$", done.stdout, re.MULTILINE))
-    told = [line for line in done.stderr.splitlines() if "this box is taken" in line]
-    for line, name, words in zip(
-        told,
-        ("second", "waited", "joined", "third"),
-        (
-            "a second launcher",
-            "a second launcher with another RAY_PORT, that waits a second",
-            "a launcher joins a Ray while another has the box",
-            "a launcher was killed, and its training still runs",
-        ),
-    ):
-        seen(words, line, time.monotonic() - int(when[name]) / 1000)
+    assert done.stderr.count("this box is taken") == 4
     taken = (
         rf"this box is taken \(/tmp/mindspeed_qerl.lock\): process \d+ of root on \S+, since [\d-]+ [\d:]+, "
         rf"config grpo_qwen25_7b_gsm8k_8npu, run directory {tmp_path}/run\. Two runs would train on the same "
@@ -358,27 +336,23 @@ def test_those_who_join_a_ray_share_a_box_with_each_other_only(machine, facts, t
 
 
 @pytest.mark.parametrize(
-    ("done_to_it", "variables", "box", "said"),
+    ("variables", "box", "said"),
     [
         (
-            "RAY_ADDRESS where nobody listens",
             {"RAY_ADDRESS": "127.0.0.1:6399"},
             EIGHT,
             "nobody answers at RAY_ADDRESS=127.0.0.1:6399: `unset RAY_ADDRESS`",
         ),
         (
-            "no flock and no setsid",
             {},
             Box(dies=8, without=("flock", "setsid")),
             "there is no flock on PATH=",
         ),
-        ("BOX_WAIT=abc", {"BOX_WAIT": "abc"}, EIGHT, "BOX_WAIT=abc must be a whole number from 0"),
+        ({"BOX_WAIT": "abc"}, EIGHT, "BOX_WAIT=abc must be a whole number from 0"),
     ],
 )
-def test_what_cannot_be_is_named(done_to_it, variables, box, said, machine, facts, tmp_path):
-    began = time.monotonic()
+def test_what_cannot_be_is_named(variables, box, said, machine, facts, tmp_path):
     done = launch({**machine, **variables, "FACTS": facts}, box, SEVEN, tmp_path)
-    seen(done_to_it, done.stderr, began)
     assert done.returncode in (1, 2) and done.stderr.startswith(f"launch: {said}")
     assert len(done.stderr.splitlines()) == 1
 
@@ -386,9 +360,7 @@ def test_what_cannot_be_is_named(done_to_it, variables, box, said, machine, fact
 def test_an_address_that_no_interface_has(machine, tmp_path):
     (tmp_path / "token").touch()
     machine |= {"NODE_ADDR": "10.0.0.1", "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")}
-    began = time.monotonic()
     done = launch(machine, Box(dies=8, without=("ip",)), TWO_NODES, tmp_path)
-    seen("NODE_ADDR that no interface has", done.stderr, began)
     assert done.returncode == 1 and done.stderr == (
         "launch: no network interface here has NODE_ADDR=10.0.0.1; there are lo 127.0.0.1, lo "
         "::1. Set NODE_ADDR, or SOCKET_IFNAME to an interface\n"
@@ -402,7 +374,6 @@ def test_an_address_that_no_interface_has(machine, tmp_path):
 def test_a_jemalloc_that_cannot_be_loaded(machine, facts, tmp_path):
     """Else every command of the launch says so, and with one for other pages ends."""
     (tmp_path / "jemalloc.so").write_text("not a library")
-    began = time.monotonic()
     done = launch(
         {
             **machine,
@@ -416,7 +387,6 @@ def test_a_jemalloc_that_cannot_be_loaded(machine, facts, tmp_path):
         tmp_path,
     )
     (said,) = [line for line in done.stdout.splitlines() if "cannot be preloaded" in line]
-    seen("a jemalloc that cannot be loaded", said, began)
     assert said.startswith(
         f"launch: {tmp_path}/jemalloc.so cannot be preloaded, and is left out (JEMALLOC names "
     )
@@ -434,7 +404,6 @@ def test_below_uv_run(machine, facts, tmp_path):
     )
     (tmp_path / "looks.py").write_text(looks)
     (tmp_path / "run").write_text(f"bash {SEVEN}; exit $?\n")  # bash reads its own argument
-    began = time.monotonic()
     done = run(
         EIGHT,
         ["bash", "-c", f"cd {tmp_path}; exec -a uv bash run"],
@@ -447,7 +416,6 @@ def test_below_uv_run(machine, facts, tmp_path):
         },
     )
     assert "below ['uv', 'run'] False" in done.stdout, done
-    seen("the launcher below uv run", "nothing: it trains, and Ray leaves uv alone", began)
 
 
 def test_in_an_empty_environment(tmp_path):
@@ -501,9 +469,6 @@ class Hung:
             if process.cmdline()[:2] == ["bash", str(SEVEN)]
         )
 
-    def last(self, words: str) -> str:
-        return [line for line in self.output.splitlines() if words in line][-1]
-
     def interrupt(self) -> None:
         os.killpg(self.process.pid, signal.SIGINT)
 
@@ -538,11 +503,9 @@ def hung(machine, facts, tmp_path):
 )
 def test_ctrl_c_at_every_stage(stage, words, hung, machine):
     launcher = hung(stage)
-    began = time.monotonic()
     launcher.interrupt()
     assert launcher.end() == 130
     after = launcher.output.partition("it hangs\n")[2].splitlines()
-    seen(f"Ctrl-C while {words}", after[0], began)
     assert (
         after[0]
         == f"launch: Ctrl-C while {words}: waiting for it to end, at most 10 s; a second Ctrl-C "
@@ -559,16 +522,13 @@ def test_ctrl_c_at_every_stage(stage, words, hung, machine):
 
 def test_sigterm_to_the_launcher_alone(hung):
     launcher = hung("preflight.py")
-    began = time.monotonic()
     launcher.script().terminate()
     assert launcher.end() == 143 and left_over(launcher.box) == []
     assert "launch: SIGTERM while the preflight runs: waiting for it to end" in launcher.output
-    seen("SIGTERM to the launcher alone, in the preflight", launcher.last("SIGTERM while"), began)
 
 
 def test_sighup(hung, tmp_path):
     launcher = hung("train_grpo.py", RUN=str(tmp_path / "run"))
-    began = time.monotonic()
     launcher.script().send_signal(signal.SIGHUP)
     assert launcher.end() == 129 and left_over(launcher.box) == []
     assert (
@@ -576,7 +536,6 @@ def test_sighup(hung, tmp_path):
         in launcher.output
     )
     assert f"launch: {tmp_path}/run has no checkpoint yet" in launcher.output
-    seen("SIGHUP in training: the terminal is closed", launcher.last("SIGHUP while"), began)
 
 
 @pytest.mark.parametrize("what", ["Ctrl-C", "closed"])
@@ -609,7 +568,6 @@ def test_a_real_terminal(what, machine, facts, tmp_path):
     output = b""
     while b"it hangs" not in output:
         output += os.read(screen, 1000)
-    began = time.monotonic()
     if what == "Ctrl-C":
         os.write(screen, b"\x03")
         try:
@@ -631,7 +589,6 @@ def test_a_real_terminal(what, machine, facts, tmp_path):
             "launch: Ctrl-C while the training runs: waiting for it to end, at most 60 "
             "s; a second Ctrl-C kills it"
         )
-        seen("Ctrl-C in a terminal, in training", told.removeprefix("^C"), began)
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
@@ -642,7 +599,6 @@ def test_a_training_that_ignores_being_told_is_killed_at_the_second_ctrl_c(
     launcher = hung("train_grpo.py", IGNORES="", RUN=str(run))
     if checkpoint:
         (run / "checkpoints" / "iter_0000020").mkdir(parents=True)
-    began = time.monotonic()
     launcher.interrupt()
     launcher.read_until(
         "launch: Ctrl-C while the training runs: waiting for it to end, at most 60 s; a second "
@@ -660,20 +616,13 @@ def test_a_training_that_ignores_being_told_is_killed_at_the_second_ctrl_c(
         if checkpoint
         else f"launch: {run} has no checkpoint yet"
     ) in launcher.output
-    seen("two Ctrl-C at a training that ignores being told", launcher.last("has not ended"), began)
 
 
 def test_it_is_killed_after_the_stated_time(hung):
     launcher = hung("train_grpo.py", IGNORES="", STOP_TIMEOUT="1")
-    began = time.monotonic()
     launcher.interrupt()
     assert launcher.end() == 130 and left_over(launcher.box) == []
     assert (
         "at most 1 s" in launcher.output
         and "the training has not ended: killed after 1 s" in launcher.output
-    )
-    seen(
-        "one Ctrl-C at a training that ignores being told, STOP_TIMEOUT=1",
-        launcher.last("has not ended"),
-        began,
     )

@@ -1,4 +1,4 @@
-"""The command line as a new user meets it: usage, help, names of keys, any Python, an installation."""
+"""The command line: usage, help, names of keys, any Python, an installation."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ import yaml
 from mindspeed_qerl.common import entry
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
-from mindspeed_qerl.recipe.describe import comments, list_of_keys
+from mindspeed_qerl.recipe.describe import list_of_keys
 from mindspeed_qerl.recipe.overrides import checked, nearest
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ def test_without_a_config_nothing_is_trained(arguments, tmp_path):
 
 
 def test_help_is_the_text_of_the_config_and_of_its_parts():
-    """Asked for before the name, with another part chosen, and for a config that stands on another."""
+    """Asked for before the name, with another part chosen; of a config based on another."""
     done = train("aqn=off", "--help", "--config-name", TINY)
     assert done.returncode == 0 and "--multirun" in done.stdout
     assert (CONFIGS / f"{TINY}.yaml").read_text() in done.stdout
@@ -63,7 +63,7 @@ def test_help_is_quick():
         "import runpy, sys; sys.argv = ['train_grpo.py', '--help', '--config-name', "
         f"'grpo_tiny_moe_cpu']\ntry: runpy.run_path({str(ROOT / 'cli/train_grpo.py')!r}, "
         "run_name='__main__')\nexcept SystemExit as stop: assert stop.code == 0\nheavy = "
-        "{'hydra', 'pydantic', 'numpy', 'torch', 'rich'} & set(sys.modules); assert not heavy, "
+        "{'pydantic', 'numpy', 'torch', 'rich'} & set(sys.modules); assert not heavy, "
         "heavy"
     )
     done = run(sys.executable, "-c", program)
@@ -201,11 +201,10 @@ def test_the_combinations_of_a_sweep():
     )
 
 
-def test_keys_with_values_and_comments():
+def test_keys_with_values():
     listed = list_of_keys(TINY, "rl_config", ["rl_config.epochs=3"]).splitlines()
     lines = {line.partition("=")[0]: line for line in listed}
-    assert lines["rl_config.mini_batch_size"].split("  # ")[1] == "prompts per update"
-    assert lines["rl_config.epochs"].startswith("rl_config.epochs=3 ")
+    assert lines["rl_config.epochs"] == "rl_config.epochs=3"
     assert "rl_config.actor_resource.num_npus=2" in " ".join(
         listed
     ) and "entropy_coeff" in " ".join(listed)
@@ -215,16 +214,9 @@ def test_keys_with_values_and_comments():
         and "rl_config has 94 more, not set here: --keys rl_config" in everything
     )
     noise = list_of_keys(TINY, "aqn", ["aqn=off"])
-    assert "aqn.enabled=false" in noise and "null: the run's seed" in noise
+    assert "aqn.enabled=false" in noise
     with pytest.raises(ConfigError, match="unknown section 'rl_confg', did you mean 'rl_config'"):
         list_of_keys(TINY, "rl_confg")
-
-
-def test_comments_of_a_file_of_a_group():
-    assert comments(
-        "# About it.\n# @package a.b\nx: [1, 2]  # list\ny:  # section\n  z: '# no'\n", "group"
-    ) == {"a.b.x": "list", "a.b.y": "section"}
-    assert comments("x: 1 # one", "group") == {"group.x": "one"}
 
 
 def test_own_configs_lie_in_the_current_folder_or_where_config_dir_says(tmp_path, monkeypatch):
@@ -392,11 +384,3 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     )
     assert lacking.returncode == 1 and "Traceback" not in lacking.stderr
     assert lacking.stderr.startswith(f"error: {bare_python} has no ")
-
-
-def test_the_readme_fits_on_two_screens_and_its_commands_exist():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    for word in text.replace("`", " ").split():
-        if word.endswith((".py", ".sh")) and "/" in word and not word.startswith(("http", "[")):
-            assert (ROOT / word).is_file(), word

@@ -12,19 +12,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from mindspeed_qerl.preflight.host import RAY_PORT, WORKERS
-from tests.fake_box.page import seen
+from mindspeed_qerl.preflight.ports import RAY_PORT, WORKERS
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "grpo"
 LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
-PAGE = ROOT / "docs" / "launch.md"
+DRY_RUNS = Path(__file__).parent / "dry_runs.md"
 BIN = Path(sys.executable).parent
 
 # In place of python: the launcher's own helpers run, everything else is written down. With TRAINING
@@ -219,16 +217,17 @@ def test_dry_run_shows_everything_and_runs_nothing(script, dry_run):
     assert load in next(command for command in shown if command[0] == "env")
 
 
-def test_the_page_shows_what_the_launchers_show(dry_run):
-    """Every block of docs/launch.md that begins with a dry run; all launchers are among them."""
-    blocks = re.findall(
-        r"^```\n\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?)```$",
-        PAGE.read_text(),
-        re.MULTILINE,
-    )
-    assert {script for _, _, script, _ in blocks} == {launcher.name for launcher in LAUNCHERS}
-    for variables, command, _, output in blocks:
+def test_dry_runs_are_those_that_are_kept(dry_run):
+    """Every block of tests/dry_runs.md; all launchers are among them, and docs/ascend.md shows
+    one.
+    """
+    block = r"^```\n(\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?))```$"
+    kept = re.findall(block, DRY_RUNS.read_text(), re.MULTILINE)
+    assert {script for *_, script, _ in kept} == {launcher.name for launcher in LAUNCHERS}
+    for _, variables, command, _, output in kept:
         assert dry_run(*variables.split(), *shlex.split(command)).stdout == output, command
+    shown = re.findall(block, (ROOT / "docs" / "ascend.md").read_text(), re.MULTILINE)
+    assert len(shown) == 1 and set(shown) <= set(kept)
 
 
 def test_variants_and_overrides(machine):
@@ -422,9 +421,7 @@ def test_npus_that_nodes_cannot_share(machine):
 
 @pytest.mark.parametrize("options", [["--dry-run"], []])
 def test_a_layout_that_cannot_exist_stops_first(options, machine):
-    began = time.monotonic()
     said = refused(machine, ONE_NODE, *options, "actor_config.tensor_model_parallel_size=3")
-    seen("a config whose layout cannot exist", said, began)
     assert (
         "tools/plan_layout.py says:" in said
         and "32 attention heads cannot be divided by TP 3" in said
@@ -532,13 +529,7 @@ def test_what_is_converted_already_is_not_converted_again(machine, tmp_path):
 @pytest.mark.skipif(any(Path("/dev").glob("davinci[0-9]*")), reason="this machine has NPUs")
 def test_without_npus_it_stops_at_the_preflight(machine, tmp_path):
     (tmp_path / "bin" / "python").unlink()  # the real one
-    began = time.monotonic()
     result = launch({**machine, "MODELS": str(tmp_path)}, FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")
-    seen(
-        "no NPUs at all",
-        next(line for line in result.stdout.splitlines() if line.startswith("No NPU here")),
-        began,
-    )
     assert result.returncode == 1
     assert "8 NPUs are asked for, this machine has none" in result.stdout
     command = "python cli/train_grpo.py --config-name grpo_qwen25_7b_gsm8k_8npu engine=local rehearsal.enabled=true"

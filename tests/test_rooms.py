@@ -102,3 +102,15 @@ def test_every_path_that_the_page_names_is_there():
         path for path in named if not any((root / path).exists() for root in (ROOT, PACKAGE))
     }
     assert len(named) > 30 and not missing, missing
+
+
+def test_every_path_that_the_code_names_is_there():
+    """Pages, tests and our own modules, in docstrings, comments and messages; not upstream's."""
+    ours = r"(?:docs|benchmarks|tests/\w+|algorithm|compare|local|recipe|rehearsal|runs|tasks(?:/gsm8k)?)"
+    named = re.compile(rf"(?<![\w/.-]){ours}/\w+\.(?:py|md)\b")
+    missing = set()
+    for file in PACKAGE.rglob("*.py"):
+        for path in named.findall(file.read_text()):
+            if not any((root / path).exists() for root in (ROOT, PACKAGE)):
+                missing.add(f"{file.relative_to(PACKAGE)}: {path}")
+    assert not missing

@@ -118,7 +118,6 @@ def test_the_second_node_is_missing(nodes):
         "launch: after 8 s 1 of 2 nodes are there (10.0.0.1): start this script on the other"
         in nodes.said(0)
     )
-    nodes.seen("the second node is missing", 0, "after 8 s 1 of 2 nodes are there")
     assert left_over(nodes.box(0)) == []
 
 
@@ -149,15 +148,6 @@ def test_the_second_node_is_lost_in_training(how, nodes):
     nodes.until(
         0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it"
     )
-    nodes.seen(
-        {
-            "killed": "the second node is killed in training",
-            "Ctrl-C": "Ctrl-C on the second node in training",
-            "cable": "the cable between two nodes is cut in training",
-        }[how],
-        0,
-        "has left Ray",
-    )
     assert nodes.end(0) == 1 and left_over(nodes.box(0)) == []
     assert nodes.end(1) == {"killed": -signal.SIGKILL, "Ctrl-C": 130, "cable": 1}[how]
     if how == "cable":
@@ -175,11 +165,6 @@ def test_an_address_where_the_first_node_does_not_reach_the_second(nodes):
         "launch: a task on the node at 172.17.0.1 fails: its NODE_ADDR must be an address where"
         in nodes.said(0)
     )
-    nodes.seen(
-        "NODE_ADDR of node 1 where node 0 does not reach it",
-        0,
-        "a task on the node at 172.17.0.1 fails",
-    )
     assert "(raylet)" not in nodes.said(0), "a page of Ray's own"
     assert "whether it could reach NODE_ADDR=172.17.0.1" in nodes.said(1)
 
@@ -193,11 +178,6 @@ def test_an_address_where_the_second_node_does_not_reach_the_first(nodes):
         "launch: after 8 s nobody answers at 172.17.0.1:6380: look at what node 0's launcher says"
         in nodes.said(1)
     )
-    nodes.seen(
-        "NODE_ADDR of node 0 where node 1 does not reach it",
-        1,
-        "nobody answers at 172.17.0.1:6380: look",
-    )
 
 
 def test_another_token(nodes, tmp_path):
@@ -209,7 +189,6 @@ def test_another_token(nodes, tmp_path):
         "launch: this node's Ray has not joined that of 10.0.0.1:6380 after 20 s, though that "
         "one answers",
     )
-    nodes.seen("another token on the second node", 1, "has not joined that of")
     assert nodes.end(0) == 1
     nodes.end(1)
 
@@ -221,7 +200,6 @@ def test_sixteen_dies_are_visible_on_each(nodes):
         assert nodes.end(rank) == 1
         assert "this node shows 16 to CANN" in nodes.said(rank)
         assert "export ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 " in nodes.said(rank)
-    nodes.seen("16 dies are visible on both nodes", 0, "this node shows 16 to CANN")
 
 
 def test_other_code_on_the_second_node(nodes):
@@ -239,7 +217,6 @@ def test_other_code_on_the_second_node(nodes):
         nodes.said(0),
         re.MULTILINE,
     )
-    nodes.seen("other code on the second node", 0, "has other code in")
 
 
 def test_another_clock_on_the_second_node(nodes, tmp_path):
@@ -251,7 +228,6 @@ def test_another_clock_on_the_second_node(nodes, tmp_path):
     nodes.start(0, **NO_PREFLIGHT)
     nodes.start(1, **NO_PREFLIGHT, PYTHONPATH=str(tmp_path / "site"))
     nodes.until(0, "it trains")
-    nodes.seen("another clock on the second node", 0, "warning: the clock")
     (nodes.folder / "go").write_text("0")
     assert (nodes.end(0), nodes.end(1)) == (0, 0)
     assert re.search(

@@ -10,7 +10,8 @@ other data or other code than most, repetitions of a seed.
 
 The difference to the baseline is paired by seed and question. The verdict says better, worse, or
 not distinguishable, and then about how many more seeds it would take; looked at once, it is wrong
-in at most one of twenty cases where there is no difference (docs/compare.md has the measurement).
+in at most one of twenty cases where there is no difference (docs/evaluation.md has the
+measurement).
 Writes comparison.md, comparison.json and comparison.png to --output.
 """
 

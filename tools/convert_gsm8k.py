@@ -4,13 +4,15 @@ Reads a folder with train.jsonl and test.jsonl (or .parquet) of {"question", "an
 verl's or TRL's rows of GSM8K, one such file whose name begins with train or test, or a dataset of
 the Hugging Face Hub (openai/gsm8k). Writes to --output, for each split:
 
---format chat (text; what the local engine and every evaluation read) {train,test}_chat.parquet
-  messages (one user turn), question, answer (canonical gold number), solution {train,test}.jsonl
-  {"problem", "answer"} for MindSpeed-RL's cli/preprocess_data.py
+--format chat (text; what the local engine and every evaluation read)
+  {train,test}_chat.parquet  messages (one user turn), question, answer (canonical gold number),
+                             solution
+  {train,test}.jsonl         {"problem", "answer"} for MindSpeed-RL's cli/preprocess_data.py
 
---format mindspeed (token ids of one model; what MindSpeed-RL's trainer reads, see docs/data.md)
+--format mindspeed (token ids of one model; what MindSpeed-RL's trainer reads, docs/own_task.md)
   gsm8k_{train,test}_packed_input_ids_document.{bin,idx}  the prompt in the chat template of
-  --tokenizer gsm8k_{train,test}_packed_labels_document.{bin,idx}     the canonical gold number
+                                                          --tokenizer
+  gsm8k_{train,test}_packed_labels_document.{bin,idx}     the canonical gold number
 
 Every row is checked first. A bad row stops the conversion with its file and line, and nothing is
 written or changed.
@@ -29,16 +31,20 @@ if __name__ == "__main__":  # a file of a checkout
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import convert_packed
 
+EPILOG = """exit status: 0 converted, 1 bad input or output, 2 wrong arguments
+
+examples:
+  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k
+  python tools/convert_gsm8k.py --input openai/gsm8k --output data/gsm8k --format mindspeed \\
+      --tokenizer models/Qwen3-30B-A3B --max-prompt-length 512
+"""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit status: 0 converted, 1 bad input or output, 2 wrong "
-        "arguments\n\nexamples:\n  python tools/convert_gsm8k.py --input openai/gsm8k "
-        "--output data/gsm8k\n  python tools/convert_gsm8k.py --input openai/gsm8k "
-        "--output data/gsm8k --format mindspeed \\\n      --tokenizer "
-        "models/Qwen3-30B-A3B --max-prompt-length 512",
+        epilog=EPILOG,
     )
     parser.add_argument(
         "--input",

@@ -1,9 +1,8 @@
 """Evaluate a model on a task with vLLM: greedily, and with several samples.
 
-    python tools/evaluate.py --run runs/grpo_tiny_moe_cpu/2026-11-21_14-03-59_seed1     its last
-    checkpoint python tools/evaluate.py --model models/Qwen2.5-7B-Instruct --data
-    data/gsm8k/test_chat.parquet --output base python tools/evaluate.py --model ... --adapter DIR
-    --data ... --output ...          a PEFT adapter
+    python tools/evaluate.py --run RUN_DIR                           its last checkpoint
+    python tools/evaluate.py --model DIR --data FILE --output DIR    a model
+    python tools/evaluate.py --model DIR --adapter DIR --data FILE --output DIR
 
 Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k),
 how many answers were cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes
@@ -16,7 +15,7 @@ import argparse
 import os
 import sys
 import warnings
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +26,41 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
-from mindspeed_qerl.recipe.types import HARDWARE_ERRORS, ROLLOUT_FORMATS, Quantization
+from mindspeed_qerl.recipe.features import HARDWARE_ERRORS, ROLLOUT_FORMATS, Quantization
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES
+
+# the fields of Evaluation that have an option: what it is, and argparse's arguments
+OPTIONS: dict[str, tuple[str, dict]] = {
+    "model": ("a Hugging Face model", {"metavar": "DIR"}),
+    "data": (
+        "rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)",
+        {"metavar": "FILE"},
+    ),
+    "adapter": ("a PEFT adapter for it", {"metavar": "DIR"}),
+    "step": (
+        "of the checkpoint (default: the last one); 0: the model before training",
+        {"type": int, "metavar": "N"},
+    ),
+    "prompt": ("form of the prompts", {"choices": ("chat", "plain")}),
+    "verifier": ("gsm8k, gsm8k_strict, or your own module:function", {}),
+    "problems": ("the first N questions (default: all)", {"type": int, "metavar": "N"}),
+    "samples": (
+        "answers per question for pass@K and maj@K; 0: greedy only",
+        {"type": int, "metavar": "K"},
+    ),
+    "temperature": ("of the samples", {"type": float}),
+    "max_tokens": ("length limit of an answer", {"type": int}),
+    "max_prompt_length": ("tokens; longer questions are left out", {"type": int}),
+    "max_num_seqs": ("answers that vLLM writes at a time", {"type": int}),
+    "dtype": ("of the model", {"choices": ("bfloat16", "float16", "float32")}),
+    "kv_cache_gib": ("vLLM's memory for keys and values on a CPU", {"type": int}),
+    "tensor_parallel_size": ("processes that share the model", {"type": int}),
+    "seed": ("of the samples", {"type": int}),
+    "emulate_npu": (
+        "serve with vllm-ascend on emulated NPUs (docs/architecture.md); default: as the run did",
+        {"action": argparse.BooleanOptionalAction},
+    ),
+}
 
 
 def main() -> int:
@@ -40,7 +72,7 @@ def main() -> int:
     what = parser.add_argument_group("what (with --run the rest is as in its config)")
     how = parser.add_argument_group("how")
     quantized = parser.add_argument_group("with quantised linear layers (docs/quantization.md)")
-    hardware = parser.add_argument_group("as other hardware would answer (docs/hardware_error.md)")
+    hardware = parser.add_argument_group("as other hardware would answer (docs/quantization.md)")
     what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
     what.add_argument(
         "--output",
@@ -49,11 +81,12 @@ def main() -> int:
         help="folder to make (with --run: RUN/evaluations/NAME)",
     )
     what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
-    for option in fields(Evaluation):
-        if option.metadata:
-            group = what if option.name in ("model", "data", "adapter", "step") else how
-            arguments = {key: value for key, value in option.metadata.items() if key != "least"}
-            group.add_argument(f"--{option.name.replace('_', '-')}", **arguments)
+    defaults = {each.name: each.default for each in fields(Evaluation)}
+    for name, (help, arguments) in OPTIONS.items():
+        if defaults[name] not in (None, MISSING, False):
+            help = f"{help} (default: {defaults[name]})"
+        group = what if name in ("model", "data", "adapter", "step") else how
+        group.add_argument(f"--{name.replace('_', '-')}", help=help, **arguments)
     quantized.add_argument(
         "--quantization",
         choices=ROLLOUT_FORMATS,

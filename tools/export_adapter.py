@@ -5,9 +5,9 @@ and expert parallel layout; of the MindSpeed-RL engine's, the files of all nodes
 directory. Needs torch and safetensors, and neither an NPU nor Megatron. Writes to --output:
 
 without --merged  adapter_model.safetensors and adapter_config.json, for PEFT and vLLM
-(--enable-lora) with --merged     the whole model with W + (alpha / r) B A, with the base model's
-configuration and tokenizer; takes
-                  as much memory as three of the base model's files
+(--enable-lora)
+with --merged     the whole model with W + (alpha / r) B A, with the base model's configuration and
+                  tokenizer; takes as much memory as three of the base model's files
 
 An adapter that does not fit the base model stops the export, and nothing is written.
 """

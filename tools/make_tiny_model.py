@@ -3,8 +3,8 @@ a minute on 2 quiet cores.
 
 The directory holds a Hugging Face model (transformers and vLLM load it), data/train_chat.parquet
 and data/test_chat.parquet (one-step word problems; the test problems use operand pairs that nothing
-in training uses), and recipe.json: what was made, how accurate it is, how many distinct facts the
-split has. Running it again finds the directory made and does nothing.
+in training uses), and recipe.json: what was made. Running it again finds the directory made and does
+nothing.
 """
 
 import argparse
@@ -62,12 +62,7 @@ def main() -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    seconds = report["seconds"]["total"]
-    print(f"{output}: {report['parameters']:,} parameters, made in {seconds:.0f} s")
-    if report["accuracy"]:
-        greedy = report["accuracy"]["test_greedy"]["correct"]
-        sampled = report["accuracy"]["test_sampled"]["correct"]
-        print(f"before GRPO it solves {greedy:.0%} of the held-out problems, {sampled:.0%} sampled")
+    print(f"{output}: {report['parameters']:,} parameters")
     return 0
 
 

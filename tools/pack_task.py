@@ -1,8 +1,8 @@
 """Pack the rows of your own task for MindSpeed-RL's trainer: token ids of one model
 (docs/own_task.md).
 
-    python tools/pack_task.py --rows my_task/train.jsonl --tokenizer models/Qwen3-30B-A3B
-    --data-path data/my/train
+    python tools/pack_task.py --rows my_task/train.jsonl --tokenizer models/Qwen3-30B-A3B \\
+        --data-path data/my/train
 
 writes {data-path}_packed_{input_ids,labels}_document.{bin,idx} and {data-path}_rows.jsonl, where
 the reward finds each row. Every row is checked first: whatever fails, nothing is written or

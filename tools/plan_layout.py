@@ -26,7 +26,8 @@ from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
 from mindspeed_qerl.layout import planner, show
-from mindspeed_qerl.layout.memory import Memory, Settings, settings_of
+from mindspeed_qerl.layout.memory import Memory, settings_of
+from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.compose import compose
@@ -159,7 +160,7 @@ def recipe_of(name: str, overrides: list[str]) -> Recipe:
     try:
         engine_of(recipe)
     except ConfigError as error:
-        found.faults.append(str(error))
+        found.faults += error.faults
     found.raise_faults()
     return recipe
 

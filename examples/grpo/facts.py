@@ -83,7 +83,7 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
     case = case_of(compose(name, overrides), name, nodes, own_ray=True)
     check_for_npus(case, name)
     if case.unread:
-        raise ConfigError("\n".join(case.unread))
+        raise ConfigError(*case.unread)
     recipe = case.recipe
     if case.npus % nodes:
         raise ConfigError(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen2.5-7B on 8 dies. See docs/launch.md.
+# Qwen2.5-7B on 8 dies. See docs/ascend.md.
 set -euo pipefail
 CONFIG=${CONFIG:-grpo_qwen25_7b_gsm8k_8npu}
 # shellcheck source=examples/grpo/launch.sh

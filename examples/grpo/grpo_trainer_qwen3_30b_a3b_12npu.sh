@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3-30B-A3B on 12 dies. Other layouts: CONFIG=grpo_qwen3_30b_a3b_gsm8k_12npu_tp4 or ..._tp4_pp3. See docs/launch.md.
+# Qwen3-30B-A3B on 12 dies. Other layouts: CONFIG=grpo_qwen3_30b_a3b_gsm8k_12npu_tp4 or ..._tp4_pp3. See docs/ascend.md.
 set -euo pipefail
 CONFIG=${CONFIG:-grpo_qwen3_30b_a3b_gsm8k_12npu}
 # shellcheck source=examples/grpo/launch.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3-30B-A3B on one 910C box. Another layout: CONFIG=grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4. See docs/launch.md.
+# Qwen3-30B-A3B on one 910C box. Another layout: CONFIG=grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4. See docs/ascend.md.
 set -euo pipefail
 CONFIG=${CONFIG:-grpo_qwen3_30b_a3b_gsm8k_16npu}
 # shellcheck source=examples/grpo/launch.sh

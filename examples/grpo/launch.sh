@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What every grpo_trainer_*.sh does, sourced with CONFIG (and NODES) set: environment, preflight, conversions, Ray, training (docs/launch.md).
+# What every grpo_trainer_*.sh does, sourced with CONFIG (and NODES) set: environment, preflight, conversions, Ray, training (docs/ascend.md).
 set -euo pipefail
 export PATH=${PATH:-/usr/local/bin:/usr/bin:/bin}  # under env -i it has a value that nobody else sees
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0  # else, below `uv run`, Ray starts every worker by uv, in a copy of the whole checkout
@@ -12,10 +12,10 @@ Checks the machine, converts what is missing, starts a Ray of its own, trains, s
 
   --config-name NAME  a config of configs/ (default: $CONFIG); CONFIG=NAME does the same
   --dry-run           print every command and run none
-  --accept CHECK      this check of the preflight may fail; may be repeated (docs/preflight.md). The run directory keeps it
+  --accept CHECK      this check of the preflight may fail; may be repeated (docs/troubleshooting.md). The run directory keeps it
   key=value           Hydra overrides, as for cli/train_grpo.py; relative paths in them are relative to the repository
 
-Variables (docs/launch.md has them all): PYTHON, MODELS, DATA, GSM8K, MINDSPEED_LLM, RAY_ADDRESS, RAY_PORT, TRUST_REMOTE_CODE, BOX_WAIT;
+Variables (docs/ascend.md has them all): PYTHON, MODELS, DATA, GSM8K, MINDSPEED_LLM, RAY_ADDRESS, RAY_PORT, TRUST_REMOTE_CODE, BOX_WAIT;
 two nodes: NODE_RANK, NODE_ADDR, MASTER_ADDR, RAY_AUTH_TOKEN_PATH, NODE_TIMEOUT
 EOF
 }

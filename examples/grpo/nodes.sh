@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2034,SC2154  # variables of processes.sh and facts.py
-# Sourced by launch.sh: what nodes do for each other (docs/launch.md, Two nodes).
+# Sourced by launch.sh: what nodes do for each other (docs/ascend.md, Two nodes).
 
 # Node 0 starts its Ray after its preflight and its conversions; `ray start` would give up before.
 wait_for_head() {

@@ -32,10 +32,13 @@ def rewards_less_kl(
         float64 [answers], and reward/kl: the mean of that sum, in nats an answer, before its
         coefficient.
 
-    >>> old, base = torch.tensor([[0.5, 0.5], [0.5, 0.9]]).log(), torch.tensor([[0.25, 0.5], [0.5, 0.1]]).log()
+    >>> old = torch.tensor([[0.5, 0.5], [0.5, 0.9]]).log()
+    >>> base = torch.tensor([[0.25, 0.5], [0.5, 0.1]]).log()
     >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> rewards_less_kl(torch.ones(2), old, base, mask, Algorithm(kl_coefficient=0.1, kl_penalty="kl"))
-    (tensor([0.9307, 1.0000], dtype=torch.float64), {'reward/kl': Mean(total=0.6931471824645996, count=2)})
+    >>> algorithm = Algorithm(kl_coefficient=0.1, kl_penalty="kl")
+    >>> rewards, metrics = rewards_less_kl(torch.ones(2), old, base, mask, algorithm)
+    >>> rewards, metrics["reward/kl"]
+    (tensor([0.9307, 1.0000], dtype=torch.float64), Mean(total=0.6931471824645996, count=2))
     """
     zero = torch.zeros((), dtype=torch.float64)
     old, reference = (

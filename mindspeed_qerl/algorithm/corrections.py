@@ -17,16 +17,15 @@ def correction_weights(
     """What the policy loss of each token is multiplied by; r = p_trained / p_sampled, of a token or
     an answer.
 
-    token_tis: min(r, cap) of each token (truncated importance sampling, Yao et al. 2025,
-        fengyao.notion.site/off-policy-rl): the bias that comes from the tokens sampled before
-        stays.
-    sequence_tis: min(product of r, cap) for all tokens of an answer: unbiased up to the cap, of
-    large variance. icepop: r of each token within [floor, cap], 0 outside (masked importance
-    sampling, Ant's Ring-1T,
-        arXiv 2510.18855).
-    geometric_mask: 1 for all tokens of an answer whose geometric mean of r is within [floor, cap],
-        0 for others (verl's seq_mean_k1): nothing is undone, answers that are too far off are left
-        out.
+    - token_tis: min(r, cap) of each token (truncated importance sampling, Yao et al. 2025,
+      fengyao.notion.site/off-policy-rl): the bias of the tokens sampled before stays.
+    - sequence_tis: min(product of r, cap) for all tokens of an answer: unbiased up to the cap, of
+      large variance.
+    - icepop: r of each token within [floor, cap], 0 outside (masked importance sampling, Ant's
+      Ring-1T, arXiv 2510.18855).
+    - geometric_mask: 1 for all tokens of an answer whose geometric mean of r is within
+      [floor, cap], 0 for others (verl's seq_mean_k1): answers that are too far off are left out.
+
     A token of weight 0 still counts where the loss is divided by tokens or answers.
 
     Args:
@@ -39,8 +38,9 @@ def correction_weights(
         their metrics.
 
     >>> old, sampled = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.1]]).log()
+    >>> mask = torch.ones(1, 2).bool()
     >>> for method in ("token_tis", "sequence_tis", "icepop", "geometric_mask"):
-    ...     correction_weights(old, sampled, torch.ones(1, 2).bool(), Correction(method, cap=2.0, floor=0.5))[0]
+    ...     correction_weights(old, sampled, mask, Correction(method, cap=2.0, floor=0.5))[0]
     tensor([[1.2500, 2.0000]])
     tensor([[2., 2.]])
     tensor([[1.2500, 0.0000]])
@@ -58,11 +58,8 @@ def correction_weights(
     counted = mask if log_ratio.shape == mask.shape else tokens > 0  # tokens, or answers
     inside = (ratio >= correction.floor) & (ratio <= correction.cap)
     if correction.method in ("token_tis", "sequence_tis"):
-        weights, name, acted_on = (
-            ratio.clamp(max=correction.cap),
-            "truncated_fraction",
-            ratio > correction.cap,
-        )
+        weights, acted_on = ratio.clamp(max=correction.cap), ratio > correction.cap
+        name = "truncated_fraction"
     elif correction.method == "icepop":
         weights, name, acted_on = ratio * inside, "masked_fraction", ~inside
     else:

@@ -50,13 +50,13 @@ class LossInputs:
 
     Attributes:
         logprobs: float [batch, length], of the policy that is trained, with its gradient.
-            old_logprobs: [batch, length], of that policy before this iteration's first update.
-            rollout_logprobs: [batch, length], of the policy that sampled. advantages: [batch], one
-            per answer. mask: bool [batch, length], True on completion tokens; an answer without any
-            is not trained. reference_logprobs: [batch, length], of the base model, or None where
-            there is no KL term. entropy: [batch, length], of the trained policy's distribution,
-            with its gradient where there is an entropy
-            bonus; or None.
+        old_logprobs: [batch, length], of that policy before this iteration's first update.
+        rollout_logprobs: [batch, length], of the policy that sampled.
+        advantages: [batch], one per answer.
+        mask: bool [batch, length], True on completion tokens; an answer without any is not trained.
+        reference_logprobs: [batch, length], of the base model, or None where there is no KL term.
+        entropy: [batch, length], of the trained policy's distribution, with its gradient where
+            there is an entropy bonus; or None.
     """
 
     logprobs: torch.Tensor
@@ -75,17 +75,16 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
     token-mean: its tokens (DAPO, arXiv 2503.14476). seq-mean-*: its answers that have tokens;
     seq-mean-token-sum-norm: those times loss_scale_factor (Dr. GRPO, arXiv 2503.20783).
 
-    >>> denominator(torch.tensor([[True, True], [True, False]]), Algorithm(loss_agg_mode="token-mean"))
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> denominator(mask, Algorithm(loss_agg_mode="token-mean"))
     3.0
     """
     if algorithm.loss_agg_mode == "token-mean":
         return float(mask.sum())
     answers = float(mask.any(1).sum())
-    return (
-        answers * algorithm.loss_scale_factor
-        if algorithm.loss_agg_mode == "seq-mean-token-sum-norm"
-        else answers
-    )
+    if algorithm.loss_agg_mode == "seq-mean-token-sum-norm":
+        return answers * algorithm.loss_scale_factor
+    return answers
 
 
 def loss(
@@ -143,9 +142,9 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The policy's part of the loss by `algorithm.loss_mode`.
 
-    vanilla: `clipped_loss` of each token's ratio p_new / p_old. gspo: the same of each answer's
-    ratio, the geometric mean of its tokens' (arXiv 2507.18071); its value is the
-        answer's, its gradient each token's share (verl's GSPO-token).
+    vanilla: `clipped_loss` of each token's ratio p_new / p_old.
+    gspo: the same of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its
+        value is the answer's, its gradient each token's share (verl's GSPO-token).
     cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every
     token is trained.
 
@@ -190,7 +189,7 @@ def clipped_loss(
         the loss, of `ratio`'s shape, and where [1 - clip_low, 1 + clip_high] took the gradient
         away, bool.
 
-    >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.tensor([1.0, 1.0]), clip_low=0.2, clip_high=0.28)
+    >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.ones(2), clip_low=0.2, clip_high=0.28)
     (tensor([-1.2800, -0.5000]), tensor([ True, False]))
     """
     unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -66,9 +67,12 @@ class EffectiveSampleSize:
         return self.total**2 / (self.count * self.squares) if self.count else math.nan
 
 
-Metric = (
-    Mean | Max | EffectiveSampleSize
-)  # `join` gives one of two of a kind, `value` the number they give at last
+class Metric(Protocol):
+    """What a loss returns: `join` makes one of two of a kind, `value` is the number in the end."""
+
+    def join(self, other: Any) -> Metric: ...
+
+    def value(self) -> float: ...
 
 
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
@@ -88,7 +92,8 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
     """Of the rewards of one iteration, a prompt's answers side by side: mean and standard
     deviation, and the fraction of prompts whose answers' rewards differ.
 
-    >>> reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)["reward/groups_with_signal"].item()
+    >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)
+    >>> float(metrics["reward/groups_with_signal"])
     0.5
     """
     return {

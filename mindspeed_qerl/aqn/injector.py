@@ -23,8 +23,7 @@ class NoiseReport:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
         layers, names: number and module names of the norms that get noise, in stage 0 too.
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
-        multiplier over all
-            weights of these norms.
+            multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
             norms, as they lie in the model, i.e. after rounding to its dtype. Far below
             expected_std when BF16 swallows the noise.
@@ -64,10 +63,9 @@ class NoiseInjector:
     noise on, `remove()` raises instead of putting stale values back.
 
     Args:
-        model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it. targets,
-            exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors are
-            raised here;
-            norms with factor 0 get no noise.
+        model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
+        targets, exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors
+            are raised here; norms with factor 0 get no noise.
     """
 
     def __init__(
@@ -82,32 +80,26 @@ class NoiseInjector:
     ):
         self.schedule, self.seed = schedule, seed
         selected = select_targets(model, targets, exclude)
-        scaled = [
-            (target, factor)
-            for target, factor in zip(selected, multipliers_of(selected, multipliers))
-            if factor
-        ]
+        factors = zip(selected, multipliers_of(selected, multipliers), strict=True)
+        scaled = [(target, factor) for target, factor in factors if factor]
         if not scaled:
             raise ValueError(
                 f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
                 "aqn=off"
             )
-        self.targets, self.multipliers = zip(*scaled)
+        self.targets, self.multipliers = zip(*scaled, strict=True)
         sizes = [target.module.weight.numel() for target in self.targets]
-        self.scale = math.sqrt(
-            sum(size * factor**2 for size, factor in zip(sizes, self.multipliers)) / sum(sizes)
-        )
+        squares = sum(size * factor**2 for size, (_, factor) in zip(sizes, scaled, strict=True))
+        self.scale = math.sqrt(squares / sum(sizes))
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
-        roles = ", ".join(
-            f"{count} {role}"
-            for role, count in Counter(target.role for target in self.targets).items()
-        )
-        names = ", ".join(
-            target.name if factor == 1 else f"{target.name} (x {factor:g})"
-            for target, factor in scaled
-        )
-        logger.info("AQN targets %d RMSNorm layers (%s): %s", len(self.targets), roles, names)
+        roles = Counter(target.role for target in self.targets)
+        counts = ", ".join(f"{count} {role}" for role, count in roles.items())
+        names = []
+        for target, factor in scaled:
+            names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
+        layers = len(self.targets)
+        logger.info("AQN targets %d RMSNorm layers (%s): %s", layers, counts, ", ".join(names))
         if not any(schedule.sigmas()):
             logger.warning(
                 "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
@@ -134,21 +126,16 @@ class NoiseInjector:
         """
         sigma = self.schedule.sigma(step)
         self.remove()
+        differences = [torch.zeros(1)] if sigma == 0 else []
         for target, factor in zip(self.targets, self.multipliers) if sigma else ():
             weight = target.module.weight
             clean = weight.detach().to("cpu", copy=True)
-            noise = (
-                sigma
-                * factor
-                * standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
-            )
-            noisy = (clean + noise).to(clean.dtype)  # BF16/FP16 + float32 is a float32 sum
+            noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+            noisy = (clean + sigma * factor * noise).to(clean.dtype)  # the sum is float32
             self._applied.append((target, clean, noisy))
             weight.copy_(noisy)
-        difference = torch.cat(
-            [noisy.double() - clean.double() for _, clean, noisy in self._applied]
-            or [torch.zeros(1)]
-        )
+            differences.append(noisy.double() - clean.double())
+        difference = torch.cat(differences)
         report = NoiseReport(
             sigma=sigma,
             stage=self.schedule.stage(step),
@@ -158,22 +145,27 @@ class NoiseInjector:
             measured_std=difference.std(correction=0).item(),
             changed_fraction=difference.ne(0).double().mean().item(),
         )
-        if sigma == 0:
-            logger.info("AQN step %d, stage %d: noise off", step, report.stage)
-        else:
-            logger.log(
-                logging.WARNING if report.measured_std < report.expected_std / 2 else logging.INFO,
-                "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured "
-                "std %.3g%s, %.4g%% changed",
-                step,
-                report.stage,
-                report.layers,
-                sigma,
-                report.measured_std,
-                f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else "",
-                100 * report.changed_fraction,
-            )
+        self._log(step, report)
         return report
+
+    def _log(self, step: int, report: NoiseReport) -> None:
+        if report.sigma == 0:
+            logger.info("AQN step %d, stage %d: noise off", step, report.stage)
+            return
+        lost = report.measured_std < report.expected_std / 2
+        scaled = f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else ""
+        logger.log(
+            logging.WARNING if lost else logging.INFO,
+            "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std "
+            "%.3g%s, %.4g%% changed",
+            step,
+            report.stage,
+            report.layers,
+            report.sigma,
+            report.measured_std,
+            scaled,
+            100 * report.changed_fraction,
+        )
 
     @torch.no_grad()
     def remove(self) -> None:
@@ -182,11 +174,10 @@ class NoiseInjector:
         Raises:
             RuntimeError: some weights are not what `apply` left. Nothing is put back then.
         """
-        overwritten = [
-            target.name
-            for target, _, noisy in self._applied
-            if not _same_bits(target.module.weight, noisy)
-        ]
+        overwritten = []
+        for target, _, noisy in self._applied:
+            if not _same_bits(target.module.weight, noisy):
+                overwritten.append(target.name)
         if overwritten:
             raise RuntimeError(
                 f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights "

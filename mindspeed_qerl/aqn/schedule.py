@@ -29,13 +29,14 @@ class NoiseSchedule:
     that is off: no noise at all.
 
     Args:
-        kind: one of `KINDS`. sigma_start, sigma_end: standard deviations, in units of the norm
-            weight. A start below the end is a rising
-            schedule.
-        num_stages: K, the stage that is off included. total_steps: T, the training steps of the
-            run. If T < K some stages are skipped, never the first. restart_every: steps after which
-            the whole schedule begins anew, the stage that is off included (an epoch,
-            say); T is then this number. None: one schedule over the run.
+        kind: one of `KINDS`.
+        sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the
+            end is a rising schedule.
+        num_stages: K, the stage that is off included.
+        total_steps: T, the training steps of the run. If T < K some stages are skipped, never the
+            first.
+        restart_every: steps after which the whole schedule begins anew, the stage that is off
+            included (an epoch, say); T is then this number. None: one schedule over the run.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, its value and the
@@ -117,17 +118,15 @@ def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
 
     >>> skipped_strongest_noise(NoiseSchedule(total_steps=6)) is None
     True
-    >>> print(skipped_strongest_noise(NoiseSchedule(total_steps=5)))
-    the strongest noise of the schedule, sigma 0.05, is in no step: the run's 5 steps hit stages 0, 2, 4, 6, 8 of 10, \
-at most sigma 0.0281. Train more steps, or take fewer stages (aqn.num_stages)
+    >>> skipped_strongest_noise(NoiseSchedule(total_steps=5))[:67]
+    'the strongest noise of the schedule, sigma 0.05, is in no step: the'
     """
     one_step_a_stage = replace(schedule, total_steps=schedule.num_stages, restart_every=None)
     strongest, reached = max(one_step_a_stage.sigmas()), max(schedule.sigmas())
     if reached == strongest:
         return None
-    stages = ", ".join(
-        map(str, sorted({schedule.stage(step) for step in range(schedule.total_steps)}))
-    )
+    reached_stages = sorted({schedule.stage(step) for step in range(schedule.total_steps)})
+    stages = ", ".join(map(str, reached_stages))
     steps = f"{schedule.total_steps} step{'s' * (schedule.total_steps != 1)}"
     return (
         f"the strongest noise of the schedule, sigma {strongest:.3g}, is in no step: the run's "

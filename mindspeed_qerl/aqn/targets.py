@@ -80,12 +80,8 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
                 f"AQN multiplier {selector!r}: the range of layers is empty, write it as "
                 "FIRST-LAST, such as 0-11"
             )
-        if (
-            isinstance(factor, bool)
-            or not isinstance(factor, (int, float))
-            or not math.isfinite(factor)
-            or factor < 0
-        ):
+        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not is_number or not math.isfinite(factor) or factor < 0:
             raise ValueError(
                 f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}"
             )
@@ -102,16 +98,11 @@ def multipliers_of(
     factors = [1.0] * len(norms)
     for selector, factor in multipliers:
         target, layers = _parse_selector(selector)
-        selected = [
-            i
-            for i, norm in enumerate(norms)
-            if (layers is None or layer_of(norm.name) in layers)
-            and (
-                target is None
-                or norm.role in ROLES_OF_TARGET.get(target, ())
-                or fnmatchcase(norm.name, target)
-            )
-        ]
+        selected = []
+        for i, norm in enumerate(norms):
+            in_layers = layers is None or layer_of(norm.name) in layers
+            if in_layers and (target is None or _answers_to(norm, target)):
+                selected.append(i)
         if not selected:
             names = ", ".join(norm.name for norm in norms[:4])
             raise ValueError(
@@ -122,6 +113,11 @@ def multipliers_of(
         for i in selected:
             factors[i] *= factor
     return factors
+
+
+def _answers_to(norm: NormTarget, target: str) -> bool:
+    """Whether a target's name or pattern selects the norm."""
+    return norm.role in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target)
 
 
 def layer_of(name: str) -> int | None:
@@ -214,9 +210,8 @@ def _holds_experts(name: str, module: "Module") -> bool:
     classes = [cls.__name__ for cls in type(module).__mro__]
     if any("FusedMoE" in cls for cls in classes):  # vLLM until 0.11, AscendFusedMoE
         return True
-    if (
-        isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts"
-    ):  # of transformers 4
+    # transformers 4 has a list of experts
+    if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":
         return len(module) > 0
     # transformers 5 (Qwen3MoeExperts) and vLLM (RoutedExperts) stack the experts into weights
     # [num_experts, out, in].
@@ -231,13 +226,10 @@ def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: 
     """
     names = set()
     for item in items:
-        name = (
-            item if item != "auto" else "post_attention" if is_mixture_of_experts(model) else "all"
-        )
-        roles = ROLES_OF_TARGET.get(name, ())
-        matched = {
-            norm.name for norm in norms if norm.role in roles or fnmatchcase(norm.name, item)
-        }
+        target = item
+        if item == "auto":
+            target = "post_attention" if is_mixture_of_experts(model) else "all"
+        matched = {norm.name for norm in norms if _answers_to(norm, target)}
         if not matched:
             raise ValueError(
                 f"{what} {item!r} matches no norm of this model. {_norms_seen(model, norms)}"
@@ -251,16 +243,20 @@ def _norms_seen(model: "Module", norms: Iterable[NormTarget]) -> str:
     roles = {norm.name: norm.role for norm in norms}
     names: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
-        if "norm" in type(module).__name__.lower():
-            names.setdefault((type(module).__name__, roles.get(name, "not an RMSNorm")), []).append(
-                name
-            )
+        cls = type(module).__name__
+        if "norm" in cls.lower():
+            kind = cls, roles.get(name, "not an RMSNorm")
+            names.setdefault(kind, []).append(name)
     if not names:
-        return f"No module of {type(model).__name__} has a class named like a norm; is this the rollout model?"
-    seen = "; ".join(
-        f"{len(found)} x {cls} ({role}, e.g. {found[0]})" for (cls, role), found in names.items()
+        return (
+            f"No module of {type(model).__name__} has a class named like a norm; is this the "
+            "rollout model?"
+        )
+    kinds = [f"{len(of)} x {cls} ({role}, e.g. {of[0]})" for (cls, role), of in names.items()]
+    return (
+        f"Norms seen: {'; '.join(kinds)}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or "
+        "to patterns on these names."
     )
-    return f"Norms seen: {seen}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or to patterns on these names."
 
 
 def _check_weight(norm: NormTarget) -> None:
@@ -270,7 +266,8 @@ def _check_weight(norm: NormTarget) -> None:
     if not isinstance(weight, Parameter):
         problem = "has no weight parameter"
     elif weight.dim() != 1 or not weight.is_floating_point():
-        problem = f"has a weight of shape {tuple(weight.shape)} and dtype {weight.dtype}, not a 1-D float one"
+        shape = tuple(weight.shape)
+        problem = f"has a weight of shape {shape} and dtype {weight.dtype}, not a 1-D float one"
     else:
         return
     raise ValueError(

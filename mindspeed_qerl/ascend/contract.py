@@ -14,7 +14,6 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One entry beside its source. change: "", "changed" or "gone"; digest, line: of what is there."""
+    """An entry beside its source. change: "", "changed" or "gone"; digest, line: of the source."""
 
     file: str
     name: str
@@ -106,21 +105,24 @@ class Report:
     def at_pin(self) -> bool:
         return self.content == self.pin.content and not self.changed
 
-    def __str__(self) -> str:
-        names = [name for name, content in self.pin.others.items() if content == self.content]
-        commit = self.commit[:7] if self.commit else "no git checkout"
-        version = f"{names[0] if names else 'an unknown version'} ({commit}), not {self.pin}"
+    @property
+    def version(self) -> str:
+        """In words."""
+        if self.at_pin:
+            return str(self.pin)
         if self.commit == self.pin.commit:
-            version = f"{self.pin} with edited files"
-        unused = (
-            f"; not used, later on the path: {', '.join(map(str, self.unused))}"
-            if self.unused
-            else ""
-        )
-        same = f"{len(self.findings) - len(self.changed)} of {len(self.findings)}"
+            return f"{self.pin} with edited files"
+        names = [name for name, content in self.pin.others.items() if content == self.content]
+        name = names[0] if names else "an unknown version"
+        commit = self.commit[:7] if self.commit else "no git checkout"
+        return f"{name} ({commit}), not {self.pin}"
+
+    def __str__(self) -> str:
+        unused = f"; not used, later on the path: {', '.join(map(str, self.unused))}"
+        count = len(self.findings)
         return (
-            f"{self.pin.title} in {self.root} is {self.pin if self.at_pin else version}{unused}; "
-            f"{same} things that the engine relies on are unchanged"
+            f"{self.pin.title} in {self.root} is {self.version}{unused if self.unused else ''}; "
+            f"{count - len(self.changed)} of {count} things that the engine relies on are unchanged"
         )
 
 
@@ -134,15 +136,12 @@ def check(copies: Mapping[str, Sequence[Path]]) -> list[Report]:
             raise ConfigError(
                 f"{root} holds no folder {package}: give a checkout of {PINS[package].title}"
             )
-        files = [
-            file for file in ENTRIES if file.split("/")[0].replace("cli", "mindspeed_rl") == package
-        ]
-        findings = [finding for file in files for finding in compare(root, file)]
-        reports.append(
-            Report(
-                PINS[package], root, unused, commit_of(root), content_of(root / package), findings
-            )
-        )
+        findings = []
+        for file in ENTRIES:
+            if file.split("/")[0].replace("cli", "mindspeed_rl") == package:
+                findings += compare(root, file)
+        commit, content = commit_of(root), content_of(root / package)
+        reports.append(Report(PINS[package], root, unused, commit, content, findings))
     return reports
 
 
@@ -157,15 +156,11 @@ def compare(root: Path, file: str) -> Iterator[Finding]:
     for name, entry in ENTRIES[file].items():
         expected, why = entry.split(" ", 1)
         nodes = definitions(module, name)
-        here, line = digest(nodes), nodes[-1].lineno if nodes and name else 1
-        yield Finding(
-            file,
-            name,
-            why,
-            "gone" if not nodes else "changed" if here != expected else "",
-            here,
-            line,
-        )
+        change, here = "", digest(nodes)
+        if here != expected:
+            change = "changed" if nodes else "gone"
+        line = nodes[-1].lineno if nodes and name else 1
+        yield Finding(file, name, why, change, here, line)
 
 
 def require(reports: Sequence[Report]) -> list[str]:
@@ -173,9 +168,11 @@ def require(reports: Sequence[Report]) -> list[str]:
     EngineError: something that we rely on changed: the version that is here, what changed, where,
     why we need it.
     """
-    if faults := [
-        line for report in reports if report.changed for line in (report, *report.changed)
-    ]:
+    faults = []
+    for report in reports:
+        if report.changed:
+            faults += [report, *report.changed]
+    if faults:
         raise EngineError(
             "upstream does not fit: the engine relies on what is changed or gone in it. Put the "
             "pins first on PYTHONPATH (docs/ascend.md)\n  " + "\n  ".join(map(str, faults))
@@ -189,33 +186,29 @@ def installed() -> dict[str, list[Path]]:
     """
     copies = {}
     for package in PINS:
-        with suppress(ValueError):  # put into sys.modules by hand, without a spec
-            spec = importlib.util.find_spec(package)
-            taken = list(spec.submodule_search_locations or []) if spec else []
-            folders = [
-                Path(folder)
-                for folder in (*taken, *(f"{entry or '.'}/{package}" for entry in sys.path))
-            ]
-            # Megatron has no __init__.py: any folder of its name would count as a part of it.
-            there = [
-                folder
-                for folder in folders
-                if (folder / "__init__.py").is_file() or (folder / "core").is_dir()
-            ]
-            copies[package] = list(dict.fromkeys(folder.resolve().parent for folder in there))
-    return {package: roots for package, roots in copies.items() if roots}
+        spec = importlib.util.find_spec(package)
+        folders = list(spec.submodule_search_locations or []) if spec else []
+        folders += [f"{entry or '.'}/{package}" for entry in sys.path]
+        # Megatron has no __init__.py: any folder of its name would count as a part of it.
+        roots = [
+            folder.resolve().parent
+            for folder in map(Path, folders)
+            if (folder / "__init__.py").is_file() or (folder / "core").is_dir()
+        ]
+        if roots:
+            copies[package] = list(dict.fromkeys(roots))
+    return copies
 
 
 def upstream_versions() -> dict[str, str]:
     """Title of each installed repository -> its commit, or "sha256:..." of its files: without git,
     or edited.
     """
-    return {
-        report.pin.title: report.commit
-        if report.commit and (report.at_pin or report.commit != report.pin.commit)
-        else f"sha256:{report.content}"
-        for report in check(installed())
-    }
+    versions = {}
+    for report in check(installed()):
+        is_commit = report.commit and (report.at_pin or report.commit != report.pin.commit)
+        versions[report.pin.title] = report.commit if is_commit else f"sha256:{report.content}"
+    return versions
 
 
 def commit_of(root: Path) -> str | None:
@@ -224,14 +217,12 @@ def commit_of(root: Path) -> str | None:
     """
     command = ["git", "-C", str(root), "rev-parse", "--show-prefix", "HEAD"]
     try:
-        prefix, commit = subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.split("\n")[:2]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return (
-        None if prefix else commit
-    )  # site-packages inside another project's checkout have no commit of their own
+    prefix, commit = done.stdout.split("\n")[:2]
+    # site-packages inside another project's checkout have no commit of their own
+    return None if prefix else commit
 
 
 def content_of(folder: Path) -> str:
@@ -250,7 +241,8 @@ def definitions(scope: ast.AST, name: str) -> list[ast.stmt]:
     """The functions, classes or assignments of a qualified name, [] if there are none; the body of
     `scope` for "".
 
-    >>> [node.lineno for node in definitions(ast.parse("class C:\\n    N: int = 1\\n    N = 2"), "C.N")]
+    >>> module = ast.parse("class C:\\n    N: int = 1\\n    N = 2")
+    >>> [node.lineno for node in definitions(module, "C.N")]
     [2, 3]
     """
     if not name:
@@ -273,7 +265,8 @@ def digest(statements: list[ast.stmt]) -> str:
     """12 hex digits over syntax trees, without comments, docstrings and layout; the same on every
     Python from 3.10.
 
-    >>> digest(ast.parse("def f(): return 1").body) == digest(ast.parse("def f():\\n 'Docs.'\\n return (1)").body)
+    >>> plain, other = "def f(): return 1", "def f():\\n 'Docs.'\\n return (1)"
+    >>> digest(ast.parse(plain).body) == digest(ast.parse(other).body)
     True
     """
     return hashlib.sha256("".join(map(repr, _canonical(statements))).encode()).hexdigest()[:12]

@@ -33,32 +33,21 @@ def conversion_command(recipe: Recipe) -> list[str]:
             "local engine needs no conversion"
         )
     conversion = family.conversion
-    command = [
-        "python",
-        conversion.script,
-        "--load-model-type",
-        "hf",
-        "--save-model-type",
-        "mg",
-        "--model-type-hf",
-        conversion.name,
-        *conversion.options,
-    ]
+    words = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg"]
+    words += ["--model-type-hf", conversion.name, *conversion.options]
     if family.experts and layout.tp > 1:
-        command.append("--moe-tp-extend-ep")
-    command += [
-        "--target-tensor-parallel-size",
-        str(layout.tp),
-        "--target-pipeline-parallel-size",
-        str(layout.pp),
-    ]
-    if family.experts:
-        command += ["--target-expert-parallel-size", str(layout.ep)]
-    if layout.num_layer_list:
-        command += ["--num-layer-list", ",".join(map(str, layout.num_layer_list))]
-    if layout.layers_per_virtual_stage:
-        command += ["--num-layers-per-virtual-pipeline-stage", str(layout.layers_per_virtual_stage)]
-    command += ["--load-dir", source, "--save-dir", target]
-    if conversion.script == "convert_ckpt.py":
-        command += ["--tokenizer-model", f"{source}/tokenizer.json"]
-    return command
+        words.append("--moe-tp-extend-ep")
+    v2 = conversion.script != "convert_ckpt.py"
+    options = {
+        "--target-tensor-parallel-size": layout.tp,
+        "--target-pipeline-parallel-size": layout.pp,
+        "--target-expert-parallel-size": family.experts and layout.ep,
+        "--num-layer-list": ",".join(map(str, layout.num_layer_list)),
+        "--num-layers-per-virtual-pipeline-stage": layout.layers_per_virtual_stage,
+        "--load-dir": source,
+        "--save-dir": target,
+        "--tokenizer-model": None if v2 else f"{source}/tokenizer.json",
+    }
+    for option, value in options.items():
+        words += [option, str(value)] if value else []
+    return words

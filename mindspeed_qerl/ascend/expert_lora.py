@@ -52,13 +52,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
                 parameter.tensor_model_parallel = True
                 parameter.requires_grad_(name.split("_")[0] in self.adapted)
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        tokens_per_expert: torch.Tensor,
-        probs: torch.Tensor,
-        ctx: Any = None,
-    ) -> tuple:
+    def forward(self, hidden, tokens_per_expert, probs, ctx=None):
         """Upstream's arithmetic without its fused variants: ([tokens, h], None). hidden: [tokens,
         h], sorted by expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before the down
         projection, as Megatron does.
@@ -68,17 +62,12 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         return self._linear(activated, "weight2", tokens_per_expert), None
 
     def _linear(self, x: torch.Tensor, name: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        shapes = {
-            "weight1": (self.config.hidden_size, -1),
-            "weight2": (-1, self.config.hidden_size),
-        }
-        y = _grouped(
-            x, getattr(self, name).view(self.num_local_experts, *shapes[name]), tokens_per_expert
-        )
+        experts, width = self.num_local_experts, x.shape[1]
+        y = _grouped(x, getattr(self, name).view(experts, width, -1), tokens_per_expert)
         if name not in self.adapted or not self.adapters_enabled:
             return y
-        a = getattr(self, f"{name}_lora_a").view(self.num_local_experts, -1, self.lora_r)
-        b = getattr(self, f"{name}_lora_b").view(self.num_local_experts, self.lora_r, -1)
+        a = getattr(self, f"{name}_lora_a").view(experts, width, self.lora_r)
+        b = getattr(self, f"{name}_lora_b").view(experts, self.lora_r, -1)
         return y + self.scaling * _grouped(_grouped(x, a, tokens_per_expert), b, tokens_per_expert)
 
 

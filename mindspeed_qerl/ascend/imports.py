@@ -3,8 +3,6 @@ engine meets it in one.
 """
 
 import re
-import sys
-import traceback
 
 PLATFORM = """
 from vllm.platforms import current_platform as it
@@ -57,34 +55,40 @@ DRIVER = (
     "export LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver:"
     "$LD_LIBRARY_PATH    # /usr/local/Ascend/driver, mapped into the container with -v"
 )
-# Words of an import's error -> what to do; the first that is there counts.
+# A pattern in an import's error -> what to do; the first that matches counts.
 FIXES = {
     r"No module named '(?!mindspeed|megatron|vllm_ascend)(\w+)": (
         r"pip install \1    # in the version of docs/ascend.md, Install"
     ),
     r"libascend_hal": DRIVER,
-    r"static TLS block": "export LD_PRELOAD=LIBRARY:$LD_PRELOAD    # the library that the error "
-    "names: aarch64 has little static TLS, and the first to ask gets it",
+    r"static TLS block": (
+        "export LD_PRELOAD=LIBRARY:$LD_PRELOAD    # the library that the error names: aarch64 has "
+        "little static TLS, and the first to ask gets it"
+    ),
     # vllm-ascend issues 1144, 3998 and 750
-    r"AsdOps|Mki|3atb|libatb|libop_plugin_atb": "In a new shell, where python3 has torch: "
-    f"{SOURCE}    # libatb is of NNAL: another "
-    "version's, or for torch's other C++ ABI",
-    r"GLIBC|GLIBCXX|CXXABI": "Build it on this image (docs/ascend.md, Install), in place of a "
-    "wheel or a copy of another's",
+    r"AsdOps|Mki|3atb|libatb|libop_plugin_atb": (
+        f"In a new shell, where python3 has torch: {SOURCE}    # libatb is of NNAL: another "
+        "version's, or for torch's other C++ ABI"
+    ),
+    r"GLIBC|GLIBCXX|CXXABI": (
+        "Build it on this image (docs/ascend.md, Install), in place of a wheel or a copy of "
+        "another's"
+    ),
     # triton-ascend issue 328
-    r"undefined symbol: (Msprof|acl|Hccl|rt[A-Z])": "CANN 8.5.0 and torch_npu 2.7.1 "
-    "(docs/ascend.md, Install): one of them is "
-    "another",
+    r"undefined symbol: (Msprof|acl|Hccl|rt[A-Z])": (
+        "CANN 8.5.0 and torch_npu 2.7.1 (docs/ascend.md, Install): one of them is another"
+    ),
     r"lib(hccl|ascendcl|runtime|ge_\w+|msprofiler|profapi|c_sec|register)\S*: cannot open": SOURCE,
-    r"cudnn|libcuda|libcublas|transformer_engine": "pip uninstall --yes transformer_engine "
-    "transformer_engine_cu12 flash_attn    # "
-    "CUDA's packages, which Megatron takes if "
-    "they are there",
+    r"cudnn|libcuda|libcublas|transformer_engine": (
+        "pip uninstall --yes transformer_engine transformer_engine_cu12 flash_attn    # CUDA's "
+        "packages, which Megatron takes if they are there"
+    ),
     r"(?i)numpy": "pip install numpy==1.26.4",
     r"(?i)0 active drivers|triton": "pip uninstall --yes triton triton-ascend",
-    r"infer device type|vllm_ascend": "unset VLLM_PLUGINS, and (cd vllm-ascend && "
-    "COMPILE_CUSTOM_KERNELS=1 python setup.py install)    # "
-    "docs/ascend.md, Install",
+    r"infer device type|vllm_ascend": (
+        "unset VLLM_PLUGINS, and (cd vllm-ascend && COMPILE_CUSTOM_KERNELS=1 python setup.py "
+        "install)    # docs/ascend.md, Install"
+    ),
     r"": "docs/ascend.md, Install: the versions that go together",
 }
 
@@ -95,38 +99,22 @@ def way_out(error: str) -> str:
     >>> way_out("No module named 'word2number.w2n'")
     'pip install word2number    # in the version of docs/ascend.md, Install'
     """
-    words, fix = next(
-        (found, fix) for pattern, fix in FIXES.items() if (found := re.search(pattern, error))
-    )
-    return words.expand(fix)
+    matches = ((re.search(pattern, error), fix) for pattern, fix in FIXES.items())
+    match, fix = next(pair for pair in matches if pair[0])
+    return match.expand(fix)
 
 
-def of_the_driver(error: ImportError) -> str:
-    """What keeps upstream from being imported in this process, in one line, with the file that asks
-    for it.
-    """
-    file = next(
-        frame.filename
-        for frame in reversed(traceback.extract_tb(error.__traceback__))
-        if not frame.filename.startswith("<")
-    )
-    return (
-        f"upstream cannot be imported by {sys.executable}: {error} (asked for by {file}). "
-        f"{_in_a_line(str(error))}; tools/preflight.py tries it too"
-    )
+def explained(error: str) -> str:
+    """An import's error and what to do, in one line."""
+    return f"{error}. {' '.join(way_out(error).split())}; tools/preflight.py tries it too"
 
 
 def of_a_worker(error: str) -> str | None:
     """What keeps a worker from importing, in one line; None if what Ray tells ended by something
     else. Ray hands on the worker's traceback as text, and its constructor's without the exception.
     """
-    last = next((line for line in reversed(error.splitlines()) if line.strip()), "")
-    found = re.fullmatch(
-        r"\s*(?:\w+\.)*(?:ImportError|ModuleNotFoundError|OSError): (.*(?:\.so|No module|import).*)",
-        last,
+    match = re.fullmatch(
+        r"\s*(?:\w+\.)*(?:Import|ModuleNotFound|OS)Error: (.*(?:\.so|No module|import).*)",
+        error.rstrip().rpartition("\n")[2],
     )
-    return found and f"{found[1].strip()}. {_in_a_line(found[1])}; tools/preflight.py tries it too"
-
-
-def _in_a_line(error: str) -> str:
-    return " ".join(way_out(error).split())
+    return match and explained(match[1].strip())

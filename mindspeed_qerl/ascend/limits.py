@@ -15,14 +15,14 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS, upstream_versions
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
 from mindspeed_qerl.layout.plan import beyond_positions, plan_of
-from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.rules import layout_faults
 from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.keys import Values
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
@@ -94,103 +94,138 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
     config = to_config(
         kept
     )  # without save_interval upstream computes 1 % None (grpo_trainer_hybrid.py:291)
-    return {name: config[name] for name in ("model", *UPSTREAM_SECTIONS)}
+    return {name: config.get(name, {}) for name in ("model", *UPSTREAM_SECTIONS)}
 
 
-def validate(recipe: Recipe) -> Iterator[str]:
+def validate(recipe: Recipe) -> Iterator[Fault]:
     """See engines.Engine: faults of model, layout and task."""
-    task, path = recipe.task, Path(recipe.model.path) / "config.json"
+    folder, key = recipe.model.path, "megatron_training.tokenizer_name_or_path"
+    file = Path(folder) / "config.json"
+    values = Values(recipe.sections)
     try:
-        yield from compare_with_model(recipe.model.arguments, read_config(path), str(path))
+        for fault in compare_with_model(recipe.model.arguments, read_config(file), str(file)):
+            is_argument = fault.key != str(file)
+            yield (
+                replace(fault, key=values.get(f"megatron.{fault.key}")[0]) if is_argument else fault
+            )
     except ConfigError as error:
-        yield (
-            f"megatron_training.tokenizer_name_or_path = {recipe.model.path!r}: no readable "
-            f"config.json of a Hugging Face model there ({error})"
+        message = (
+            f"{key} = {folder!r}: no readable config.json of a Hugging Face model there ({error})"
         )
+        yield Fault("model", message, key)
     try:
         plan = plan_of(recipe)
-        yield from [f"{rule.message} ({rule.source})" for rule in broken(plan)]
+        yield from layout_faults(plan)
         yield from unfilled_blocks(recipe, plan.shape)
-        yield from beyond_positions(plan, recipe.model.path) if path.is_file() else ()
+        if file.is_file():
+            yield from beyond_positions(plan, folder)
     except ConfigError as error:
-        yield from str(error).splitlines()
+        yield from (Fault("model", line, key) for line in str(error).splitlines())
     yield from faults_of_values(recipe)
-    if not task.data_path:
-        yield "megatron_training.data_path is missing"
-    yield from checks.missing_files(task, ("test_file",))
-    for file in packed_files(recipe).values():
-        for path in (Path(file), Path(file).with_suffix(".idx")):
-            if task.data_path and not path.is_file():
-                yield (
-                    f"megatron_training.data_path = {task.data_path!r}: no file {path}. Make it "
-                    "with `python tools/convert_gsm8k.py --format mindspeed --tokenizer MODEL_DIR "
-                    "--input DIR_OR_HUB_NAME --output DIR`"
-                )
+    yield from checks.missing_files(recipe.task, ("test_file",))
+    yield from _missing_rows(recipe)
 
 
-def faults_of_values(recipe: Recipe) -> Iterator[str]:
+def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
+    """A fault for each file of the packed training rows that is not there."""
+    key, prefix = "megatron_training.data_path", recipe.task.data_path
+    if not prefix:
+        yield Fault("file", f"{key} is missing", key)
+        return
+    fix = (
+        "Make it with `python tools/convert_gsm8k.py --format mindspeed --tokenizer MODEL_DIR "
+        "--input DIR_OR_HUB_NAME --output DIR`"
+    )
+    for name in packed_files(recipe).values():
+        for file in (Path(name), Path(name).with_suffix(".idx")):
+            if not file.is_file():
+                yield Fault("file", f"{key} = {prefix!r}: no file {file}", key, fix)
+
+
+def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     """What this engine cannot do, whatever model and files are there: a rehearsal asks it too."""
     yield from _wrong_pairs(recipe)
     yield from _cannot_replay(recipe)
+    selection, prompts = recipe.selection, recipe.batch.global_batch_size
     if recipe.task.prompt != "chat":
-        yield (
-            f"task.prompt = {recipe.task.prompt!r} must be 'chat': the packed training rows hold "
-            "chat prompts, and evaluation must ask alike"
+        yield _unsupported(
+            "task.prompt",
+            recipe.task.prompt,
+            "must be 'chat': the packed training rows hold chat prompts, and evaluation must ask "
+            "alike",
         )
-    selection, asked = recipe.selection, recipe.batch.global_batch_size
-    if selection.filter_groups_enable and selection.filter_groups_train_batch_size != asked:
-        yield (
-            "rl_config.filter_groups_train_batch_size = "
-            f"{selection.filter_groups_train_batch_size} must be "
-            f"megatron_training.global_batch_size = {asked}, or left out: the transfer dock has "
-            "room for the answers of one batch"
+    if selection.filter_groups_enable and selection.filter_groups_train_batch_size != prompts:
+        yield _unsupported(
+            "rl_config.filter_groups_train_batch_size",
+            selection.filter_groups_train_batch_size,
+            f"must be megatron_training.global_batch_size = {prompts}, or left out: the transfer "
+            "dock has room for the answers of one batch",
+        )
+    if selection.filter_groups_enable and selection.filter_groups_max_batches < 1:
+        yield _unsupported(
+            "rl_config.filter_groups_max_batches",
+            selection.filter_groups_max_batches,
+            "must be at least 1: without a limit a step whose groups are all alike never ends",
         )
     if selection.filter_groups_metric and len(recipe.task.verifiers) > 1:
-        yield (
-            f"rl_config.filter_groups_metric = {selection.filter_groups_metric!r} with several "
-            "verifiers must be left out: the transfer dock keeps their sum; the local engine "
-            "knows each"
+        yield _unsupported(
+            "rl_config.filter_groups_metric",
+            selection.filter_groups_metric,
+            "with several verifiers must be left out: the transfer dock keeps their sum; the local "
+            "engine knows each",
         )
     for side in ("rollout", "training", "evaluation"):
         if kinds := getattr(recipe.hardware_error, side):
-            yield (
-                f"hardware_error.{side} = {', '.join(kinds)} must be none: errors are modelled on "
-                "the local engine only, NPUs have their own"
+            yield _unsupported(
+                f"hardware_error.{side}",
+                ", ".join(kinds),
+                "must be none: errors are modelled on the local engine only, NPUs have their own",
             )
     yield from _cannot_quantize(recipe)
     yield from checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
 
 
-def _cannot_quantize(recipe: Recipe) -> Iterator[str]:
+def _unsupported(key: str, value: Any, reason: str) -> Fault:
+    return Fault("unsupported", f"{key} = {value!r} {reason}", key)
+
+
+def _cannot_quantize(recipe: Recipe) -> Iterator[Fault]:
     """Faults of rollout_quantization, whatever the widths of the model."""
-    quantization = recipe.quantization
-    chosen = f"rollout_quantization.format = {quantization.format!r}"
+    quantization, section = recipe.quantization, "rollout_quantization"
     if not quantization.enabled:
         return
     if quantization.format in ("fp8", "mxfp8"):
-        yield (
-            f"{chosen} must be none, int8_w8a8, mxfp4 or nvfp4: it rounds activations, and "
-            "vllm-ascend at the pin has no such layers; the local engine emulates it"
+        yield _unsupported(
+            f"{section}.format",
+            quantization.format,
+            "must be none, int8_w8a8, mxfp4 or nvfp4: it rounds activations, and vllm-ascend at "
+            "the pin has no such layers; the local engine emulates it",
         )
     if quantization.format == "int8_w8a8" and recipe.model.arguments.get("num_experts"):
-        yield (
-            f"{chosen} with a mixture of experts: vllm-ascend's int8 experts "
-            "(ops/moe/moe_mlp.py:144) need weights in FRACTAL_NZ, which is off in RL; nvfp4 and "
-            "mxfp4 take experts, and the local engine has int8_w8a8"
+        yield _unsupported(
+            f"{section}.format",
+            quantization.format,
+            "with a mixture of experts: vllm-ascend's int8 experts (ops/moe/moe_mlp.py:144) need "
+            "weights in FRACTAL_NZ, which is off in RL; nvfp4 and mxfp4 take experts, and the "
+            "local engine has int8_w8a8",
         )
     if quantization.lora != "merged":
-        yield (
-            f"rollout_quantization.lora = {quantization.lora!r} must be 'merged': a sync brings "
-            "merged weights alone; the local engine keeps adapters beside them"
+        yield _unsupported(
+            f"{section}.lora",
+            quantization.lora,
+            "must be 'merged': a sync brings merged weights alone; the local engine keeps adapters "
+            "beside them",
         )
     if quantization.probe_answers:
-        yield (
-            f"rollout_quantization.probe_answers = {quantization.probe_answers} must be 0: no "
-            "answer is computed again by other policies here; the local engine does that"
+        yield _unsupported(
+            f"{section}.probe_answers",
+            quantization.probe_answers,
+            "must be 0: no answer is computed again by other policies here; the local engine does "
+            "that",
         )
 
 
-def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
     """Faults of rollout_quantization with the widths of a model: a rank rounds its own part, of
     experts whole ones.
     """
@@ -198,73 +233,81 @@ def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from unfilled(recipe.quantization.format, shape, recipe.layout.infer_tp, shared)
 
 
-def _wrong_pairs(recipe: Recipe) -> Iterator[str]:
+def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
     """Faults of keys that upstream takes in other forms, or one by one and not together."""
     values, optimizer, epochs = Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
     if recipe.run.resume and not recipe.model.load:
-        yield "run.resume needs actor_config.load, the base weights: checkpoints hold the adapters only"
-    if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
-        style, warmup = (
-            values.get(f"megatron.{key}")[0] for key in ("lr_decay_style", "lr_warmup_fraction")
+        message = (
+            "run.resume needs actor_config.load, the base weights: checkpoints hold the adapters "
+            "only"
         )
-        yield (
+        yield Fault("conflict", message, "actor_config.load")
+    if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
+        style, _ = values.get("megatron.lr_decay_style")
+        warmup, _ = values.get("megatron.lr_warmup_fraction")
+        message = (
             f"rl_config.epochs = {epochs} with {style} = {optimizer.lr_decay_style!r} and {warmup} "
             f"= {optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
-            f"(base_training_engine.py:519), {epochs} times too fast. Set rl_config.epochs=1, or "
-            f"{style}=constant and {warmup}=0.0"
+            f"(base_training_engine.py:519), {epochs} times too fast"
         )
+        fix = f"Set rl_config.epochs=1, or {style}=constant and {warmup}=0.0"
+        yield Fault("conflict", message, "rl_config.epochs", fix)
     place, alpha = values.get("megatron.lora_alpha")
     if alpha is not None and not isinstance(alpha, int):
-        yield (
-            f"{place} = {alpha!r} must be a whole number, written without a point: MindSpeed-LLM's "
-            "--lora-alpha takes no other (training/arguments.py:351)"
+        yield _unsupported(
+            place,
+            alpha,
+            "must be a whole number, written without a point: MindSpeed-LLM's --lora-alpha takes "
+            "no other (training/arguments.py:351)",
         )
-    if (
-        recipe.model.arguments.get("num_experts")
-        and recipe.model.arguments.get("moe_aux_loss_coeff") is None
-    ):
-        name = recipe.model.arguments.get("model")
-        place = f"model.{name}" if name else "megatron_training"
-        yield (
-            f"{place}.moe_aux_loss_coeff is left out, and upstream would add 0.001 of the load "
-            "balancing loss to GRPO's (megatron_config.py:372): set "
-            f"{place}.moe_aux_loss_coeff=0.0, or the value that is meant"
+    arguments = recipe.model.arguments
+    if arguments.get("num_experts") and arguments.get("moe_aux_loss_coeff") is None:
+        name = arguments.get("model")
+        section = f"model.{name}" if name else "megatron_training"
+        place = f"{section}.moe_aux_loss_coeff"
+        message = (
+            f"{place} is left out, and upstream would add 0.001 of the load balancing loss to "
+            "GRPO's (megatron_config.py:372)"
         )
+        fix = f"set {place}=0.0, or the value that is meant"
+        yield Fault("unsupported", message, place, fix)
 
 
-def _cannot_replay(recipe: Recipe) -> Iterator[str]:
+def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     """Faults of algorithm.routing_replay with what goes another way than its routes."""
-    mode, values = recipe.algorithm.routing_replay, Values(recipe.sections)
+    mode, layout, values = recipe.algorithm.routing_replay, recipe.layout, Values(recipe.sections)
     if mode == "none":
         return
-    chosen = f"algorithm.routing_replay = {mode!r}"
+    reasons = []
     if not recipe.model.arguments.get("num_experts"):
-        yield f"{chosen} with a model that has no experts: there are no routes to replay; set it to none"
-    if recipe.layout.cp > 1:
-        yield (
-            f"{chosen} with context_parallel_size = {recipe.layout.cp}: a rank has parts of a "
-            "sequence, and routes are replayed over whole ones; set one of them to 1, the other "
-            "to none"
+        reasons.append("a model that has no experts: there are no routes to replay; set it to none")
+    if layout.cp > 1:
+        reasons.append(
+            f"context_parallel_size = {layout.cp}: a rank has parts of a sequence, and routes are "
+            "replayed over whole ones; set one of them to 1, the other to none"
         )
-    if recipe.layout.layers_per_virtual_stage:
-        yield (
-            f"{chosen} with num_layers_per_virtual_pipeline_stage = "
-            f"{recipe.layout.layers_per_virtual_stage}: each forward pass is checked to go through "
-            "all layers of a rank, and would have one chunk's; leave it out"
+    if layout.layers_per_virtual_stage:
+        reasons.append(
+            f"num_layers_per_virtual_pipeline_stage = {layout.layers_per_virtual_stage}: each "
+            "forward pass is checked to go through all layers of a rank, and would have one "
+            "chunk's; leave it out"
         )
-    for key in ("use_remove_padding", "use_dynamic_bsz"):
-        place, value = values.get(f"rl_config.{key}")
+    for name in ("use_remove_padding", "use_dynamic_bsz"):
+        place, value = values.get(f"rl_config.{name}")
         if value:
-            yield (
-                f"{chosen} with {place} = {value}: tokens of several answers become one sequence, "
-                f"in an order that routes are not brought into; set {place}=false"
+            reasons.append(
+                f"{place} = {value}: tokens of several answers become one sequence, in an order "
+                f"that routes are not brought into; set {place}=false"
             )
     place, value = values.get("generate_config.enable_prefix_caching")
     if mode == "rollout" and value:
-        yield (
-            f"{chosen} with {place} = {value}: vLLM computes no routes for tokens that it finds in "
-            f"its cache; set {place}=false"
+        reasons.append(
+            f"{place} = {value}: vLLM computes no routes for tokens that it finds in its cache; "
+            f"set {place}=false"
         )
+    key = "algorithm.routing_replay"
+    for reason in reasons:
+        yield Fault("unsupported", f"{key} = {mode!r} with {reason}", key)
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:
@@ -280,7 +323,7 @@ def data_files(recipe: Recipe) -> dict[str, str]:
 
 
 def packed_files(recipe: Recipe) -> dict[str, str]:
-    """The packed training rows, by label (tasks/gsm8k/packed.py)."""
+    """The packed training rows, by label (tasks/packed.py)."""
     prefix = f"{recipe.task.data_path}_packed"
     return {
         f"train_{column}": f"{prefix}_{column}_document.bin" for column in ("input_ids", "labels")
@@ -301,12 +344,10 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
         "padded_vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_position_embeddings,
     }
-    actor = recipe.sections["actor_config"]
+    values = Values(recipe.sections)
+    actor, training = values.section("actor_config"), values.section("megatron_training")
     told = {key: value for key, value in told.items() if value is not None and key not in actor}
-    sections = {
-        **recipe.sections,
-        "megatron_training": {**recipe.sections["megatron_training"], **told},
-    }
+    sections = {**recipe.sections, "megatron_training": {**training, **told}}
     optimizer = recipe.optimizer
     layers = optimizer.recompute_num_layers and min(
         optimizer.recompute_num_layers, shape.num_hidden_layers

@@ -7,6 +7,7 @@ have together.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,14 +22,12 @@ from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.runs.checks import logprobs_fault
+from mindspeed_qerl.runs.checks import impossible, logprobs_fault
 from mindspeed_qerl.tasks.prompts import text_of
 
 STAGE, ROLE = "ray_grpo", "actor"
-COLUMNS = (
-    "rollout_log_prob",
-    "trained",
-)  # of the transfer dock, besides those that upstream's update asks for
+# of the transfer dock, besides those that upstream's update asks for
+COLUMNS = ("rollout_log_prob", "trained")
 
 
 def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -40,35 +39,43 @@ def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 class QeRLLoss(BaseLossFunc):
-    """algorithm/losses.py as one of upstream's losses. `divisor`, `answers`: of the mini-batch
-    under way, over all ranks and on this one; `parts`: the metrics of each micro-batch since
-    `take_metrics`.
+    """algorithm/losses.py as one of upstream's losses.
+
+    Attributes:
+        recipe: the run's, by `install`. divisor, answers: of the mini-batch under way, over all
+            ranks and on this one. seen: of its micro-batches, on the device, whether a log
+            probability is impossible, and (log-probs, mask, tokens). parts: the metrics of each
+            micro-batch since `take_metrics`.
     """
 
-    recipe: Recipe  # the run's, by `install`
+    recipe: Recipe
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.divisor, self.answers, self.parts = 0.0, 0, []
+        self.divisor, self.answers, self.parts, self.seen = 0.0, 0, [], []
 
     def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
-        """Before the micro-batches of this rank's `mini_batch`: what their losses are divided by."""
+        """What the losses of this rank's `mini_batch` are divided by; before its micro-batches."""
         mask = trained_tokens(mini_batch)
         divisor = torch.tensor(denominator(mask, self.recipe.algorithm), device=mask.device)
         torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())
-        self.divisor, self.answers = divisor.item(), len(mask)
+        self.divisor, self.answers, self.seen = divisor.item(), len(mask), []
 
-    def compute_loss(
-        self,
-        output: torch.Tensor,
-        batch: dict[str, torch.Tensor],
-        forward_only: bool = False,
-        non_loss_data: bool = True,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, dict] | torch.Tensor:
+    def finish(self) -> None:
+        """After the micro-batches: RuntimeError if a log probability of one was impossible. The
+        host waits for the device once in a mini-batch, not in each micro-batch.
+        """
+        seen, self.seen = self.seen, []
+        if not seen or not torch.stack([wrong for wrong, _ in seen]).any():
+            return
+        for _, values in seen:
+            arrays = [value.cpu().numpy() for value in values]
+            if fault := logprobs_fault(*arrays, partial(text_of, self.recipe.model.path)):
+                raise RuntimeError(fault)
+
+    def compute_loss(self, output, batch, forward_only=False, non_loss_data=True, **kwargs):
         """Log-probs with `forward_only`; else what Megatron's schedule is to send back, and no
-        metrics: upstream would take the mean of micro-batches of different lengths. RuntimeError: a
-        log probability is none.
+        metrics: upstream would take the mean of micro-batches of different lengths.
 
         The schedule divides by the number of micro-batches, and the gradient is the mean over the
         data-parallel ranks (megatron/core/pipeline_parallel/schedules.py,
@@ -80,15 +87,11 @@ class QeRLLoss(BaseLossFunc):
         logprobs, entropy = self.compute_log_probs(
             output=output, batch=batch, skip_entropy=False, **kwargs
         )
-        mask = trained_tokens(batch)
-        if fault := logprobs_fault(
-            *(values.detach().cpu().numpy() for values in (logprobs, mask, batch["responses"])),
-            partial(text_of, self.recipe.model.path),
-        ):
-            raise RuntimeError(fault)
+        mask, before = trained_tokens(batch), logprobs.detach()
+        self.seen.append(((impossible(before) & mask).any(), (before, mask, batch["responses"])))
         inputs = LossInputs(
             logprobs,
-            batch.get("old_log_prob", logprobs.detach()),
+            batch.get("old_log_prob", before),
             batch["rollout_log_prob"],
             batch["advantages"][:, 0],
             mask,
@@ -96,22 +99,27 @@ class QeRLLoss(BaseLossFunc):
             entropy if algorithm.entropy_coefficient else entropy.detach(),
         )
         total, metrics = loss(inputs, algorithm, self.recipe.correction)
+        self.parts.append(metrics)
         if not self.divisor:
-            self.parts.append(metrics)
             return total * 0.0, {}
         micro_batches = self.answers / kwargs["actual_micro_batch_size"]
         scale = micro_batches * get_parallel_state().get_data_parallel_world_size() / self.divisor
         trained = total * scale
         # logged is what is trained
-        self.parts.append(
-            metrics | {"loss/total": Mean(trained.item() / scale, metrics["loss/total"].count)}
-        )
+        logged = trained.detach().double() / scale
+        metrics["loss/total"] = Mean(logged, metrics["loss/total"].count)
         return trained, {}
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Of all micro-batches of this rank since the last call."""
+        """Of all micro-batches of this rank since the last call, numbers on the host."""
         parts, self.parts = self.parts, []
-        return merge(parts)
+        return {name: _on_host(metric) for name, metric in merge(parts).items()}
+
+
+def _on_host(metric: Metric) -> Metric:
+    values = vars(metric)
+    tensors = {name: value.item() for name, value in values.items() if torch.is_tensor(value)}
+    return replace(metric, **tensors)
 
 
 class QeRLActor(Actor):
@@ -119,15 +127,11 @@ class QeRLActor(Actor):
     are replayed.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        recipe = self.loss_func.recipe
-        self.routes = (
-            RoutedPasses(self.model[0], recipe)
-            if recipe.algorithm.routing_replay != "none"
-            else None
-        )
-        if self.routes:
+        recipe, self.routes = self.loss_func.recipe, None
+        if recipe.algorithm.routing_replay != "none":
+            self.routes = RoutedPasses(self.model[0], recipe)
             self.forward_backward_func = self.routes.around(self.forward_backward_func)
         step = self.optimizer.step
 
@@ -140,12 +144,14 @@ class QeRLActor(Actor):
 
         self.optimizer.step = step_if_trained
 
-    def _forward_backward_batch(
-        self, batch: dict[str, torch.Tensor], forward_only: bool = False
-    ) -> list:
-        if not forward_only:
-            self.loss_func.start(batch)
-        return super()._forward_backward_batch(batch, forward_only)
+    def _forward_backward_batch(self, batch, forward_only=False):
+        if forward_only:
+            return super()._forward_backward_batch(batch, forward_only)
+        self.loss_func.start(batch)
+        try:
+            return super()._forward_backward_batch(batch, forward_only)
+        finally:  # Megatron may have stopped at the gradient of the same fault, without the answer
+            self.loss_func.finish()
 
 
 def make_state(optimizer: Any, step: Callable[[], Any]) -> None:

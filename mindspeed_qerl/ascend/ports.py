@@ -9,7 +9,6 @@ tells the port that it got: the server's addresses are broadcast afterwards.
 """
 
 import os
-from typing import Any
 
 import ray
 import zmq
@@ -36,10 +35,10 @@ class BoundZmqServer(ZmqServer):
         self.register, self.server_info.register_port = self._bound(zmq.REP)
         self.reliability, self.server_info.reliability_port = self._bound(zmq.PULL)
 
-    def _bound(self, kind: int) -> tuple[Any, int]:
+    def _bound(self, kind: int) -> tuple[zmq.Socket, int]:
         """A socket, and the port that the system gave it."""
-        made = self.context.socket(kind)
-        return made, made.bind_to_random_port(f"tcp://{self.server_info.ip_addr}")
+        bound = self.context.socket(kind)
+        return bound, bound.bind_to_random_port(f"tcp://{self.server_info.ip_addr}")
 
 
 def install(seconds: int) -> None:

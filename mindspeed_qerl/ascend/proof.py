@@ -8,7 +8,10 @@ how upstream moves weights to vLLM.
 
 import re
 from argparse import Namespace
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import chain
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe import FusedMoE
@@ -17,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.lora.checkpoint import (
     ADAPTER,
+    EXPERTS,
     Pair,
     Tensors,
     replicated,
@@ -37,24 +41,52 @@ TARGETS = {
     "down_proj": "linear_fc2",
 }
 SHARED_BY_INPUT = ("o_proj", "down_proj")
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[str, int]]:
+    """What a rank trains: LoRA target -> its "modules" and "parameters". Over all ranks each layer
+    counts as one module and each parameter once, however many hold copies. state: upstream's
+    parallel state.
+    """
+    is_first_tp = state.get_tensor_model_parallel_rank() == 0
+    is_first_ep = state.get_expert_model_parallel_rank() == 0
+    counts: dict[str, Counter] = defaultdict(Counter)
+    for name, parameter in chain(*(chunk.named_parameters() for chunk in chunks)):
+        if not parameter.requires_grad or "lora_" not in name:
+            continue
+        # `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a` of grouped experts
+        *modules, leaf = name.split(".")
+        is_expert = "experts" in modules
+        if is_expert:
+            target, replica = EXPERTS[leaf.split("_")[0]], state.get_expert_data_parallel_rank()
+        else:
+            target = next(part for part in modules if part.startswith("linear_"))
+            replica = state.get_data_parallel_rank(with_context_parallel=True)
+        if replica:
+            continue
+        if name.endswith(("lora_a", "lora_A.default.weight")) and is_first_tp:
+            counts[target]["modules"] += is_first_ep or not is_expert
+        if is_first_tp or parameter.tensor_model_parallel:
+            counts[target]["parameters"] += parameter.numel()
+    return dict(counts)
 
 
 def adapters_by_layer(chunks: list[torch.nn.Module]) -> dict[int, Tensors]:
     """This rank's adapters on the CPU: layer of the whole model -> tensors by the names they have
     in layer 0.
     """
-    found: dict[int, Tensors] = {}
+    adapters: dict[int, Tensors] = defaultdict(dict)
     for chunk in chunks:
-        layers = next(
-            module.layers for name, module in chunk.named_modules() if name.endswith("decoder")
-        )
+        modules = dict(chunk.named_modules())
+        decoder = next(name for name in modules if name.endswith("decoder"))
         for name, parameter in chunk.named_parameters():
             name = name[name.find("decoder.layers.") :]
             if match := ADAPTER.match(name):
-                layer = layers[int(match[1])].layer_number - 1
+                layer = modules[decoder].layers[int(match[1])].layer_number - 1
                 in_first = name.replace(f"layers.{match[1]}.", "layers.0.", 1)
-                found.setdefault(layer, {})[in_first] = parameter.detach().to("cpu", copy=True)
-    return found
+                adapters[layer][in_first] = parameter.detach().to("cpu", copy=True)
+    return adapters
 
 
 def gather_layer(
@@ -70,16 +102,15 @@ def gather_layer(
     Raises:
         ValueError: ranks that should hold the same adapter do not.
     """
-    of_ranks: list[tuple[tuple[int, int], Tensors]] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(of_ranks, (place, tensors))
-    copies: dict[tuple[int, int], list[Tensors]] = {}
-    for at, found in of_ranks:
-        if found:
-            copies.setdefault(at, []).append(found)
-    shards = {
-        at: {name: replicated([one[name] for one in several], name) for name in several[0]}
-        for at, several in copies.items()
-    }
+    ranks: list[tuple[tuple[int, int], Tensors]] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, (place, tensors))
+    copies: dict[tuple[int, int], dict[str, list[torch.Tensor]]] = {}
+    for rank, held in ranks:
+        for name, tensor in held.items():
+            copies.setdefault(rank, {}).setdefault(name, []).append(tensor)
+    shards = {}
+    for rank, by_name in copies.items():
+        shards[rank] = {name: replicated(same, name) for name, same in by_name.items()}
     return whole_adapters(shards, args, table_of_layer(shape), layer)
 
 
@@ -93,6 +124,11 @@ def held_weights(
         yield from weights.items()
 
 
+def copied_weights(model: torch.nn.Module) -> Tensors:
+    """All of `held_weights`, copied to the CPU."""
+    return {name: weight.to("cpu", copy=True) for name, weight in held_weights(model)}
+
+
 def held_layers(
     model: torch.nn.Module, layer: int | None = None
 ) -> Iterator[tuple[str, torch.nn.Module, Tensors]]:
@@ -101,40 +137,32 @@ def held_layers(
     vllm-ascend ops/common_fused_moe.py `process_weights_after_loading`.)
     """
     for name, module in model.named_modules():
-        found = LAYER.match(name)
-        if not found or layer is not None and int(found[1]) != layer:
+        match = LAYER.match(name)
+        if not match or layer not in (None, int(match[1])):
             continue
-        parent, _, leaf = name.rpartition(".")
         if isinstance(module, FusedMoE):
-            places = (
-                range(module.global_num_experts)
-                if module.expert_map is None
-                else module.expert_map.tolist()
-            )
-            held = {}
-            for expert, place in enumerate(places):
-                if place >= 0:  # -1: on another rank
-                    parts = (*module.w13_weight[place].t().chunk(2), module.w2_weight[place].t())
-                    held |= {
-                        f"{name}.{expert}.{part}": weight
-                        for part, weight in zip(
-                            ("gate_proj", "up_proj", "down_proj"), parts, strict=True
-                        )
-                    }
-            yield name, module, held
+            yield name, module, _held_experts(name, module)
         elif isinstance(module, LinearBase):
-            fused = model.packed_modules_mapping.get(leaf)
-            weights = (
-                module.weight.split(module.output_partition_sizes) if fused else [module.weight]
-            )
-            yield (
-                name,
-                module,
-                {
-                    f"{parent}.{part}": weight
-                    for part, weight in zip(fused or [leaf], weights, strict=True)
-                },
-            )
+            parent, _, leaf = name.rpartition(".")
+            parts, weights = [leaf], [module.weight]
+            if leaf in model.packed_modules_mapping:
+                parts = model.packed_modules_mapping[leaf]
+                weights = module.weight.split(module.output_partition_sizes)
+            names = [f"{parent}.{part}" for part in parts]
+            yield name, module, dict(zip(names, weights, strict=True))
+
+
+def _held_experts(name: str, module: FusedMoE) -> Tensors:
+    places = module.expert_map
+    if places is None:
+        places = torch.arange(module.global_num_experts)
+    held = {}
+    for expert, place in enumerate(places.tolist()):
+        if place >= 0:  # -1: on another rank
+            gate, up = module.w13_weight[place].t().chunk(2)
+            for part, weight in zip(EXPERT_PARTS, (gate, up, module.w2_weight[place].t())):
+                held[f"{name}.{expert}.{part}"] = weight
+    return held
 
 
 def movement_of_layer(
@@ -148,15 +176,14 @@ def movement_of_layer(
     """Of this rank's parts of one layer's weights. held, base: of `held_weights`, with adapters and
     without. tp_rank, tp_size: of vLLM.
     """
-    found = []
+    movements = []
     for name, weight in held:
         if name in pairs:
             a, b = pairs[name]
             leaf, update = name.rpartition(".")[2], scaling * (b.float() @ a.float())
             dim = int(leaf in SHARED_BY_INPUT)
-            parts = (
-                update.shape[dim] // weight.shape[dim]
-            )  # of few key and value heads several ranks have the same
+            # of few key and value heads several ranks have the same
+            parts = update.shape[dim] // weight.shape[dim]
             update = update.chunk(parts, dim)[tp_rank * parts // tp_size]
-            found.append({TARGETS[leaf]: movement(weight.cpu(), base[name], update)})
-    return join(found)
+            movements.append({TARGETS[leaf]: movement(weight.cpu(), base[name], update)})
+    return join(movements)

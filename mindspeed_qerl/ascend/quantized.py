@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_ascend.quantization.w8a8_dynamic import AscendW8A8DynamicLinearMethod
 from vllm_ascend.utils import matmul_allreduce_enable
 
-from mindspeed_qerl.ascend.proof import SHARED_BY_INPUT, held_layers
+from mindspeed_qerl.ascend.proof import EXPERT_PARTS, SHARED_BY_INPUT, held_layers
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.lora.checkpoint import Tensors
 from mindspeed_qerl.quantization.formats import FORMATS, int8_and_scale
@@ -39,9 +39,7 @@ class Int8Linear:
         )
         AscendW8A8DynamicLinearMethod().process_weights_after_loading(self.copy)
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer, x, bias=None):
         """What vLLM calls; `layer` has the weight that is not multiplied with."""
         return AscendW8A8DynamicLinearMethod.apply(self.copy, x, bias)
 
@@ -61,6 +59,7 @@ class QuantizedModel:
     Attributes:
         squares: of the last `quantize`: (Hugging Face name, number of this rank's part of the
             tensor) -> `weights.squares`. Over all ranks a part that several hold has one key.
+        methods: layer -> its own method, where an Int8Linear is in its place.
 
     Raises:
         ConfigError: what `ignore_fault` says, or vllm-ascend would multiply with other weights.
@@ -70,10 +69,8 @@ class QuantizedModel:
         self.model, self.ignore, self.name = model, quantization.ignore, quantization.format
         self.format, self.group = FORMATS[quantization.format], get_tp_group()
         self.squares: dict[tuple[str, int], tuple[float, float]] = {}
-        self._methods: dict[
-            torch.nn.Module, Any
-        ] = {}  # layer -> its own, where Int8Linear is in its place
-        if fault := ignore_fault(dict(_fused(model)), self.ignore, self.name):
+        self.methods: dict[torch.nn.Module, Any] = {}
+        if fault := ignore_fault(_names(model), self.ignore, self.name):
             raise ConfigError(fault)
         if matmul_allreduce_enable() and self.group.world_size > 1:  # ops/linear_op.py:286
             raise ConfigError(
@@ -86,48 +83,37 @@ class QuantizedModel:
     def quantize(self) -> None:
         """Round what was synced; all ranks of a tensor parallel group at once."""
         self.free()
-        found = {}
+        sums = {}
         for _, layer, weights in held_layers(self.model):
-            chosen = {
-                name: weight
-                for name, weight in weights.items()
-                if is_quantized(f"{name}.weight", self.ignore)
-            }
-            if self.name == "int8_w8a8" and chosen:
-                copies = [
-                    int8_and_scale(weight, *self._amax(name, weight))
-                    for name, weight in chosen.items()
-                ]
-                used = [integers * scale for integers, scale in copies]
-                self._methods[layer] = layer.quant_method
-                _set_method(layer, Int8Linear(*map(torch.cat, zip(*copies))))
-            else:
-                used = [
-                    self.format.weight(weight, *self._amax(name, weight)).to(weight.dtype)
-                    for name, weight in chosen.items()
-                ]
-            for (name, weight), rounded in zip(chosen.items(), used, strict=True):
-                found[name, self.group.rank_in_group * self._is_shared(name)] = squares(
-                    rounded.float() - weight.float(), weight
-                )
+            copies = []
+            for name, weight in weights.items():
+                if not self._is_quantized(name):
+                    continue
+                amax = self._amax(name, weight)
+                if self.name == "int8_w8a8":
+                    integers, scale = int8_and_scale(weight, *amax)
+                    copies.append((integers, scale))
+                    used = integers * scale
+                else:
+                    used = self.format.weight(weight, *amax).to(weight.dtype)
+                part = self.group.rank_in_group * self._is_shared(name)
+                sums[name, part] = squares(used.float() - weight.float(), weight)
                 if self.name != "int8_w8a8":
-                    weight.copy_(rounded)
-        sums = (
-            torch.stack([*found.values()]).tolist() if found else []
-        )  # none: all are on other ranks
-        self.squares = dict(zip(found, map(tuple, sums), strict=True))
+                    weight.copy_(used)
+            if copies:
+                self.methods[layer] = layer.quant_method
+                set_method(layer, Int8Linear(*map(torch.cat, zip(*copies))))
+        # one copy to the host; without any, all quantised weights are on other ranks
+        pairs = torch.stack([*sums.values()]).tolist() if sums else []
+        self.squares = dict(zip(sums, map(tuple, pairs), strict=True))
 
     def free(self) -> None:
         """Leave the layers with their own methods, and no int8 copies; weights that were rounded
         stay so.
         """
-        for layer, method in self._methods.items():
-            _set_method(layer, method)
-        self._methods.clear()
-
-    def copies(self) -> Iterator[torch.Tensor]:
-        """The int8 weights [in, out] that there are now."""
-        return (layer.quant_method.copy.weight for layer in self._methods)
+        for layer, method in self.methods.items():
+            set_method(layer, method)
+        self.methods.clear()
 
     @torch.no_grad()
     def unlike(self, synced: Tensors) -> list[str]:
@@ -139,20 +125,24 @@ class QuantizedModel:
         wrong = []
         for name, weight in used_weights(self.model):
             expected = synced[name].to(weight.device)
-            if is_quantized(f"{name}.weight", self.ignore):
-                dim = int(_is_shared_by_input(name))
-                whole = self.group.all_gather(expected, dim) if self._is_shared(name) else expected
-                parts = self.format.weight(whole).chunk(
-                    whole.shape[dim] // expected.shape[dim], dim
-                )
-                expected = parts[self.group.rank_in_group if len(parts) > 1 else 0]
+            if self._is_quantized(name):
+                whole, dim = expected, int(_is_shared_by_input(name))
+                if self._is_shared(name):
+                    whole = self.group.all_gather(expected, dim)
+                parts = whole.shape[dim] // expected.shape[dim]
+                place = self.group.rank_in_group if parts > 1 else 0
+                expected = self.format.weight(whole).chunk(parts, dim)[place]
             if not torch.equal(weight, expected.to(weight.dtype)):
                 wrong.append(name)
         return wrong
 
+    def _is_quantized(self, name: str) -> bool:
+        return is_quantized(f"{name}.weight", self.ignore)
+
     def _is_shared(self, name: str) -> bool:
         """Whether tensor parallel ranks have parts of it: experts are whole (layout/rules.py
-        infer_experts_are_whole)."""
+        infer_experts_are_whole).
+        """
         return self.group.world_size > 1 and ".experts." not in name
 
     def _amax(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -174,38 +164,34 @@ def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for _, layer, weights in held_layers(model):
         method = (getattr(layer, "custom_op", None) or layer).quant_method
         if isinstance(method, Int8Linear):
-            yield from zip(
-                weights,
-                method.weight().split([len(weight) for weight in weights.values()]),
-                strict=True,
-            )
+            used = method.weight().split([len(weight) for weight in weights.values()])
+            yield from zip(weights, used, strict=True)
         else:
             yield from weights.items()
 
 
-def _fused(model: torch.nn.Module) -> Iterator[tuple[str, list[str]]]:
-    """(vLLM's name of a layer, the Hugging Face names of its weights), experts of other ranks
+def _names(model: torch.nn.Module) -> dict[str, list[str]]:
+    """vLLM's name of a layer -> the Hugging Face names of its weights, experts of other ranks
     included.
     """
-    for name, layer, weights in held_layers(model):
+    names = {}
+    for layer_name, layer, weights in held_layers(model):
         if isinstance(layer, LinearBase):
-            yield name, [f"{each}.weight" for each in weights]
-        else:
-            yield (
-                name,
-                [
-                    f"{name}.{expert}.{part}.weight"
-                    for expert in range(layer.global_num_experts)
-                    for part in ("gate_proj", "up_proj", "down_proj")
-                ],
-            )
+            names[layer_name] = [f"{name}.weight" for name in weights]
+            continue
+        names[layer_name] = []
+        for expert in range(layer.global_num_experts):
+            prefix = f"{layer_name}.{expert}"
+            names[layer_name] += [f"{prefix}.{part}.weight" for part in EXPERT_PARTS]
+    return names
 
 
 def _is_shared_by_input(name: str) -> bool:
     return name.endswith(SHARED_BY_INPUT)
 
 
-def _set_method(layer: torch.nn.Module, method: Any) -> None:
+def set_method(layer: torch.nn.Module, method: Any) -> None:
+    """Let a layer of vllm-ascend multiply by `method`."""
     layer.quant_method = method
     if layer.custom_op is not None:  # it has looked the method up (vllm_ascend/ops/linear_op.py:88)
         layer.custom_op.update_attrs()

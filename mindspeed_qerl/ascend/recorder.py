@@ -3,7 +3,6 @@ runner's order.
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,12 +14,17 @@ from mindspeed_qerl.routing.routes import Routers
 
 
 class AscendRecorder(RouteRecorder):
-    """A recorder that hears every router of vllm-ascend's `model`. RuntimeError if one is missing.
+    """A recorder that is told what every router of vllm-ascend's `model` chooses. RuntimeError if
+    one is missing.
 
     A router chooses after `prepare` has padded the rows, shared them out among tensor parallel
     ranks, or gathered those of other engines
     (vllm_ascend/ops/moe/fused_moe_prepare_and_finalize.py). So once a forward pass the rows'
     numbers go through the same `prepare`, and say which row is whose.
+
+    Attributes:
+        layer: that chooses. rows: int32 [rows after `prepare`, 2], engine and row, from 1; 0 is
+            padding.
     """
 
     def __init__(self, runner: Any, routers: Routers, max_len: int, model: torch.nn.Module):
@@ -29,30 +33,21 @@ class AscendRecorder(RouteRecorder):
 
         super().__init__(runner, routers, max_len)
         self.tp_group, self.engine = get_tp_group(), get_dp_group().rank_in_group
-        self.layer = -1  # that chooses
-        self.rows = torch.empty(
-            0
-        )  # int32 [rows after `prepare`, 2]: engine and row, from 1; 0: padding
-        heard = []
+        self.layer, self.rows = -1, torch.empty(0)
+        layers = []
         for name, module in model.named_modules():
             if isinstance(module, common_fused_moe.AscendFusedMoE):
-                heard.append(int(re.search(r"\blayers\.(\d+)\.", name)[1]))
-                module.forward_impl = partial(self._forward, module, heard[-1], module.forward_impl)
-        if tuple(sorted(heard)) != routers.layers:
+                layers.append(int(re.search(r"\blayers\.(\d+)\.", name)[1]))
+                forward = partial(self._forward, module, layers[-1], module.forward_impl)
+                module.forward_impl = forward
+        if tuple(sorted(layers)) != routers.layers:
             raise RuntimeError(
-                f"vllm-ascend has routers in the layers {sorted(heard)}, config.json in "
+                f"vllm-ascend has routers in the layers {sorted(layers)}, config.json in "
                 f"{list(routers.layers)}: algorithm.routing_replay=none goes without their routes"
             )
         common_fused_moe.select_experts = partial(self._select, common_fused_moe.select_experts)
 
-    def _forward(
-        self,
-        module: torch.nn.Module,
-        layer: int,
-        forward: Callable,
-        hidden_states: torch.Tensor,
-        router_logits: torch.Tensor,
-    ) -> Any:
+    def _forward(self, module, layer, forward, hidden_states, router_logits):
         """A layer's `forward_impl`. A pass that only keeps other engines company takes part in the
         exchange, too.
         """
@@ -65,9 +60,9 @@ class AscendRecorder(RouteRecorder):
         from vllm.forward_context import get_forward_context
 
         context, rows = get_forward_context(), len(hidden_states)
-        first = 1 + (
-            self.tp_group.rank_in_group * rows if context.sp_enabled else 0
-        )  # they are shared out already
+        first = 1
+        if context.sp_enabled:  # they are shared out already
+            first += self.tp_group.rank_in_group * rows
         numbers = torch.arange(first, first + rows, dtype=torch.int32, device=hidden_states.device)
         numbers = torch.stack([torch.full_like(numbers, 1 + self.engine), numbers], dim=1)
         return context.moe_comm_method.prepare(
@@ -77,26 +72,27 @@ class AscendRecorder(RouteRecorder):
             enable_shared_expert_dp=module.enable_shared_expert_dp,
         )[0]
 
-    def _select(
-        self, select: Callable, *arguments: Any, **more: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _select(self, select, *arguments, **more):
         weights, ids = select(*arguments, **more)
         self.capture(self.layer, ids)
         return weights, ids
 
     def own_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """This engine's rows of `ids` [rows, layers, top_k], from all tensor parallel ranks, in the
+        runner's order. RuntimeError if one is missing.
+        """
         rows = self.rows
         if self.tp_group.world_size > 1:
-            parts = [(rows, ids)] * self.tp_group.world_size
-            dist.all_gather_object(parts, (rows.cpu(), ids.cpu()), group=self.tp_group.cpu_group)
-            rows, ids = (torch.cat(part) for part in zip(*parts))
+            ranks = [None] * self.tp_group.world_size
+            dist.all_gather_object(ranks, (rows.cpu(), ids.cpu()), group=self.tp_group.cpu_group)
+            rows, ids = map(torch.cat, zip(*ranks))
         own = rows[:, 0] == 1 + self.engine
         rows, ids = rows[own, 1].long() - 1, ids[own]
-        found = ids.new_zeros((int(rows.max()) + 1, *ids.shape[1:]))
-        found[rows] = ids
-        if missing := len(found) - len(rows.unique()):
+        ordered = ids.new_zeros((int(rows.max()) + 1, *ids.shape[1:]))
+        ordered[rows] = ids
+        if missing := len(ordered) - len(rows.unique()):
             raise RuntimeError(
-                f"{missing} of {len(found)} tokens had their experts chosen on no rank of this "
+                f"{missing} of {len(ordered)} tokens had their experts chosen on no rank of this "
                 "engine: routes cannot be recorded. algorithm.routing_replay=none goes without"
             )
-        return found
+        return ordered

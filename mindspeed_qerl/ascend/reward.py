@@ -37,15 +37,16 @@ def verifier(
     function.
 
     Args:
-        responses: decoded answers, padding and special tokens already gone. data: "labels",
-            decoded, one per response: the gold answers, or the numbers of the rows that are packed
-            beside
-            `data_path` (tasks/packed.py); more columns for upstream's own functions.
+        responses: decoded answers, padding and special tokens already gone.
+        data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that
+            are packed beside `data_path` (tasks/packed.py); more columns for upstream's own
+            functions.
         config: upstream's RLConfig. data_path: upstream's, of the training data.
 
     Raises:
         ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a
-            row. RewardError: a reward failed.
+            row. RewardError: a
+        reward failed.
     """
     labels = data.get("labels", [])
     if len(labels) != len(responses):
@@ -62,16 +63,15 @@ def verifier(
         if name not in UPSTREAM_VERIFIERS:
             known = [*VERIFIERS, *UPSTREAM_VERIFIERS]
             raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, known))
-        one = SimpleNamespace(verifier_function=[name], verifier_weight=[1.0])
+        alone = SimpleNamespace(verifier_function=[name], verifier_weight=[1.0])
         return lambda responses, answers, rows: _upstream_verifier(
-            responses, {**data, "labels": answers}, one, **kwargs
+            responses, {**data, "labels": answers}, alone, **kwargs
         )[0]
 
     weights = list(zip(config.verifier_function, config.verifier_weight, strict=True))
     total, scores = score(weights, responses, rows, load)
-    return total.tolist(), {
-        f"{name}_rewards/mean": values.tolist() for name, values in scores.items()
-    }
+    metrics = {f"{name}_rewards/mean": values.tolist() for name, values in scores.items()}
+    return total.tolist(), metrics
 
 
 class ShareOver(Exception):
@@ -94,7 +94,7 @@ class QeRLRuleReward(RuleReward.__ray_actor_class__):
     first call: nobody awaits `initialize` (cli/train_grpo.py:166).
     """
 
-    def initialize(self, megatron_config: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(self, megatron_config, *args, **kwargs):
         rule_verifier.verifier = partial(verifier, data_path=megatron_config.data_path)
         super().initialize(megatron_config, *args, **kwargs)
 
@@ -106,8 +106,8 @@ class QeRLRuleReward(RuleReward.__ray_actor_class__):
         scored = super().compute_rm_score
         # not in upstream's module: Ray sends the class by value, whose functions have globals of
         # their own
-        scored.__globals__["get_current_dp_range_indexes"] = lambda **of: Share(
-            get_current_dp_range_indexes(**of)
+        scored.__globals__["get_current_dp_range_indexes"] = lambda **arguments: Share(
+            get_current_dp_range_indexes(**arguments)
         )
         with contextlib.suppress(ShareOver):
             scored()

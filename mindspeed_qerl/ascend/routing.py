@@ -1,8 +1,7 @@
-"""Routing replay (docs/routing_replay.md) in the transfer dock and in upstream's training passes."""
+"""Routing replay (docs/routing_replay.md) in the transfer dock and upstream's training passes."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from mindspeed_rl.utils.compute import get_parallel_state
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.replay import Counts, MicroBatch, RouteReplay, total
-from mindspeed_qerl.routing.routes import Routers
+from mindspeed_qerl.routing.routes import Routers, routes_fault
 
 COLUMN = "routes"  # of the transfer dock, a row `pack` for each answer
 
@@ -25,9 +24,8 @@ def pack(routes: np.ndarray) -> torch.Tensor:
     """
     content = np.ascontiguousarray(routes).tobytes()
     content += bytes(-len(content) % 4)
-    return torch.from_numpy(
-        np.concatenate([np.array(routes.shape, np.int32), np.frombuffer(content, np.int32)])
-    )
+    shape = np.array(routes.shape, np.int32)
+    return torch.from_numpy(np.concatenate([shape, np.frombuffer(content, np.int32)]))
 
 
 def unpack(row: torch.Tensor, routers: Routers) -> np.ndarray:
@@ -42,14 +40,27 @@ def unpack(row: torch.Tensor, routers: Routers) -> np.ndarray:
     return np.frombuffer(content[:size], routers.dtype).reshape(shape)
 
 
+def row_fault(row: torch.Tensor, tokens: int, routers: Routers) -> str | None:
+    """`routes_fault` of a row of the dock."""
+    try:
+        return routes_fault(unpack(row, routers), tokens, routers)
+    except ValueError as error:
+        return str(error)
+
+
 class RoutedPasses:
     """Upstream's passes over micro-batches on this rank, with the routes of the column `COLUMN` in
     its routers; or, where a pass before the update has none, with its own ones kept for the update.
+
+    Attributes:
+        counts: of each update since `take_counts`. recorded: of the answers of the last pass before
+            the update, as in the dock.
     """
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe):
         state = get_parallel_state()
-        self.recipe, self.routers = recipe, read_shape(recipe.model.path).routers
+        self.records = recipe.algorithm.routing_replay == "record"
+        self.routers = read_shape(recipe.model.path).routers
         self.pp_group = state.get_pipeline_model_parallel_group()
         self.replay = RouteReplay(
             model,
@@ -57,33 +68,31 @@ class RoutedPasses:
             state.get_tensor_model_parallel_rank(),
             state.get_tensor_model_parallel_world_size(),
         )
-        self.counts: list[dict[int, Counts]] = []  # of each update since `take_counts`
-        self.recorded: list[
-            torch.Tensor
-        ] = []  # of the answers of the last pass before the update, as in the dock
+        self.counts: list[dict[int, Counts]] = []
+        self.recorded: list[torch.Tensor] = []
 
     def around(self, forward_backward: Callable) -> Callable:
         """Megatron's schedule (pipeline_parallel/schedules.py) for these passes."""
 
-        def run(*, forward_step_func: Callable, forward_only: bool, **arguments: Any) -> Any:
-            passed: list[tuple[dict[str, torch.Tensor], MicroBatch]] = []
+        def run(*, forward_step_func, forward_only, **arguments):
+            passes = []
 
-            def step(batches: Any, model: torch.nn.Module) -> Any:
+            def step(batches, model):
                 batch = next(batches)
-                passed.append((batch, self._micro_batch(batch)))
-                with self.replay.forward(passed[-1][1]):
+                micro = self._micro_batch(batch)
+                passes.append((batch, micro))
+                with self.replay.forward(micro):
                     return forward_step_func(iter([batch]), model)
 
+            arguments |= {"forward_step_func": step, "forward_only": forward_only}
             with nullcontext() if forward_only else self.replay.training():
-                result = forward_backward(
-                    forward_step_func=step, forward_only=forward_only, **arguments
-                )
+                result = forward_backward(**arguments)
             if not forward_only:
                 self.counts.append(self.replay.counts())
-            elif self.recipe.algorithm.routing_replay == "record":
-                self.recorded = [
-                    row for batch, micro in passed for row in self._rows_of(batch, micro)
-                ]
+            elif self.records:
+                self.recorded = []
+                for batch, micro in passes:
+                    self.recorded += self._rows_of(batch, micro)
             return result
 
         return run
@@ -94,42 +103,41 @@ class RoutedPasses:
         return total(counts)
 
     def _micro_batch(self, batch: dict[str, torch.Tensor]) -> MicroBatch:
-        """Megatron has tokens position by position; upstream pads prompt and answer on the right."""
+        """Megatron has tokens position by position; upstream pads whole answers on the right."""
         answers, width = batch["input_ids"].shape
-        lengths = (batch["prompt_length"] + batch["response_length"]).flatten()
-        known = torch.arange(width, device=lengths.device)[:, None] < lengths - 1
+        computed = _lengths(batch) - 1  # the last token goes through no model
+        places = torch.arange(width, device=computed.device)
+        known = (places[:, None] < computed).flatten()
         if COLUMN not in batch:
-            return MicroBatch(None, known.flatten())
-        routes = np.zeros(
-            (width, answers, len(self.routers.layers), self.routers.top_k), dtype=np.int32
-        )
-        for answer, row in enumerate(batch[COLUMN]):
-            of_answer = unpack(row, self.routers)
-            if len(of_answer) != lengths[answer] - 1:
+            return MicroBatch(None, known)
+        routes = np.zeros((width, answers, *self._choices), dtype=np.int32)
+        for answer, (row, tokens) in enumerate(zip(batch[COLUMN], computed.tolist())):
+            recorded = unpack(row, self.routers)
+            if len(recorded) != tokens:
                 raise RuntimeError(
-                    f"an answer of {lengths[answer]} tokens came with the routes of "
-                    f"{len(of_answer)}, not of all but its last: rows of the transfer dock were "
-                    "mixed up"
+                    f"an answer of {tokens + 1} tokens came with the routes of {len(recorded)}, "
+                    "not of all but its last: rows of the transfer dock were mixed up"
                 )
-            routes[: len(of_answer), answer] = of_answer
-        return MicroBatch(
-            torch.from_numpy(routes).flatten(0, 1).to(lengths.device), known.flatten()
-        )
+            routes[:tokens, answer] = recorded
+        return MicroBatch(torch.from_numpy(routes).flatten(0, 1).to(known.device), known)
 
     def _rows_of(self, batch: dict[str, torch.Tensor], micro: MicroBatch) -> list[torch.Tensor]:
         """For each answer of a micro-batch, what all stages' routers chose."""
         answers, width = batch["input_ids"].shape
-        found = torch.zeros(
-            width,
-            answers,
-            len(self.routers.layers),
-            self.routers.top_k,
-            dtype=torch.int32,
-            device=micro.known.device,
-        )
-        for layer, chosen in micro.chosen.items():
-            found[:, :, self.replay.index[layer]] = chosen.view(width, answers, -1).int()
-        dist.all_reduce(found, group=self.pp_group)  # each layer is on one stage
-        lengths = (batch["prompt_length"] + batch["response_length"]).flatten().tolist()
-        whole = found.cpu().numpy().astype(self.routers.dtype)
+        shape = width, answers, *self._choices
+        chosen = torch.zeros(shape, dtype=torch.int32, device=micro.known.device)
+        for layer, ids in micro.chosen.items():
+            chosen[:, :, self.replay.index[layer]] = ids.view(width, answers, -1).int()
+        dist.all_reduce(chosen, group=self.pp_group)  # each layer is on one stage
+        whole = chosen.cpu().numpy().astype(self.routers.dtype)
+        lengths = _lengths(batch).tolist()
         return [pack(whole[: length - 1, answer]) for answer, length in enumerate(lengths)]
+
+    @property
+    def _choices(self) -> tuple[int, int]:
+        return len(self.routers.layers), self.routers.top_k
+
+
+def _lengths(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Tokens of each prompt and its answer, [answers]."""
+    return (batch["prompt_length"] + batch["response_length"]).flatten()

@@ -1,7 +1,7 @@
 """Upstream's GRPO trainer: what is asked, selected and trained, evaluations, metrics, samples."""
 
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -22,22 +22,21 @@ from torch.nn.utils.rnn import pad_sequence
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
 from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
-from mindspeed_qerl.ascend.routing import COLUMN, unpack
+from mindspeed_qerl.ascend.observer import TokenObserver
+from mindspeed_qerl.ascend.resume import write_digests, write_position
+from mindspeed_qerl.ascend.routing import COLUMN, row_fault
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.proof import join
 from mindspeed_qerl.quantization.weights import weight_errors
 from mindspeed_qerl.routing.replay import routing_metrics, total
-from mindspeed_qerl.routing.routes import routes_fault
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible
-from mindspeed_qerl.tasks.prompts import text_of
 
-Answers = dict[
-    str, list[torch.Tensor]
-]  # column of the transfer dock -> a tensor [length] for each answer
+# column of the transfer dock -> a tensor [length] for each answer
+Answers = dict[str, list[torch.Tensor]]
 
 SAMPLED = ("rollout_log_prob", "truncated")  # columns that our worker adds to upstream's
-OF_AN_ANSWER = (
+SCORED = (
     "prompts",
     "prompt_length",
     "responses",
@@ -46,6 +45,19 @@ OF_AN_ANSWER = (
     "rm_scores",
     *SAMPLED,
 )
+# Upstream's metric names (trainer/utils/compute_utils.py, workers/*.py) -> runs/metrics.py's.
+# Others keep theirs after "upstream/".
+OUR_NAMES = {
+    "actor/grad_norm": "grad_norm",
+    "grad_norm": "grad_norm",
+    "actor/lr": "lr",
+    "timing/all": "time/step",
+    "timing/rollout": "time/rollout",
+    "timing/rule_reward": "time/reward",
+    "timing/old_log_p": "time/logprobs",
+    "timing/update": "time/update",
+    "timing/resharding_to_infer": "time/sync",
+}
 
 
 class EndlessPrompts(PromptDataLoader):
@@ -53,150 +65,129 @@ class EndlessPrompts(PromptDataLoader):
     sampling asks more.
     """
 
-    def __iter__(self) -> Iterator[dict[str, list]]:
+    def __iter__(self):
         while True:
             yield from super().__iter__()
 
 
 class OurDataStrategy(DataStrategy):
-    """Upstream's data strategy with our columns; `experience` is the dock's content at the end of
-    the last iteration, which upstream throws away.
-    """
+    """Upstream's, whose dock has our columns."""
 
-    experience: Answers | None = None
-
-    def build_grpo(self, *args: Any, addition_columns: list[str], **kwargs: Any) -> Any:
-        return super().build_grpo(
-            *args, addition_columns=[*addition_columns, *SAMPLED, "trained", COLUMN], **kwargs
-        )
-
-    def clear_main(self, consumer: str | None = None) -> None:
-        self.experience = ray.get(self.td.get_experience_data.remote())
-        super().clear_main(consumer)
+    def build_grpo(self, *args, addition_columns, **kwargs):
+        ours = [*SAMPLED, "trained", COLUMN]
+        return super().build_grpo(*args, addition_columns=[*addition_columns, *ours], **kwargs)
 
 
 class QeRLTrainer(RayGRPOTrainer):
-    """Upstream's trainer; `observer` (engine.RunObserver) hears of each step.
+    """Upstream's trainer, which reports to `observer`.
 
     `fit` calls `compute_advantage` once all answers are scored, and ends each iteration with
     `self.wandb.log_metrics(metrics, iteration)` (grpo_trainer_hybrid.py:289), before it saves:
     there we take over. (Dynamic sampling is here and not in upstream's DAPO trainer, which has no
     reference, starts its data anew when it is resumed, and ends the run where too few groups have a
     signal.) Weights & Biases itself is written from the run directory (run.wandb_project).
+
+    Attributes:
+        step: updates so far. tokens, routes: of this step, that each epoch is to train, and to
+            replay routes of. values: metrics of this step. batches_asked: of prompts, in the whole
+            run.
     """
 
-    def __init__(self, *args: Any, observer: Any, **kwargs: Any):
+    def __init__(self, *args, observer: TokenObserver, **kwargs):
         grpo_trainer_hybrid.DataStrategy = OurDataStrategy
         self.observer, self.recipe = observer, observer.recipe
+        self.replay = self.recipe.algorithm.routing_replay
         self.routers = read_shape(self.recipe.model.path).routers
         super().__init__(*args, **kwargs)
         self.batches_asked = self.actor_worker.rl_config.batches_asked
-        self.values: dict[str, float] = {}  # of this step
-        self.tokens = self.routes = (
-            0  # of this step, that each epoch is to train, and to replay routes of
-        )
+        self.values: dict[str, float] = {}
+        self.step = self.tokens = self.routes = 0
         self.wandb = self
 
-    def fit(self, data_iters: Iterator) -> None:
+    def fit(self, data_iters):
         """Upstream's loop, with an evaluation before the first step."""
-        iteration, self.batches = self.actor_worker.get_iteration(), data_iters
-        self.observer.started(self.actor_worker.execute_sync_command("describe"))
-        if iteration == 0:
-            self._evaluate(0)
+        self.step, self.batches = self.actor_worker.get_iteration(), data_iters
+        ranks = self.on_ranks("describe")
+        self.observer.begin([rank["lora"] for rank in ranks])
+        if ranks[0]["aqn"]:
+            self.observer.noise_targets(ranks[0]["aqn"])
+        if self.recipe.quantization.enabled and not self.recipe.lora.targets:
+            self.observer.warn("without LoRA neither a sync nor its quantisation is proved")
+        if self.step == 0:
+            self._evaluate()
         super().fit(data_iters)
+        self.observer.end()
 
-    def set_actor_log_prob_skip_flag(self) -> None:
+    def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method` of the worker returns on each rank."""
+        return self.actor_worker.execute_sync_command(method, *arguments)
+
+    def set_actor_log_prob_skip_flag(self):
         """Upstream's; a pass that is to record routes is not left out."""
         super().set_actor_log_prob_skip_flag()
-        if self.recipe.algorithm.routing_replay == "record":
+        if self.replay == "record":
             self.skip_actor_log_prob = self.actor_worker.skip_actor_log_prob = False
 
-    def compute_advantage(self, blocking: bool = False, guarantee_order: bool = False) -> None:
+    def compute_advantage(self, blocking=False, guarantee_order=False):
         """Which of the scored answers are trained, and their advantages, into the dock's columns
-        `trained`, `advantages` and `returns`.
+        `trained`, `advantages` and `returns`. EngineError for answers that cannot be trained on.
         """
-        started, recipe, n = time.time(), self.recipe, self.n_samples_per_prompt
-        answers, kept = self._gather()
-        trained, truncated = kept.repeat(n), _numbers(answers["truncated"]).astype(bool)
-        if recipe.algorithm.mask_truncated_completions:
+        started, algorithm, n = time.time(), self.recipe.algorithm, self.n_samples_per_prompt
+        answers, is_kept = self._gather()
+        self.observer.sampled_tokens(self.step + 1, answers)
+        trained, truncated = is_kept.repeat(n), _numbers(answers["truncated"]).astype(bool)
+        if algorithm.mask_truncated_completions:
             trained &= ~truncated
+        self._check(answers, trained & ~truncated)
         rewards = torch.from_numpy(self._rewards(answers))
-        if recipe.algorithm.use_kl_in_reward:
+        if algorithm.use_kl_in_reward:
             rewards = self._less_kl(rewards)
         advantages = group_advantages(
-            rewards, n, recipe.algorithm.adv_estimator, recipe.algorithm.norm_adv_by_std_in_grpo
+            rewards, n, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo
         )
-        self._check(answers, trained, truncated, advantages.numpy())
-        if not trained.any():
-            why = (
-                "every answer was cut off"
-                if kept.any()
-                else "no group had answers of different rewards"
-            )
-            self.observer.progress.message(
-                f"Warning: step {self.observer.step + 1} trains nothing: {why}, of "
-                f"{self.values['selection/sampled_groups']} groups"
-            )
-        per_token = [
-            advantage.expand(len(response)).clone()
-            for advantage, response in zip(advantages, answers["responses"])
-        ]
-        self._put(
-            {
-                "trained": [torch.tensor([int(one)]) for one in trained],
-                "advantages": per_token,
-                "returns": per_token,
-            }
-        )
+        if fault := advantages_fault(advantages.numpy(), n):
+            raise EngineError(fault)
+        lengths = _numbers(answers["response_length"])
+        self.tokens = int(lengths[trained].sum())
+        # an answer's last token goes through no model
+        self.routes = int((lengths + _numbers(answers["prompt_length"]) - 1).sum())
+        if not self.tokens:
+            groups = self.values["selection/sampled_groups"]
+            self.observer.trains_nothing(self.step + 1, groups, all_cut_off=is_kept.any())
+        pairs = zip(advantages, answers["responses"])
+        per_token = [advantage.repeat(len(response)) for advantage, response in pairs]
+        columns = {"advantages": per_token, "returns": per_token}
+        self._put(columns | {"trained": list(torch.from_numpy(trained).long().unsqueeze(1))})
         ended = time.time()
         self.data_strategy.update_metrics("timing/adv", value=[ended, started], cumulate=True)
         self.data_strategy.update_metrics("end_time/end_adv_time", value=[ended], cumulate=True)
 
-    def _check(
-        self, answers: Answers, trained: np.ndarray, truncated: np.ndarray, advantages: np.ndarray
-    ) -> None:
-        """EngineError for answers that cannot be trained on; counts the tokens that are to be.
-        trained, truncated: bool [answers]. advantages: [answers].
+    def _check(self, answers: Answers, ended: np.ndarray) -> None:
+        """EngineError for answers that cannot be trained on. ended: bool [answers], those to train
+        that were not cut off.
         """
-        logprobs = pad_sequence(answers["rollout_log_prob"], batch_first=True).numpy()
-        if impossible(logprobs).any():
-            row, place = np.argwhere(impossible(logprobs))[0]
-            text = text_of(self.recipe.model.path, answers["responses"][row])[:200]
-            raise EngineError(
-                f"vLLM gave {logprobs[row, place]} as a log probability for token {place + 1} of "
-                f"the answer {text!r}: nothing can be trained on it"
-            )
-        tokens = pad_sequence(answers["responses"], batch_first=True).numpy()
-        lengths = _numbers(answers["response_length"]).astype(int)
-        self.tokens = int(lengths[trained].sum())
-        mask = (np.arange(tokens.shape[1]) < lengths[:, None]) & trained[:, None]
-        self.routes = int(lengths.sum() + _numbers(answers["prompt_length"]).sum()) - len(tokens)
-        for row, (response, routes) in enumerate(
-            zip(answers["responses"], answers.get(COLUMN, ()))
-        ):
-            try:
-                seen = int(answers["prompt_length"][row]) + len(response) - 1
-                fault = routes_fault(unpack(routes, self.routers), seen, self.routers)
-            except ValueError as error:
-                fault = str(error)
-            if fault:
+        responses, routes = answers["responses"], answers.get(COLUMN, ())
+        for response, column in zip(responses, answers["rollout_log_prob"]):
+            logprobs = column.numpy()
+            if (wrong := impossible(logprobs)).any():
+                place = wrong.argmax()
                 raise EngineError(
-                    f"answer {row + 1}, {text_of(self.recipe.model.path, response)[:200]!r}: "
-                    f"{fault}. Nothing can be replayed (algorithm.routing_replay)"
+                    f"vLLM gave {logprobs[place]} as a log probability for token {place + 1} of "
+                    f"the answer {self._text(response)!r}: nothing can be trained on it"
                 )
-        before = np.zeros(
-            (len(tokens), 1), dtype=int
-        )  # `ends_fault` knows sequences whose first token is no answer's
-        if fault := "\n".join(
-            filter(
-                None,
-                (
-                    advantages_fault(advantages, self.n_samples_per_prompt),
-                    ends_fault(np.hstack([before, tokens]), mask, ~truncated, self.observer.ends),
-                ),
-            )
-        ):
+        for response, ids, row in zip(responses, answers["input_ids"], routes):
+            if fault := row_fault(row, len(ids) - 1, self.routers):
+                raise EngineError(
+                    f"the answer {self._text(response)!r}: {fault}. Nothing can be replayed "
+                    "(algorithm.routing_replay)"
+                )
+        # `ends_fault` takes sequences whose first token is no answer's
+        last = np.array([[0, int(response[-1])] for response in responses])
+        if fault := ends_fault(last, ended[:, None], ended, self.observer.ends):
             raise EngineError(fault)
+
+    def _text(self, response: torch.Tensor) -> str:
+        return self.observer.tokenizer.decode(response)[:200]
 
     def _less_kl(self, rewards: torch.Tensor) -> torch.Tensor:
         """`rewards` of the answers in the dock, each less its KL to the reference. `fit` asks for
@@ -204,37 +195,37 @@ class QeRLTrainer(RayGRPOTrainer):
         """
         self.ref_worker.compute_ref_log_prob(blocking=True)
         self.actor_worker.compute_log_prob(blocking=True)
-        found = self._columns(["old_log_prob", "ref_log_prob"])
-        old, reference = (pad_sequence(column, batch_first=True) for column in found.values())
-        lengths = torch.tensor([len(logprobs) for logprobs in found["old_log_prob"]])
-        mask = torch.arange(old.shape[1]) < lengths.unsqueeze(1)
-        rewards, metrics = rewards_less_kl(rewards, old, reference, mask, self.recipe.algorithm)
+        columns = self._columns(["old_log_prob", "ref_log_prob"]).values()
+        mask = [torch.ones(len(logprobs), dtype=torch.bool) for logprobs in next(iter(columns))]
+        padded = [pad_sequence(column, batch_first=True) for column in (*columns, mask)]
+        rewards, metrics = rewards_less_kl(rewards, *padded, self.recipe.algorithm)
         self.values |= {name: metric.value() for name, metric in metrics.items()}
         return rewards
 
     def _gather(self) -> tuple[Answers, np.ndarray]:
         """A batch of scored answers, which are those in the dock, and which of its groups are
-        trained. With dynamic sampling more batches are asked until there are enough groups whose
-        answers' rewards differ; others fill up.
+        trained, bool [prompts]. With dynamic sampling more batches are asked until there are enough
+        groups whose answers' rewards differ; others fill up.
         """
         selection, n, batches = self.recipe.selection, self.n_samples_per_prompt, 1
         answers = self._scored()
         wanted = len(answers["responses"]) // n
-        while True:
-            signal = groups_with_signal(self._scores(answers), n)
-            enough = not selection.filter_groups_enable or signal.sum() >= wanted
-            if enough or batches == selection.filter_groups_max_batches:
-                break
-            self._ask()
-            more, batches = self._scored(), batches + 1
-            answers = {column: answers[column] + more[column] for column in answers}
-        self.batches_asked += batches
-        self.values = self._values_of(answers)
         if not selection.filter_groups_enable:
+            self.batches_asked += 1
+            self.values = self._values(answers, wanted)
             return answers, np.ones(wanted, bool)
+        signal = groups_with_signal(self._scores(answers), n)
+        while signal.sum() < wanted and batches != selection.filter_groups_max_batches:
+            self._ask()
+            for column, values in self._scored().items():
+                answers[column] += values
+            batches += 1
+            signal = groups_with_signal(self._scores(answers), n)
+            self.observer.asked(self.step + 1, batches, signal.sum(), wanted)
+        self.batches_asked += batches
         chosen = np.argsort(~signal, kind="stable")[:wanted]
-        self.values["selection/trained_groups"] = int(signal[chosen].sum())
-        rows = (chosen[:, None] * n + np.arange(n)).reshape(-1)
+        self.values = self._values(answers, signal[chosen].sum())
+        rows = (chosen[:, None] * n + np.arange(n)).flatten()
         answers = {column: [values[row] for row in rows] for column, values in answers.items()}
         self._clear()
         self._put(answers)
@@ -242,21 +233,20 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _scored(self) -> Answers:
         """The answers in the dock, once all are scored."""
-        routes = [COLUMN] if self.recipe.algorithm.routing_replay == "rollout" else []
-        return self._columns([*OF_AN_ANSWER, *routes, *self.dataset_additional_keys])
+        routes = [COLUMN] if self.replay == "rollout" else []
+        return self._columns([*SCORED, *routes, *self.dataset_additional_keys])
+
+    def _rows(self) -> list[int]:
+        """The dock's rows, one for each answer of a batch."""
+        return list(range(self.global_batch_size * self.n_samples_per_prompt))
 
     def _columns(self, names: list[str]) -> Answers:
         """Of all answers in the dock, once they are there."""
-        rows = list(range(self.global_batch_size * self.n_samples_per_prompt))
-        found, _ = ray.get(
-            self.transfer_dock.get_experience.remote(
-                "compute_advantage", names, len(rows), indexes=rows
-            )
-        )
-        return {
-            column: list(values)
-            for column, values in remove_padding_tensor_dict_to_dict(found).items()
-        }
+        rows = self._rows()
+        get = self.transfer_dock.get_experience.remote
+        padded, _ = ray.get(get("compute_advantage", names, len(rows), indexes=rows))
+        columns = remove_padding_tensor_dict_to_dict(padded)
+        return {column: list(values) for column, values in columns.items()}
 
     def _ask(self) -> None:
         """Answers to the next prompts instead of those in the dock, scored, as `fit` asks for the
@@ -277,90 +267,105 @@ class QeRLTrainer(RayGRPOTrainer):
         self.data_strategy.update_metrics("", value=metrics)
 
     def _put(self, columns: Answers) -> None:
-        rows = list(range(self.global_batch_size * self.n_samples_per_prompt))
-        self.data_strategy.put_experience(padding_dict_to_tensor_dict(columns), rows)
+        self.data_strategy.put_experience(padding_dict_to_tensor_dict(columns), self._rows())
 
     def _scores(self, answers: Answers) -> np.ndarray:
         """What decides whether a group is trained: the reward, or with `filter_groups_metric` the
         verifier's.
         """
-        return (
-            _numbers(answers["rm_scores"])
-            if self.recipe.selection.filter_groups_metric
-            else self._rewards(answers)
-        )
+        if self.recipe.selection.filter_groups_metric:
+            return _numbers(answers["rm_scores"])
+        return self._rewards(answers)
 
     def _rewards(self, answers: Answers) -> np.ndarray:
         """What is learnt from, float64 [answers]: the verifiers' sum, and what the length costs."""
         selection, rewards = self.recipe.selection, _numbers(answers["rm_scores"])
-        if selection.overlong_buffer_enable:
-            rewards = rewards + overlong_penalty(
-                _numbers(answers["response_length"]),
-                selection.rollout_max_tokens,
-                selection.overlong_buffer,
-                selection.overlong_buffer_penalty_factor,
-            )
-        return rewards
+        if not selection.overlong_buffer_enable:
+            return rewards
+        return rewards + overlong_penalty(
+            _numbers(answers["response_length"]),
+            selection.rollout_max_tokens,
+            selection.overlong_buffer,
+            selection.overlong_buffer_penalty_factor,
+        )
 
-    def _values_of(self, answers: Answers) -> dict[str, float]:
+    def _values(self, answers: Answers, trained_groups: int) -> dict[str, float]:
         """Metrics of all answers of a step, trained or not."""
-        groups = len(answers["responses"]) // self.n_samples_per_prompt
-        return {
-            **reward_metrics(self._rewards(answers), self.n_samples_per_prompt),
+        values = reward_metrics(self._rewards(answers), self.n_samples_per_prompt)
+        values |= {
             "response/length_mean": _numbers(answers["response_length"]).mean(),
             "response/truncated_fraction": _numbers(answers["truncated"]).mean(),
-            "selection/sampled_groups": groups,
-            "selection/trained_groups": groups,
-            **(
-                {"routing/captured_tokens": sum(int(routes[0]) for routes in answers[COLUMN])}
-                if COLUMN in answers
-                else {}
-            ),
+            "selection/sampled_groups": len(answers["responses"]) // self.n_samples_per_prompt,
+            "selection/trained_groups": int(trained_groups),
         }
+        if COLUMN in answers:
+            values["routing/captured_tokens"] = sum(int(row[0]) for row in answers[COLUMN])
+        return values
 
-    def log_metrics(self, metrics: dict[str, float], iteration: int) -> None:
+    def log_metrics(self, metrics, iteration):
         """Called by `fit` after update `iteration`."""
-        trained = merge(self.actor_worker.execute_sync_command("take_metrics"))
-        values = self.values
+        self.step = iteration
+        values = to_our_names(metrics) | self.values
+        trained = merge(self.on_ranks("take_metrics"))
         if self.tokens:
             values |= {name: metric.value() for name, metric in trained.items()}
             values["selection/trained_tokens"] = trained["mismatch/k1"].count
-        if self.recipe.algorithm.routing_replay != "none":
-            counts = total(self.actor_worker.execute_sync_command("take_routing"))
+        if self.replay == "none":
+            self.routes = 0
+        else:
+            counts = total(self.on_ranks("take_routing"))
             values |= routing_metrics(counts, self.routers) if self.tokens else {}
         if self.recipe.quantization.enabled:
-            parts = dict(
-                chain.from_iterable(
-                    found.items()
-                    for found in self.actor_worker.execute_sync_command("take_weight_squares")
-                )
+            ranks = self.on_ranks("take_weight_squares")
+            # several ranks hold the same part
+            parts = dict(chain.from_iterable(squares.items() for squares in ranks))
+            values |= weight_errors((name, squares) for (name, _), squares in parts.items())
+        self.observer.stepped(iteration, values, self.tokens, self.routes)
+        if values.get("aqn/sigma"):
+            self.observer.progress.message(
+                f"AQN step {iteration}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
+                f"sigma {values['aqn/sigma']:.3g}, measured std {values['aqn/measured_std']:.3g}"
             )
-            values |= weight_errors((name, of_part) for (name, _), of_part in parts.items())
-        routes = self.routes if self.recipe.algorithm.routing_replay != "none" else 0
-        self.observer.stepped(
-            iteration, metrics, values, self.tokens, routes, self.data_strategy.experience
-        )
         if self.observer.wants_proof(iteration):
-            movements, unlike = zip(*self.actor_worker.execute_sync_command("prove"))
-            self.observer.proved(iteration, join(movements), sorted({*chain(*unlike)}))
-        self._evaluate(iteration)
-        if self.recipe.rehearsal.enabled:
-            self.observer.run.record(memory=self.actor_worker.execute_sync_command("measured"))
+            movements, unlike = zip(*self.on_ranks("prove"))
+            self.observer.proved(iteration, join(movements), {*chain(*unlike)})
+        self._evaluate()
 
-    def save_checkpoint(self, iteration: int) -> None:
-        self.observer.saving(iteration, self.batches_asked)
+    def save_checkpoint(self, iteration):
+        """Upstream's, with the position in the data and digests beside it."""
+        run = self.observer.run
+        write_position(run, iteration, self.batches_asked)
         super().save_checkpoint(iteration)
-        self.observer.saved(iteration)
+        write_digests(run, iteration)
+        self.observer.progress.message(f"Checkpoint of step {iteration} saved")
 
-    def _evaluate(self, step: int) -> None:
-        def generate(prompts: list[list[int]], n: int, temperature: float) -> list[list[list[int]]]:
-            shares = self.actor_worker.execute_sync_command(
-                "evaluate", prompts, n, temperature, step
-            )
-            answers = dict(pair for share in shares if share for pair in share)
-            return [answers[index] for index in range(len(prompts))]
+    def _evaluate(self) -> None:
+        """Noise off, if an evaluation is due: each rank answers its share of the problems."""
+        if not self.observer.wants_evaluation(self.step):
+            return
+        started, evaluation = time.perf_counter(), self.recipe.evaluation
+        self.observer.progress.phase("evaluation")
+        prompts, answers = self.observer.problems.prompts, {}
+        asked = prompts, evaluation.samples_per_problem, evaluation.temperature, self.step
+        for share in self.on_ranks("evaluate", *asked):
+            answers |= share
+        in_order = [answers[index] for index in range(len(prompts))]
+        self.observer.evaluated_tokens(self.step, in_order, time.perf_counter() - started)
 
-        self.observer.evaluate(step, generate)
+
+def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
+    """Upstream's metrics of one step by our names; what is no number is left out."""
+    named = {}
+    for name, value in metrics.items():
+        ours = OUR_NAMES.get(name, f"upstream/{name}")
+        if name.startswith("aqn/"):
+            ours = name
+        elif name.endswith("_rewards/mean"):
+            ours = f"verifier/{name.removesuffix('_rewards/mean')}/mean"
+        with suppress(TypeError, ValueError):
+            # upstream averages over the ranks
+            named[ours] = int(value) if ours in ("aqn/stage", "aqn/layers") else float(value)
+    return named
 
 
 def _numbers(column: list[torch.Tensor]) -> np.ndarray:

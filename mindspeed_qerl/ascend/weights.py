@@ -10,7 +10,6 @@ and each weight it reads from it comes merged.
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from mindspeed_rl.models.rollout.vllm_adapter import megatron_weight_loaders
@@ -33,13 +32,11 @@ def merge_experts(
     weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the
     memory of [E, in, out].
     """
-    up = name.endswith("weight1")
-    experts = a.shape[1] // rank if up else b.shape[0] // rank
-    stacked = (
-        weight.view(experts, weight.shape[0], -1)
-        if up
-        else weight.view(experts, -1, weight.shape[1])
-    )
+    if name.endswith("weight1"):
+        stacked = weight.view(a.shape[1] // rank, weight.shape[0], -1)
+    else:
+        stacked = weight.view(b.shape[0] // rank, -1, weight.shape[1])
+    experts = len(stacked)
     a, b = a.view(experts, -1, rank).float(), b.view(experts, rank, -1).float()
     return torch.baddbmm(stacked.float(), a, b, alpha=scaling).to(weight.dtype).view(weight.shape)
 
@@ -57,18 +54,11 @@ class MergedWeights(dict):
     def __getitem__(self, name: str) -> torch.Tensor:
         weight, linear = super().__getitem__(name), name.removesuffix(".weight")
         if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in self:
-            merged = merge_experts(
-                name,
-                weight,
-                self[f"{name}_lora_a"],
-                self[f"{name}_lora_b"],
-                self.rank,
-                self.scaling,
-            )
+            a, b = self[f"{name}_lora_a"], self[f"{name}_lora_b"]
+            merged = merge_experts(name, weight, a, b, self.rank, self.scaling)
         elif f"{linear}.lora_A.default.weight" in self:
-            a, b = (
-                self[f"{linear}.lora_{side}.default.weight"].float() for side in "AB"
-            )  # [r, in], [out, r]
+            a = self[f"{linear}.lora_A.default.weight"].float()  # [r, in]
+            b = self[f"{linear}.lora_B.default.weight"].float()  # [out, r]
             merged = torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)
         else:
             return weight
@@ -84,21 +74,17 @@ def make_adaptor(description: Adaptor) -> type:
     """
 
     class FamilyAdaptor(getattr(weight_adaptor, description.base)):
-        def __init__(self, model_config: Any):
+        def __init__(self, model_config):
             super().__init__(model_config)
             self.params_mapping = [*description.params_mapping, *self.params_mapping]
 
-        def adjust_megatron_param_dict(
-            self, param_dict: dict[str, torch.Tensor], train_tp_size: int
-        ) -> MergedWeights:
+        def adjust_megatron_param_dict(self, param_dict, train_tp_size):
             """Called by the container before it reads (vllm_weight_container.py:459,516)."""
-            param_dict, config = (
-                super().adjust_megatron_param_dict(param_dict, train_tp_size),
-                self.model_config,
-            )
-            return MergedWeights(param_dict, config.lora_r, config.lora_alpha / config.lora_r)
+            parameters = super().adjust_megatron_param_dict(param_dict, train_tp_size)
+            rank = self.model_config.lora_r
+            return MergedWeights(parameters, rank, self.model_config.lora_alpha / rank)
 
-        def replace_name_i2t(self, inference_name: str) -> str:
+        def replace_name_i2t(self, inference_name):
             name = super().replace_name_i2t(inference_name)
             for wrong, right in description.corrections:
                 name = name.replace(wrong, right)
@@ -113,12 +99,9 @@ class PlainNames:
     """
 
     def __init__(self, chunk: torch.nn.Module):
-        self.chunk = (
-            chunk.base_model.model if hasattr(chunk, "base_model") else chunk
-        )  # PEFT's wrapping
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.chunk.named_buffers()
+        # PEFT wraps the model
+        self.chunk = chunk.base_model.model if hasattr(chunk, "base_model") else chunk
+        self.named_buffers = self.chunk.named_buffers
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.chunk.named_parameters():
@@ -128,7 +111,7 @@ class PlainNames:
 class WeightContainer(MegatronStyleVllmWeightContainer):
     """Upstream's container, reading the model through PlainNames."""
 
-    def _unwrap_megatron_model(self, model: list[torch.nn.Module]) -> list[PlainNames]:
+    def _unwrap_megatron_model(self, model):
         return [PlainNames(chunk) for chunk in super()._unwrap_megatron_model(model)]
 
 
@@ -136,11 +119,13 @@ def install() -> None:
     """Register the adaptors and the container in this process. vllm-ascend's model classes have the
     same names with Custom before.
     """
+    adaptors = weight_adaptor.WEIGHT_ADAPTOR_REGISTRY
+    loaders = megatron_weight_loaders.MODEL_MEGATRON_WEIGHT_LOADER_REGISTRY
     for family in FAMILIES.values():
-        adaptor = family.adaptor and make_adaptor(family.adaptor)
-        for name in (family.architecture, f"Custom{family.architecture}") if adaptor else ():
-            weight_adaptor.WEIGHT_ADAPTOR_REGISTRY[name] = adaptor
-            megatron_weight_loaders.MODEL_MEGATRON_WEIGHT_LOADER_REGISTRY.setdefault(
-                name, megatron_weight_loaders.qwen_megatron_weight_loader
-            )
+        if not family.adaptor:
+            continue
+        adaptor = make_adaptor(family.adaptor)
+        for name in (family.architecture, f"Custom{family.architecture}"):
+            adaptors[name] = adaptor
+            loaders.setdefault(name, megatron_weight_loaders.qwen_megatron_weight_loader)
     megatron_sharding_manager.MegatronStyleVllmWeightContainer = WeightContainer

@@ -60,7 +60,7 @@ def unknown(kind: str, value: object, known: Iterable[str], listing: str = "") -
 
     >>> unknown("engine", "lokal", ["local", "mindspeed_rl"])
     "unknown engine 'lokal', did you mean 'local'? Known: local, mindspeed_rl"
-    >>> unknown("key", "seet", [f"key{number}" for number in range(20)] + ["seed"], "--keys lists them")
+    >>> unknown("key", "seet", [f"k{n}" for n in range(20)] + ["seed"], "--keys lists them")
     "unknown key 'seet', did you mean 'seed'? 21 are known: --keys lists them"
     """
     known = sorted(known)

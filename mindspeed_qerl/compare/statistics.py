@@ -3,7 +3,6 @@ more.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,7 +43,7 @@ def estimate(values: np.ndarray) -> Estimate:
     V_q that between the questions' means over theirs, less the part that is noise of single
     answers, which V_s holds already. Never narrower than Student's interval of the seeds' means, so
     it keeps that one's promise; a bootstrap over a handful of seeds does not keep it (Owen, Annals
-    of Applied Statistics 1, 2007; tests/runs/test_statistics.py).
+    of Applied Statistics 1, 2007; tests/compare/test_statistics.py).
 
     With one seed the interval speaks of other questions only.
     """
@@ -62,13 +61,12 @@ def estimate(values: np.ndarray) -> Estimate:
         _half_width, of_seeds=of_seeds, seeds=seeds, of_questions=of_questions, questions=questions
     )
     least = 1e-12
-    p = (
-        1.0
-        if mean == 0
-        else least
-        if half(least) <= abs(mean)
-        else brentq(lambda p: half(p) - abs(mean), least, 1.0)
-    )
+    if mean == 0:
+        p = 1.0
+    elif half(least) <= abs(mean):
+        p = least
+    else:
+        p = brentq(lambda p: half(p) - abs(mean), least, 1.0)
     return Estimate(
         mean, mean - half(0.05), mean + half(0.05), p, float(of_seeds), float(of_questions), seeds
     )
@@ -78,13 +76,14 @@ def _half_width(
     p: float, of_seeds: float, seeds: int, of_questions: float, questions: int
 ) -> float:
     """Half the width of the interval that 1 - p of the cases are in."""
-    parts = ((of_seeds, seeds), (of_questions, questions))
-    return math.sqrt(
-        sum(variance * stdtrit(count - 1, p / 2) ** 2 for variance, count in parts if variance)
-    )
+    squares = 0.0
+    for variance, count in ((of_seeds, seeds), (of_questions, questions)):
+        if variance:
+            squares += variance * stdtrit(count - 1, p / 2) ** 2
+    return math.sqrt(squares)
 
 
-def effect_shown(seen: Estimate, seeds: int, limit: float = 0.05) -> float:
+def effect_shown(seen: Estimate, seeds: float, limit: float = 0.05) -> float:
     """The smallest difference that `seeds` seeds would show, p below `limit`, with a power of 80%,
     if seeds and questions vary as they were seen to.
     """
@@ -100,44 +99,9 @@ def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = Non
     `MOST_SEEDS`.
     """
     wanted = abs(seen.mean if effect is None else effect)
-    if (
-        sum(_half_width(p, 0.0, 0, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER)))
-        > wanted
-    ):
+    if effect_shown(seen, math.inf, limit) > wanted:
         return None
-    return next(
-        (
-            count
-            for count in range(LEAST_SEEDS, MOST_SEEDS + 1)
-            if effect_shown(seen, count, limit) <= wanted
-        ),
-        None,
-    )
-
-
-def pass_at(k: int, right: np.ndarray, samples: int) -> np.ndarray:
-    """The chance that one of k answers is right, without bias, from `right` of `samples` (arXiv
-    2107.03374).
-
-    >>> pass_at(2, np.array([0, 1, 4]), 4)
-    array([0. , 0.5, 1. ])
-    """
-    wrong = samples - right[..., None] - np.arange(k)
-    return 1 - np.prod(np.maximum(wrong, 0) / (samples - np.arange(k)), axis=-1)
-
-
-def grouped(values: np.ndarray, groups: Sequence[int]) -> np.ndarray:
-    """[seeds, groups] of `values` [seeds, questions], with the mean of every seed: questions of one
-    group (`groups`: the number of each question's, from 0) vary together, so other groups, not
-    other questions, might have been asked.
-
-    A group of n questions has the overall mean plus what it is off, times n over the mean n (the
-    linearised mean of clusters of different sizes: Cochran, Sampling Techniques, 1977, chapter 9A).
-
-    >>> grouped(np.array([[0.0, 1.0, 1.0, 1.0]]), [0, 0, 0, 1])
-    array([[0.625, 0.875]])
-    """
-    sizes = np.bincount(groups)
-    means = np.stack([np.bincount(groups, weights=row) for row in values]) / sizes
-    overall = values.mean()
-    return overall + sizes / sizes.mean() * (means - overall)
+    for count in range(LEAST_SEEDS, MOST_SEEDS + 1):
+        if effect_shown(seen, count, limit) <= wanted:
+            return count
+    return None

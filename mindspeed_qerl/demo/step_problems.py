@@ -1,8 +1,8 @@
 """Word problems of one to three steps in GSM8K form, with a held-out split that shares no equation
 with training.
 
-    {"question": "Tom has 3 apples. Tom buys 4 more. Tom loses 2. How many apples does Tom have
-     now?", "answer": "3+4=7\\n7-2=5\\n#### 5"}
+    {"question": "Tom has 3 apples. Tom loses 2. Tom buys 6. How many apples does Tom have now?",
+     "answer": "3-2=1\\n1+6=7\\n#### 7"}
 
 A step adds or takes away, and its result is what the next one starts from. Every number that a step
 starts from or brings is 1 to 20, so that its equation is of one of word_problems' 210 unordered
@@ -11,16 +11,13 @@ it, and a test problem only held-out ones.
 """
 
 import random
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from mindspeed_qerl.demo.word_problems import MAX_OPERAND, NAMES, OBJECTS, Pair
-from mindspeed_qerl.tasks.gsm8k.verifier import score
 
 MOST_STEPS = 3
-LONGEST_ANSWER = 48  # tokens of demo/tiny_model.py's tokenizer, and room for answers that ramble
 STARTS = ("{name} has {a}.", "There are {a} in the box of {name}.")
 STEPS = {
     "+": ("{name} buys {b} more.", "{name} finds {b}.", "{other} gives {name} {b}."),
@@ -86,55 +83,32 @@ def is_allowed(problem: Problem, pairs: Collection[Pair]) -> bool:
 
 def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
     """A problem of one to three steps, as likely each, whose equations all have one of `pairs`."""
-    allowed, length = set(pairs), rng.randint(1, MOST_STEPS)
-    while True:  # until no step leads to a number that no further equation starts from
-        total = first = rng.choice(rng.choice(pairs))
-        steps: list[tuple[str, int]] = []
-        while len(steps) < length:
-            numbers = [
-                number
-                for number in range(1, MAX_OPERAND + 1)
-                if (min(total, number), max(total, number)) in allowed
-            ]
-            choices = [
-                (op, number) for number in numbers for op in "+-" if op == "+" or number <= total
-            ]
-            if not choices:
-                break
-            steps.append(rng.choice(choices))
-            total = Problem("", total, (steps[-1],)).result
-        if len(steps) == length:
-            problem, (name, other) = Problem("", first, tuple(steps)), rng.sample(NAMES, 2)
-            sentences = [rng.choice(STARTS), *(rng.choice(STEPS[op]) for op, _ in steps)]
-            return replace(
-                problem, question=_word(sentences, name, other, rng.choice(OBJECTS), problem)
-            )
+    length = rng.randint(1, MOST_STEPS)
+    problem = None
+    while problem is None:
+        problem = _random_steps(pairs, length, rng)
+    name, other = rng.sample(NAMES, 2)
+    sentences = [rng.choice(STARTS), *(rng.choice(STEPS[op]) for op, _ in problem.steps)]
+    question = _word(sentences, name, other, rng.choice(OBJECTS), problem)
+    return replace(problem, question=question)
 
 
-def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
-    """What the responses get right, as shares: `correct` (strict verifier) of all and by number of
-    steps, `hash_form` (has `#### n`), and `right_result`, a last number that is the gold one,
-    whatever the form.
-    """
-    found = [
-        (
-            len(problem.steps),
-            score(response, str(problem.result), "strict"),
-            re.search(r"#### \d", response) is not None,
-            re.findall(r"\d+", response)[-1:] == [str(problem.result)],
-        )
-        for problem, response in zip(problems, responses, strict=True)
-    ]
-    parts = {
-        "correct": [right for _, right, _, _ in found],
-        "hash_form": [form for _, _, form, _ in found],
-        "right_result": [result for *_, result in found],
-    }
-    parts |= {
-        f"correct_{steps}": [right for length, right, _, _ in found if length == steps]
-        for steps in range(1, MOST_STEPS + 1)
-    }
-    return {name: sum(right) / max(len(right), 1) for name, right in parts.items()}
+def _random_steps(pairs: list[Pair], length: int, rng: random.Random) -> Problem | None:
+    """Without a question; None if a step led to a number that no further equation starts from."""
+    allowed, total = set(pairs), rng.choice(rng.choice(pairs))
+    first, steps = total, []
+    for _ in range(length):
+        choices = []
+        for number in range(1, MAX_OPERAND + 1):
+            if (min(total, number), max(total, number)) in allowed:
+                choices.append(("+", number))
+                if number <= total:
+                    choices.append(("-", number))
+        if not choices:
+            return None
+        steps.append(rng.choice(choices))
+        total = Problem("", total, (steps[-1],)).result
+    return Problem("", first, tuple(steps))
 
 
 def mixed_answer(
@@ -149,18 +123,16 @@ def mixed_answer(
     kind = rng.choices([*mixture, "right"], [*mixture.values(), 1 - sum(mixture.values())])[0]
     if kind == "bare":
         return f"The answer is {problem.result}"
-    wrong = []
-    for at, (op, number) in enumerate(problem.steps):
+    steps, wrong = problem.steps, []  # the steps of wrong answers
+    for at, (op, number) in enumerate(steps):
+        before, after = steps[:at], steps[at + 1 :]
         if kind == "wrong_operation":
-            wrong.append((at, ("-" if op == "+" else "+", number)))
+            wrong.append((*before, ("-" if op == "+" else "+", number), *after))
         elif kind == "slipped_number":
-            wrong += [(at, (op, number + offset)) for offset in (-2, -1, 1, 2)]
-    answers = [
-        replace(problem, steps=(*problem.steps[:at], step, *problem.steps[at + 1 :]))
-        for at, step in wrong
-    ]
-    if kind == "stopped_early" and len(problem.steps) > 1:
-        answers = [replace(problem, steps=problem.steps[:-1])]
+            wrong += [(*before, (op, number + by), *after) for by in (-2, -1, 1, 2)]
+    if kind == "stopped_early" and len(steps) > 1:
+        wrong = [steps[:-1]]
+    answers = [replace(problem, steps=steps) for steps in wrong]
     answers = [answer for answer in answers if is_allowed(answer, training_pairs)]
     return rng.choice(answers).answer if answers else problem.answer
 

@@ -3,37 +3,33 @@ training.
 
 A row, as `write_problems` writes it (raw GSM8K: the canonical number stands after `####`):
 
-    {"question": "Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?", "answer":
-    "3+4=7\\n#### 7"}
+    {"question": "Tom has 3 apples. Tom buys 4 more. How many apples does Tom have now?",
+     "answer": "3+4=7\\n#### 7"}
 
 Operands are 1 to 20 and the operation is + or -. What is held out is the UNORDERED operand pair,
 across both operations: if {3, 4} is held out, then none of 3+4, 4+3 and 4-3 is stated, asked or
 answered anywhere in training, neither in a right answer nor in a wrong one. (Splitting by problem
 text or by equation would not do: an answer with the wrong operation turns 3+4 into 4-3, and 4+3 is
 3+4 again.) What is not held out is the inverse fact: 7-3=4 has the pair {3, 7} and may be trained
-while 3+4=7 is held out, and so may other sums of the same digits. `split_facts` counts those.
+while 3+4=7 is held out, and so may other sums of the same digits.
 """
 
 import json
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 
-from mindspeed_qerl.tasks.gsm8k.verifier import score
-
 MAX_OPERAND = 20
-LONGEST_ANSWER = 24  # tokens of demo/tiny_model.py's tokenizer, and room for answers that ramble
 NAMES = ("Tom", "Anna", "Ben", "Lily", "Sam", "Mia", "Max", "Ella")
 OBJECTS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
 TEMPLATES = {
     "+": (
         "{name} has {a}. {name} buys {b} more. How many {objects} does {name} have now?",
         (
-            "{name} finds {a} in the morning and {b} in the evening. How many {objects} does {name} "
-            "find in all?"
+            "{name} finds {a} in the morning and {b} in the evening. "
+            "How many {objects} does {name} find in all?"
         ),
         "{name} has {a} and {other} has {b}. How many {objects} do they have together?",
         "There are {a} in a box. {name} puts in {b} more. How many {objects} are in the box now?",
@@ -91,9 +87,7 @@ def split_pairs(held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
     `held_out` is the share of pairs held out; ValueError unless it leaves at least one pair on each
     side.
     """
-    pairs = [
-        (low, high) for low in range(1, MAX_OPERAND + 1) for high in range(low, MAX_OPERAND + 1)
-    ]
+    pairs = list(combinations_with_replacement(range(1, MAX_OPERAND + 1), 2))
     count = round(held_out * len(pairs))
     if not 0 < count < len(pairs):
         raise ValueError(
@@ -147,75 +141,13 @@ def mixed_answer(
         low, high = problem.pair
         return replace(problem, a=high, op="-" if problem.op == "+" else "+", b=low).answer
     if kind == "slipped_number":  # one operand is off by one or two
-        near = [
-            slip
-            for offset in (-2, -1, 1, 2)
-            for slip in (
-                replace(problem, a=problem.a + offset),
-                replace(problem, b=problem.b + offset),
-            )
-        ]
-        slips = [slip for slip in near if slip.pair in training_pairs and slip.result >= 0]
+        slips = []
+        for offset in (-2, -1, 1, 2):
+            slips.append(replace(problem, a=problem.a + offset))
+            slips.append(replace(problem, b=problem.b + offset))
+        slips = [slip for slip in slips if slip.pair in training_pairs and slip.result >= 0]
         return rng.choice(slips).answer if slips else problem.answer
     return problem.answer
-
-
-def grade_parts(problems: list[Problem], responses: list[str]) -> dict[str, float]:
-    """What the responses get right, as shares.
-
-    `correct` (strict verifier) and `hash_form` (has `#### n`) are shares of all responses;
-    `right_operation`, `right_operands` and `right_arithmetic` (the stated equation is true,
-    whatever was asked) are shares of those that state an equation.
-    """
-    stated = [
-        (problem, Problem("", int(match[1]), match[2], int(match[3])), int(match[4]))
-        for problem, response in zip(problems, responses, strict=True)
-        if (match := re.search(r"(\d+)([+-])(\d+)=(\d+)", response))
-    ]
-    parts = {
-        "correct": [
-            score(response, str(problem.result), "strict")
-            for problem, response in zip(problems, responses)
-        ],
-        "hash_form": [re.search(r"#### \d", response) is not None for response in responses],
-        "right_operation": [said.op == problem.op for problem, said, _ in stated],
-        "right_operands": [said.pair == problem.pair for problem, said, _ in stated],
-        "right_arithmetic": [said.result == result for _, said, result in stated],
-    }
-    return {name: sum(right) / max(len(right), 1) for name, right in parts.items()}
-
-
-def split_facts(training_pairs: list[Pair], held_out_pairs: list[Pair]) -> dict[str, int]:
-    """Count what is distinct on each side: unordered pairs, equations, and held-out equations whose
-    inverse is trained.
-
-    Equations count order for + (3+4 and 4+3 are two) and have no negative result. The inverse of
-    3+4=7 is 7-3=4 or 7-4=3, that of 7-3=4 is 3+4=7 or 4+3=7: another pair, so the split does not
-    keep it out of training.
-    """
-    trained, held_out = (
-        {
-            equation
-            for low, high in pairs
-            for equation in ((low, "+", high), (high, "+", low), (high, "-", low))
-        }
-        for pairs in (training_pairs, held_out_pairs)
-    )
-    inverses = [
-        {(a + b, "-", a), (a + b, "-", b)} if op == "+" else {(a - b, "+", b)}
-        for a, op, b in held_out
-    ]
-    return {
-        "training_pairs": len(set(training_pairs)),
-        "held_out_pairs": len(set(held_out_pairs)),
-        "shared_pairs": len(set(training_pairs) & set(held_out_pairs)),
-        "training_equations": len(trained),
-        "held_out_equations": len(held_out),
-        "shared_equations": len(trained & held_out),
-        "held_out_equations_with_inverse_trained": sum(
-            not trained.isdisjoint(each) for each in inverses
-        ),
-    }
 
 
 def write_problems(path: str | Path, problems: Iterable[Problem]) -> None:

@@ -3,8 +3,8 @@ MindSpeed-RL and vllm-ascend, run on CPUs.
 
 `stand_ins/` holds packages called torch_npu, acl and torchair. Put first on the path they take the
 place of the real ones; `environment` says how. What they compute is in operators.py and its
-neighbours, what they do to torch in facade.py. docs/emulation.md says which numbers of such a run
-mean something and which say nothing about an NPU.
+neighbours, what they do to torch in facade.py. docs/architecture.md says which numbers of such a
+run mean something and which say nothing about an NPU.
 """
 
 import os
@@ -49,7 +49,7 @@ def not_emulated(name: str) -> Callable:
     """
 
     def raise_error(*args, **kwargs):
-        raise NotImplementedError(f"{name} is not emulated (docs/emulation.md)")
+        raise NotImplementedError(f"{name} is not emulated (docs/architecture.md)")
 
     return raise_error
 

@@ -58,20 +58,20 @@ def npu_fusion_attention(
     Args:
         query, key, value: "SBH" (S, B, N*D), "BSH", "BSND", "BNSD" or "TND" (T, N, D), T being all
             sequences one after the other.
-        head_num: N of the query. actual_seq_qlen, actual_seq_kvlen: for TND, where each sequence
-            ends: [3, 7] is a sequence of 3 tokens and one
-            of 4.
+        head_num: N of the query.
+        actual_seq_qlen, actual_seq_kvlen: for TND, where each sequence ends: [3, 7] is a sequence
+            of 3 tokens and one of 4.
 
     Returns:
         The attention, in the query's layout and dtype; the softmax's maximum and sum, float32 (B,
-        N, S1, 8) or (T, N, 8) for TND: eight times the same number, as on an NPU; an empty tensor;
-        and seed, offset and size of the dropout mask:
-            0, 0, 0.
+        N, S1, 8) or (T, N, 8) for
+        TND: eight times the same number, as on an NPU; an empty tensor; and seed, offset and size
+            of the dropout mask: 0, 0, 0.
 
     Raises:
         NotImplementedError: dropout, pse, padding_mask, prefix, another layout or mode, or a full
-            mask with TND. ValueError: a mask that does not fit the mode, or sequences that do not
-            fill T.
+            mask with TND.
+        ValueError: a mask that does not fit the mode, or sequences that do not fill T.
     """
     unknown = {
         "pse": pse,
@@ -173,7 +173,8 @@ def softmax_attention(
 
     Args:
         hidden: (S1, S2), or what can be broadcast to (B, N, S1, S2): True where a query does not
-            see a key. added: of the same shape, added to scale * Q K^T.
+            see a key.
+        added: of the same shape, added to scale * Q K^T.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (x.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))

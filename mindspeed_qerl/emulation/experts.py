@@ -72,9 +72,10 @@ def npu_moe_init_routing_v2(
         active_expert_range: the first expert and the last + 1.
 
     Returns:
-        (T * K, H): A rows, the rest unwritten; int32 (T * K,): row_idx_type 0: for each of a
-        token's experts, token by token, its row, -1 outside the range;
-            1: for each of the A rows its place in expert_idx, the rest unwritten;
+        (T * K, H): A rows, the rest unwritten;
+        int32 (T * K,): row_idx_type 0: for each of a token's experts, token by token, its row, -1
+            outside the range; 1: for each of the A rows its place in expert_idx, the rest
+            unwritten;
         int64: expert_tokens_num_type 1: (experts in the range,) rows of each; 2: (expert_num, 2)
             expert and rows of those that have some, the rest unwritten;
         float32 (T * K,): scale of each of the A rows if given, the rest unwritten.
@@ -161,8 +162,9 @@ def npu_moe_token_permute(
     ops/moe/token_dispatcher.py:605,697.
 
     Args:
-        tokens: (T, H). indices: int32 or int64, (T, K) or (T,). num_out_tokens: how many of the
-            sorted rows are returned, if negative how many are not; None, 0: all.
+        tokens: (T, H). indices: int32 or int64, (T, K) or (T,).
+        num_out_tokens: how many of the sorted rows are returned, if negative how many are not;
+            None, 0: all.
 
     Returns:
         the sorted rows; int32 (T * K,): for each of a token's experts, token by token, its row.
@@ -214,8 +216,9 @@ def npu_moe_token_unpermute(
         (T, H), permuted_tokens' dtype.
 
     Raises:
-        NotImplementedError: padded_mode. ValueError: a negative index with a weight, where a box
-            reads outside the tensor; shapes or dtypes that differ.
+        NotImplementedError: padded_mode.
+        ValueError: a negative index with a weight, where a box reads outside the tensor; shapes or
+            dtypes that differ.
     """
     operator = "npu_moe_token_unpermute"
     refuse(operator, padded_mode=(padded_mode, (False,)))

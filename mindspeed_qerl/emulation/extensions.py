@@ -49,7 +49,7 @@ def load(name, *args, **kwargs):
     if name not in EXTENSIONS:
         known = ", ".join(sorted(EXTENSIONS))
         raise NotImplementedError(
-            f"the Ascend extension {name!r} is not emulated: {known} are (docs/emulation.md)"
+            f"the Ascend extension {name!r} is not emulated: {known} are (docs/architecture.md)"
         )
     return EXTENSIONS[name]
 

@@ -6,21 +6,17 @@ into the CPU, moving a tensor is doing nothing, and work is finished when the ca
 
 | asked of torch | answer |
 |---|---|
-| a device "npu", "cuda", "npu:1", 0 in factories, .to, new_*, load(map_location), Generator | the
-CPU |
+| a device "npu", "cuda", "npu:1", 0 in factories, .to, new_*, load(map_location), Generator | the CPU |
 | Tensor and Module .cuda() .npu() .pin_memory() | the tensor itself |
 | Tensor.is_npu, is_cuda | True |
 | Tensor.type() | "torch.npu.FloatTensor", as torch_npu says |
 | streams and events | objects that do nothing; time between events is 0 |
 | random numbers | one generator: the device's seed and state are the CPU's |
-| memory | 2 GiB in all, so that vLLM's share for its cache stays small; each question costs a page
-of it |
-| process groups hccl and nccl | gloo; their options are dropped; `get_hccl_comm_name` is a name
-that mc2.py knows |
+| memory | 2 GiB in all, so that vLLM's share for its cache stays small; each question costs a page of it |
+| process groups hccl and nccl | gloo; their options are dropped; `get_hccl_comm_name` is a name that mc2.py knows |
 | batch_isend_irecv with oneself as peer, all_gather of different lengths | as HCCL does |
 | histc of integers | as CANN does |
-| kernels for NPU tensors (PrivateUse1) of the libraries vllm and mindspeed | kernels for CPU
-tensors |
+| kernels for NPU tensors (PrivateUse1) of the libraries vllm and mindspeed | kernels for CPU tensors |
 | anything else of torch.cuda | torch's own answer, usually an error that says CUDA is missing |
 
 `Tensor.device` stays "cpu": renaming torch's spare backend would make "npu" legal, and torch would

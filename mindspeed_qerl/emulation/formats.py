@@ -2,7 +2,7 @@
 torch_npu converts.
 
 Its rows are cut into 16, its columns into 32 bytes, and the blocks lie column of blocks by column
-of blocks (docs/emulation.md shows one). As in torch_npu (v2.7.1) the format belongs to the storage
+of blocks. As in torch_npu (v2.7.1) the format belongs to the storage
 (csrc/core/npu/NPUStorageImpl.h:26), sizes and strides are those of the plain layout, ND, and an
 operator that is given such a tensor reads and writes its values: one that knows ND alone is given a
 converted copy, and what it wrote is converted back (CopyKernel.cpp:66-81, 309-334). What goes round

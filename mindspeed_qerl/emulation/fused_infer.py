@@ -91,13 +91,16 @@ def npu_fused_infer_attention_score(
 
     Args:
         query: (T, num_heads, D), D 64, 128 or 192, bfloat16; float32 and float64:
-            contract.ONLY_DOCUMENTED_DTYPES. key, value: (blocks, block_size, num_key_value_heads *
-            D) or (blocks, num_key_value_heads, block_size, D). atten_mask: bool, int8 or uint8,
-            (2048, 2048), with dimensions of 1 before it or not. actual_seq_lengths: where each
-            sequence's queries end, the last at T: [3, 7] is a sequence of 3 and one of 4.
-            actual_seq_lengths_kv: how many keys each sequence has. block_table: (B, columns),
-            int32. num_key_value_heads: 0 is num_heads. block_size: that of the cache: a multiple of
-            128, at most 512.
+            contract.ONLY_DOCUMENTED_DTYPES.
+        key, value: (blocks, block_size, num_key_value_heads * D) or (blocks, num_key_value_heads,
+            block_size, D).
+        atten_mask: bool, int8 or uint8, (2048, 2048), with dimensions of 1 before it or not.
+        actual_seq_lengths: where each sequence's queries end, the last at T: [3, 7] is a sequence
+            of 3 and one of 4.
+        actual_seq_lengths_kv: how many keys each sequence has.
+        block_table: (B, columns), int32.
+        num_key_value_heads: 0 is num_heads.
+        block_size: that of the cache: a multiple of 128, at most 512.
 
     Returns:
         The attention, like query; log(sum(exp(scores))) for softmax_lse_flag, float32 (T,

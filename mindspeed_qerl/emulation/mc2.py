@@ -10,12 +10,9 @@ tests can keep; left out are
 | H: 1024 to 8192 on A3; up to 7168, a multiple of 32, on A2 | a model for tests is smaller |
 | at least 2 ranks, on A2 16 in CANN 8.3.RC1 and 8.5.0 | so is the number of processes |
 | x of bfloat16 or float16 | float32 tells an error from a rounding |
-| A2: BS <= 256, E <= 512, at most 24 experts of a rank | the operators do not know which device is
-emulated |
-| HCCL_BUFFSIZE holds the windows of all ranks | a property of the group; tests are far from its 200
-MB |
-| a token's K experts differ | VA's profile run draws them with repetition
-(ops/common_fused_moe.py:135) |
+| A2: BS <= 256, E <= 512, at most 24 experts of a rank | the operators do not know which device is emulated |
+| HCCL_BUFFSIZE holds the windows of all ranks | a property of the group; tests are far from its 200 MB |
+| a token's K experts differ | VA's profile run draws them with repetition (ops/common_fused_moe.py:135) |
 | k from 256 in a product | a model for tests is smaller |
 | group_tp is not group_ep on A3 | VA passes one name for both (ops/moe/token_dispatcher.py:144) |
 """
@@ -81,18 +78,19 @@ def npu_moe_distribute_dispatch_v2(
 
     Args:
         x: (BS, H), BS in [1, 512]. expert_ids: int32 (BS, K), K <= 16, in [0, moe_expert_num) where
-            active. x_active_mask: bool (BS,), False for the last tokens only, or (BS, K): what is
-            sent. global_bs: the largest BS of a rank * ep_world_size; 0 if BS is the same on all.
-            expert_token_nums_type: 0: sums, 1: counts. group_tp, tp_rank_id: unused without tensor
-            parallelism.
+            active.
+        x_active_mask: bool (BS,), False for the last tokens only, or (BS, K): what is sent.
+        global_bs: the largest BS of a rank * ep_world_size; 0 if BS is the same on all.
+        expert_token_nums_type: 0: sums, 1: counts.
+        group_tp, tp_rank_id: unused without tensor parallelism.
 
     Returns:
         expand_x: (A, H), A = global_bs * min(L, K): the rows, by expert, then by rank, then by
             token; the rest unwritten.
-        dynamic_scales: float32 (A,), unwritten. assist_info_for_combine: int32 (max(BS * K, A *
-            128),), for the combine only; documented to differ with
-            version and device. Here: 128 numbers for each row, the first three its rank, token and
-            place in K.
+        dynamic_scales: float32 (A,), unwritten.
+        assist_info_for_combine: int32 (max(BS * K, A * 128),), for the combine only; documented to
+            differ with version and device. Here: 128 numbers for each row, the first three its
+            rank, token and place in K.
         expert_token_nums: int64 (L,), rows of each expert.
         ep_recv_counts: int32 (ep_world_size * L,), rows of each expert from each rank, summed up.
         tp_recv_counts: int32 (tp_world_size,), unwritten.
@@ -215,18 +213,21 @@ def npu_moe_distribute_combine_v2(
 
     Args:
         expand_x: (A, H), a result for each row of the dispatch's expand_x; those after its rows are
-            not read. expert_ids, x_active_mask, global_bs: as given to the dispatch.
-            assist_info_for_combine, ep_send_counts: what it returned as assist_info_for_combine and
-            ep_recv_counts. expert_scales: float32 (BS, K), the weights. tp_send_counts,
-            expand_scales: unused; what it returned as tp_recv_counts and expand_scales.
+            not read.
+        expert_ids, x_active_mask, global_bs: as given to the dispatch.
+        assist_info_for_combine, ep_send_counts: what it returned as assist_info_for_combine and
+            ep_recv_counts.
+        expert_scales: float32 (BS, K), the weights.
+        tp_send_counts, expand_scales: unused; what it returned as tp_recv_counts and expand_scales.
 
     Returns:
         (BS, H), expand_x's dtype.
 
     Raises:
         NotImplementedError: shared_expert_x, quantised communication, and what the dispatch does
-            not know. ValueError: as the dispatch, or arguments that are not of one dispatch, for
-            which a box waits for ever.
+            not know.
+        ValueError: as the dispatch, or arguments that are not of one dispatch, for which a box
+            waits for ever.
     """
     operator = "npu_moe_distribute_combine_v2"
     refuse(
@@ -318,11 +319,13 @@ def npu_mm_reduce_scatter_base(
 
     Args:
         input: (m, k), m a multiple of world_size. x2: (k, n), in FRACTAL_NZ too where comm_mode is
-            "aiv". comm_mode: None, "ai_cpu" or "aiv".
+            "aiv".
+        comm_mode: None, "ai_cpu" or "aiv".
 
     Raises:
         NotImplementedError: int8, scales, another reduction, a bias, which the page has no support
-            for, comm_turn. ValueError: shapes, dtypes or a group that CANN refuses.
+            for, comm_turn.
+        ValueError: shapes, dtypes or a group that CANN refuses.
     """
     operator = "npu_mm_reduce_scatter_base"
     refuse(

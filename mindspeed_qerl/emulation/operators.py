@@ -202,8 +202,8 @@ def npu_grouped_matmul(
 
     Args:
         group_list: int64 (G,), ends of the groups (group_list_type 0) or their sizes (1); a group
-            may be empty. split_item: 2, 3: one tensor, rows of no group unwritten; 0, 1: one for
-            each group.
+            may be empty.
+        split_item: 2, 3: one tensor, rows of no group unwritten; 0, 1: one for each group.
 
     Raises:
         NotImplementedError: several x, a bias, an activation, a list as group_list or any other
@@ -279,7 +279,8 @@ def npu_gmm_backward_fusion(
 
 def npu_groupmatmul_add_fp32(x: Tensor, dy: Tensor, group_list: Tensor, grad: Tensor) -> None:
     """grad[g] += x[g]^T @ dy[g] in place, in float32; group_list is cumulative. Caller: MS
-    ops/npu_groupmatmul_add.py:14."""
+    ops/npu_groupmatmul_add.py:14.
+    """
     product = _grouped_matmul(x.float().t(), dy.float(), group_list, 2, 0)
     grad.add_(product.reshape(grad.shape))
 
@@ -359,8 +360,8 @@ def npu_moe_token_permute_with_routing_map(
 
     Args:
         tokens: (T, H). routing_map: (T, E), True where a token goes to an expert. probs: (T, E).
-            num_out_tokens: T * K, K being the experts of a token, the same for every token; None
-            means T.
+        num_out_tokens: T * K, K being the experts of a token, the same for every token; None means
+            T.
 
     Returns:
         (T * K, H); the probabilities (T * K,) or None; int32 (T * K,): the row of each token's
@@ -396,7 +397,8 @@ def npu_moe_token_permute_with_routing_map_grad(
     drop_and_pad: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of npu_moe_token_permute_with_routing_map for tokens and probs. Caller: MS
-    te/pytorch/permutation.py:53."""
+    te/pytorch/permutation.py:53.
+    """
     _refuse_drop_and_pad(drop_and_pad)
     tokens_grad = _sum_by_token(grad, sorted_indices, num_tokens)
     if probs_grad is None or probs_grad.numel() == 0:

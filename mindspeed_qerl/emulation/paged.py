@@ -127,9 +127,11 @@ def _npu_flash_attention(
 
     Args:
         query: (T, num_heads, D). key: (T, num_kv_heads, D). value: (T, num_kv_heads, Dv). D and Dv
-            are at most 576. mask: (S, S') for all, or (B, S, S') for each sequence; the left upper
-            corner is used. seq_len: (B,), int32; a length may be 0, and rows of out that belong to
-            no sequence keep what they hold. out: (T, num_heads, Dv).
+            are at most 576.
+        mask: (S, S') for all, or (B, S, S') for each sequence; the left upper corner is used.
+        seq_len: (B,), int32; a length may be 0, and rows of out that belong to no sequence keep
+            what they hold.
+        out: (T, num_heads, Dv).
 
     Raises:
         ValueError: another dtype or shape, or a mask smaller than the longest sequence.
@@ -360,11 +362,14 @@ def _npu_paged_attention_splitfuse(
 
     Args:
         query: (T, num_heads, D), the new tokens of all sequences one after the other, D at most
-            256. key_cache, value_cache: (blocks, block_size, num_kv_heads, D). block_table: (B or
-            more, columns), int32. context_lens, seq_len: (B,), int32: all tokens of each sequence,
-            and its new ones, at least 1. mask: (T or more, longest context or more). ATB's own
-            check lets shorter ones pass and the kernel read on. out: like query; rows that belong
-            to no sequence keep what they hold.
+            256.
+        key_cache, value_cache: (blocks, block_size, num_kv_heads, D).
+        block_table: (B or more, columns), int32.
+        context_lens, seq_len: (B,), int32: all tokens of each sequence, and its new ones, at least
+            1.
+        mask: (T or more, longest context or more). ATB's own check lets shorter ones pass and the
+            kernel read on.
+        out: like query; rows that belong to no sequence keep what they hold.
 
     Raises:
         ValueError: another dtype, shape, head or block size; a block that the cache does not have.

@@ -32,9 +32,10 @@ def npu_add_rms_norm_quant(
     norm/add_rms_norm_quant/op_kernel. Caller: VA ops/layernorm.py:42,51.
 
     Args:
-        x1, x2: float16 or bfloat16 (see contract.ONLY_DOCUMENTED_DTYPES). gamma, beta: the last
-        dimensions of x1, in its dtype. scales1, zero_points1: like gamma; bfloat16 for bfloat16,
-        float32 and int32 for float16 (and the extension).
+        x1, x2: float16 or bfloat16 (see contract.ONLY_DOCUMENTED_DTYPES).
+        gamma, beta: the last dimensions of x1, in its dtype.
+        scales1, zero_points1: like gamma; bfloat16 for bfloat16, float32 and int32 for float16 (and
+            the extension).
 
     Returns:
         y1, int8; a tensor like y1, which torch_npu leaves unwritten, here 0; x, rounded to x1's
@@ -95,10 +96,12 @@ def npu_quantize(
     quant/ascend_quant_v2/docs/aclnnAscendQuantV3.md. Caller: VA quantization/w8a8.py:35.
 
     Args:
-        self: (..., D), float32, float16 or bfloat16. scales: (D,) or (1,), or of self's number of
-            dimensions, all but the axis 1; in one of the same dtypes. zero_points: like scales, or
-            None. dtype: torch.qint8 or torch.int8. axis: -2 is the second to last dimension,
-            whatever is above it the last one.
+        self: (..., D), float32, float16 or bfloat16.
+        scales: (D,) or (1,), or of self's number of dimensions, all but the axis 1; in one of the
+            same dtypes.
+        zero_points: like scales, or None.
+        dtype: torch.qint8 or torch.int8.
+        axis: -2 is the second to last dimension, whatever is above it the last one.
 
     Raises:
         ValueError: another dtype or shape, or an axis below -2.
@@ -158,8 +161,8 @@ def npu_dynamic_quant(
 
     Args:
         input: (..., D) of two or more dimensions, float16 or bfloat16 (see
-            contract.ONLY_DOCUMENTED_DTYPES). smooth_scales: (D,), in input's dtype; multiplied with
-            each row first.
+            contract.ONLY_DOCUMENTED_DTYPES).
+        smooth_scales: (D,), in input's dtype; multiplied with each row first.
 
     Returns:
         int8, like input; the scales, float32 (...).
@@ -210,14 +213,16 @@ def npu_quant_matmul(
     w8a8_dynamic.py:91.
 
     Args:
-        x1: int8 (m, k). x2: int8 (k, n), in FRACTAL_NZ too. scale: (n,) or (1,), float32; for a
-            result in bfloat16 also bfloat16. pertoken_scale: float32 (m,). bias: (n,), int32;
-            float32 or bfloat16 for a result in bfloat16 or with pertoken_scale. output_dtype:
-            torch.bfloat16, or torch.float16, which needs pertoken_scale.
+        x1: int8 (m, k). x2: int8 (k, n), in FRACTAL_NZ too.
+        scale: (n,) or (1,), float32; for a result in bfloat16 also bfloat16. pertoken_scale:
+            float32 (m,).
+        bias: (n,), int32; float32 or bfloat16 for a result in bfloat16 or with pertoken_scale.
+        output_dtype: torch.bfloat16, or torch.float16, which needs pertoken_scale.
 
     Raises:
-        ValueError: another dtype or shape. NotImplementedError: offset, group_sizes, a scale of
-            npu_trans_quant_param (int64), results of other dtypes.
+        ValueError: another dtype or shape.
+        NotImplementedError: offset, group_sizes, a scale of npu_trans_quant_param (int64), results
+            of other dtypes.
     """
     name = "npu_quant_matmul"
     if offset is not None or group_sizes or scale.dtype == torch.int64 or output_dtype not in HALF:

@@ -34,9 +34,9 @@ def _npu_rotary_embedding(
     src/ops_infer/rope/. Caller: VA ops/rotary_embedding.py:84,101.
 
     Args:
-        positions: T rows of the table, in any shape. query, key: (T, heads * R), float16 or
-            bfloat16 (see contract.ONLY_DOCUMENTED_DTYPES), contiguous, R a
-            multiple of 16; query has a multiple of key's heads.
+        positions: T rows of the table, in any shape.
+        query, key: (T, heads * R), float16 or bfloat16 (see contract.ONLY_DOCUMENTED_DTYPES),
+            contiguous, R a multiple of 16; query has a multiple of key's heads.
         cos_sin_cache: (positions, R): R/2 cosines, then R/2 sines; in query's dtype, or float32 for
             float16.
 
@@ -187,12 +187,13 @@ def npu_mrope(
     cache_mode, which 7.2.0 does not have. Caller: VA ops/rotary_embedding.py:423.
 
     Args:
-        positions: (T,), or (sections, T); int32 or int64. query, key: (T, heads * head_size),
-            float16, bfloat16 or float32. cos_sin_cache: (positions, R), of the same dtype: R/2
-            cosines, then R/2 sines. R and head_size are multiples
-            of 32, of 16 for float32.
+        positions: (T,), or (sections, T); int32 or int64.
+        query, key: (T, heads * head_size), float16, bfloat16 or float32.
+        cos_sin_cache: (positions, R), of the same dtype: R/2 cosines, then R/2 sines. R and
+            head_size are multiples of 32, of 16 for float32.
         mrope_section: how many of the R/2 angles each row of positions gives; None or zeros for
-            (T,). rotary_mode: "half" pairs column i with i + R/2, "interleaved" with its neighbour.
+            (T,).
+        rotary_mode: "half" pairs column i with i + R/2, "interleaved" with its neighbour.
 
     Returns:
         New tensors like query and key.
@@ -299,8 +300,9 @@ def npu_top_k_top_p(logits: Tensor, p: Tensor | None = None, k: Tensor | None = 
     VA sample/sampler.py:31.
 
     Args:
-        logits: (B, V), float32, float16 or bfloat16. p: (B,), like logits, from 0 to 1. k: (B,),
-            int32, from 1 to 1024 and at most V. None leaves out its step.
+        logits: (B, V), float32, float16 or bfloat16.
+        p: (B,), like logits, from 0 to 1. k: (B,), int32, from 1 to 1024 and at most V. None leaves
+            out its step.
 
     Returns:
         A new tensor like logits.

@@ -5,16 +5,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from mindspeed_qerl.common.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe import keys
+from mindspeed_qerl.recipe.keys import ENGINES
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
-
-ENGINES = {"local": "mindspeed_qerl.local", "mindspeed_rl": "mindspeed_qerl.ascend"}
 
 
 class Engine(Protocol):
@@ -26,7 +25,7 @@ class Engine(Protocol):
     # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
     UPSTREAM: bool
 
-    def validate(self, recipe: Recipe) -> Iterable[str]:
+    def validate(self, recipe: Recipe) -> Iterable[Fault]:
         """What this engine cannot do with `recipe`; reads config.json and looks for files, starts
         nothing.
         """
@@ -62,13 +61,13 @@ class Trainer(Protocol):
 def engine_of(recipe: Recipe) -> Engine:
     """The engine that a recipe asks for; ConfigError with the nearest one."""
     if recipe.engine not in ENGINES:
-        raise ConfigError(unknown("engine", recipe.engine, ENGINES))
-    return import_module(f"{ENGINES[recipe.engine]}.limits")
+        raise ConfigError(Fault("unknown", unknown("engine", recipe.engine, ENGINES), "engine"))
+    return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.limits")
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
     """What runs a recipe whose engine `engine_of` knows."""
-    return import_module(f"{ENGINES[recipe.engine]}.engine")
+    return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.engine")
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
@@ -77,13 +76,19 @@ def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     """
     recipe, found = read(raw)
     try:
-        engine = engine_of(recipe)
+        examine_for_engine(recipe, found)
     except ConfigError as error:
-        found.faults.append(str(error))
-        return recipe, found
+        found.faults += error.faults
+    return recipe, found
+
+
+def examine_for_engine(recipe: Recipe, found: Found) -> None:
+    """Add to `found` what the engine makes of a recipe that was read; ConfigError if there is no
+    such engine.
+    """
+    engine = engine_of(recipe)
     refused, found.unused = keys.check(recipe.sections, recipe.engine)
     found.faults += [*refused, *engine.validate(recipe)]
-    return recipe, found
 
 
 def checked(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:

@@ -22,69 +22,36 @@ from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.files import hold
 
 PREFIX = "qerl_ray_"
-# Three processes that nobody asks anything cost two seconds of each start: an autoscaler, which one
-# machine has no use for, log files to a driver that does not want them, and the dashboard's server.
-# `ray.init` knows no options for them.
-parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
-node.Node.start_api_server = lambda *_, **__: None
-# Under `uv run` Ray would start every worker by uv, in a copy of this folder (ray-project/ray
-# issues 56697 and 59639).
-ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 GUARD = Path(__file__).with_name("private_ray_guard.py")
-STOPPED = 60  # seconds that a process may be stopped
+SETTINGS = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # No record of every call, for a dashboard that is not there: it took 45 MiB in 2,000 steps.
+    "RAY_task_events_report_interval_ms": "0",
+    # `ray.init` would wait for a worker that nobody needs yet, and for ever if it is killed.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_BACKEND_LOG_LEVEL": "fatal",
+    # A busy raylet is not given up after five answers that came late.
+    "RAY_health_check_failure_threshold": "20",
+}
 # temporary directory of this process's Ray: its lock, its guard, and earlier children
-_ours: dict[Path, tuple[IO, subprocess.Popen, list]] = {}
+_started: dict[Path, tuple[IO, subprocess.Popen, list]] = {}
 
 
 def start(**options: Any) -> Path:
     """`ray.init` of a new Ray that listens on the loopback interface only; `options` are its other
     arguments.
 
-    Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is
-    told not to be a cluster, which it asks when it is imported
-    (ray/_private/services.py:resolve_ip_for_localhost, ray_constants.py:ENABLE_RAY_CLUSTER).
-
     Returns its temporary directory, which `stop` removes; if this process is killed, the guard that
-    is started here does, and if that is killed, too, the next `start`. The guard kills processes
-    that were stopped STOPPED seconds ago (`stopped`). EngineError if Ray does not start.
+    is started here does, and if that is killed, too, the next `start`. EngineError if Ray does not
+    start.
     """
-    # Its agents outlive a killed process by the last one's seconds, not by 60. The raylet is not
-    # given up, without a word of why, when it did not answer five times, which may take 20 s: what
-    # is stopped is the guard's to say. No record of every call is kept, for a dashboard that is not
-    # there: it took 45 MiB in 2,000 steps. No worker is started before one is wanted: `ray.init`
-    # waits for it, for ever if it is killed.
-    os.environ.update(
-        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_task_events_report_interval_ms="0",
-        RAY_prestart_worker_first_driver="0",
-        RAY_BACKEND_LOG_LEVEL="fatal",
-        RAY_gcs_rpc_server_reconnect_timeout_s="5",
-        RAY_health_check_failure_threshold="20",
-    )
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    parent = Path(tempfile.gettempdir())
-    if (
-        len(str(parent)) > 20
-    ):  # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
-        parent = Path("/tmp")
-    remove_left(parent)
-    making = Path(
-        tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent)
-    )  # it gets its name when it is locked
-    lock, directory = hold(making), parent / making.name.removeprefix(".")
-    making.rename(directory)
-    # in a session of its own: Ctrl-C ends all the others
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", GUARD, directory, str(os.getpid()), str(STOPPED)],
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    _ours[directory] = lock, guard, psutil.Process().children(recursive=True)
+    os.environ.update(SETTINGS)
+    _configure_ray()
+    directory = _new_directory()
     start_log = directory / "start.log"
     try:
-        with _stderr_into(start_log):  # it says there which log level it was given
+        with _stderr_into(start_log):  # Ray prints there which log level it was given
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -100,15 +67,53 @@ def start(**options: Any) -> Path:
             raise
         raise EngineError(
             "Ray did not start; usually one of its processes (raylet, gcs_server, an agent) was "
-            f"killed, or found no memory. Ray says: {' '.join(str(error).split())}"
+            f"killed, or had no memory. Ray says: {' '.join(str(error).split())}"
         ) from error
     directory.chmod(0o700)  # Ray opens it to everybody
-    start_log.unlink()  # the guard's sign that Ray has started
+    start_log.unlink()  # tells the guard that Ray has started
+    return directory
+
+
+def _configure_ray() -> None:
+    """What Ray has no options for; here and not at import, since a process may join another Ray.
+
+    Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is
+    told not to be a cluster, which it asks when it is imported
+    (ray/_private/services.py:resolve_ip_for_localhost, ray_constants.py:ENABLE_RAY_CLUSTER).
+    """
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    # Under `uv run` Ray would start every worker by uv, in a copy of this folder (ray-project/ray
+    # issues 56697 and 59639).
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    # Three services that one machine does not need cost two seconds of each start: an autoscaler,
+    # log files to a driver that does not want them, and the dashboard's server.
+    parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
+    node.Node.start_api_server = lambda *_, **__: None
+
+
+def _new_directory() -> Path:
+    """A temporary directory that this process holds, with its guard."""
+    parent = Path(tempfile.gettempdir())
+    # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
+    if len(str(parent)) > 20:
+        parent = Path("/tmp")
+    remove_left(parent)
+    # it gets its name when it is locked
+    making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    lock = hold(making)
+    directory = making.rename(parent / making.name.removeprefix("."))
+    guard = subprocess.Popen(
+        [sys.executable, "-I", "-S", GUARD, directory, str(os.getpid())],
+        start_new_session=True,  # Ctrl-C ends all the others
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    _started[directory] = lock, guard, psutil.Process().children(recursive=True)
     return directory
 
 
 def remove_left(parent: Path) -> None:
-    """Temporary directories in `parent` that this user's killed processes left there."""
+    """Remove the temporary directories in `parent` that this user's killed processes left there."""
     for left in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):  # held by a living process, or gone
             if left.lstat().st_uid == os.getuid():  # in another user's even `lock` could be a trap
@@ -118,37 +123,29 @@ def remove_left(parent: Path) -> None:
 
 def is_whole() -> bool:
     """Whether Ray's own processes are all alive, if `start` started some."""
-    return not _ours or ray._private.services.remaining_processes_alive()
-
-
-def stopped() -> dict[int, tuple[str, str]]:
-    """What the guard has killed: pid -> (whose program it ran, what happened to it)."""
-    files = [directory / "stopped" for directory in _ours]
-    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
-    return {int(pid): (name, words) for pid, name, words in (line.split("\t") for line in lines)}
+    return not _started or ray._private.services.remaining_processes_alive()
 
 
 def stop() -> None:
     """End this process's Ray, if there is one; returns when its processes and its temporary
     directory are gone.
     """
-    children = psutil.Process().children(recursive=True) if _ours else []
+    children = psutil.Process().children(recursive=True) if _started else []
     ray.shutdown()
-    for directory, (lock, guard, others) in list(_ours.items()):
-        _, alive = psutil.wait_procs(
-            [child for child in children if child not in others], timeout=10
-        )
-        for child in alive:  # one that is stopped does not hear of it
+    for directory, (lock, guard, others) in list(_started.items()):
+        ended = [child for child in children if child not in others]
+        _, alive = psutil.wait_procs(ended, timeout=10)
+        for child in alive:  # one that a debugger has stopped does not hear of Ray's end
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         shutil.rmtree(directory, ignore_errors=True)
         guard.kill()
         guard.wait()
         lock.close()
-        del _ours[directory]  # not before: a second Ctrl-C may come in between
+        del _started[directory]  # last: a second Ctrl-C may come in between
 
 
-atexit.register(stop)  # a process that ends without it was killed, the guard says
+atexit.register(stop)  # of a process that ends without it the guard says that it was killed
 
 
 @contextlib.contextmanager

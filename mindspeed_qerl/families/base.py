@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.config import is_old, resolve, unread_by_4
+from mindspeed_qerl.families.keys import Keys
 
 if TYPE_CHECKING:
     from mindspeed_qerl.routing.routes import Routers
 
-LARGEST = 10**9  # of any one size
 # config.json key -> the values that every family here has; another one is a model with other layers
 # or other tensors
 ALIKE = {
@@ -70,9 +70,10 @@ class Linear:
 
     Attributes:
         target: Megatron's name for it, which is a LoRA target; gate and up are one, and so are q, k
-            and v. inputs, outputs: of the whole layer. split: what tensor parallel ranks share:
-            "column" (outputs), "row" (inputs), or "expert": whole ones are dealt
-            to ranks.
+            and v.
+        inputs, outputs: of the whole layer.
+        split: what tensor parallel ranks share: "column" (outputs), "row" (inputs), or "expert":
+            whole ones are dealt to ranks.
         copies: how many a layer has; active: how many of them a token meets.
     """
 
@@ -107,72 +108,21 @@ class Adaptor:
     corrections: tuple[tuple[str, str], ...] = ()
 
 
-class Keys:
-    """Values read key by key; each that is missing or impossible becomes a line of `faults`, and a
-    possible one takes its place.
-
-    Args:
-        place: words behind the value, such as " in config.json". missing: what to say of None;
-            None: as of any value.
-    """
-
-    def __init__(self, values: Mapping[str, Any], place: str = "", missing: str | None = None):
-        self.values, self.place, self.missing = values, place, missing
-        self.faults: list[str] = []
-
-    def fault(self, key: str, value: Any, rule: str) -> None:
-        unsaid = value is None and self.missing
-        self.faults.append(
-            f"{key} {self.missing}" if unsaid else f"{key} = {value!r}{self.place} must be {rule}"
-        )
-
-    def size(self, key: str, default: int | None = None, low: int = 1) -> int:
-        value = self.values.get(key, default)
-        if value is None and self.missing:
-            value = default
-        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= LARGEST:
-            return value
-        self.fault(key, value, f"a whole number of at least {low} and at most {LARGEST:,}")
-        return 1
-
-    def number(self, key: str, value: Any, default: float | None = None) -> float:
-        """`value`, found somewhere as `key`, or the default for None."""
-        value = default if value is None else value
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30:
-            return float(value)
-        self.fault(key, value, "a finite number above 0")
-        return default or 1.0
-
-    def truth(self, key: str) -> bool:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, bool):
-            self.fault(key, value, "true or false")
-        return value is True
-
-    def check(self, name: str = "") -> None:
-        """ConfigError with every fault, one a line."""
-        if self.faults:
-            raise ConfigError(
-                "\n".join(
-                    f"{name}: {fault}" if name else fault for fault in dict.fromkeys(self.faults)
-                )
-            )
-
-
 @dataclass(frozen=True)
 class Family:
     """A model family: RMSNorm before attention and MLP, rotary positions, SwiGLU, and what the
     fields say.
 
     Attributes:
-        model_type: of config.json. architecture: of transformers and vLLM. qk_norm: queries and
-            keys are normalised. qkv_bias: their projections have biases. experts: every layer
-            routes tokens to experts. shared_expert: and has one for all tokens, with a gate.
-            own_head_dim: heads may be of any width, not hidden_size / num_attention_heads. named:
-            shapes known by name, for planning without the model. conversion, adaptor: None if the
-            NPU engine cannot run the family. megatron: arguments of Megatron that the family needs
-            besides. extra_arguments: the same where MindSpeed-RL has
-            no key for them.
+        model_type: of config.json. architecture: of transformers and vLLM.
+        qk_norm: queries and keys are normalised. qkv_bias: their projections have biases.
+        experts: every layer routes tokens to experts. shared_expert: and has one for all tokens,
+            with a gate.
+        own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.
+        named: shapes known by name, for planning without the model.
+        conversion, adaptor: None if the NPU engine cannot run the family.
+        megatron: arguments of Megatron that the family needs besides. extra_arguments: the same
+            where MindSpeed-RL has no key for them.
     """
 
     model_type: str
@@ -203,9 +153,9 @@ class Family:
         keys = Keys(values, " in config.json")
         if is_old(values["transformers_version"]):
             keys.faults += unread_by_4(config)
-        alike = (
-            ALIKE if self.shared_expert else {**ALIKE, "shared_expert_intermediate_size": (None, 0)}
-        )
+        alike = ALIKE
+        if not self.shared_expert:
+            alike = {**ALIKE, "shared_expert_intermediate_size": (None, 0)}
         for key, built in alike.items():
             if values.get(key) not in built:
                 keys.faults.append(
@@ -221,16 +171,7 @@ class Family:
                 keys.fault("num_experts_per_tok", top, f"at most num_experts = {experts}")
         if self.shared_expert:
             shared = keys.size("shared_expert_intermediate_size", low=0)
-        if values.get("head_dim") is None:
-            keys.values["head_dim"] = hidden // heads
-        head_dim = keys.size("head_dim")
-        if not self.own_head_dim and head_dim != hidden // heads:  # vLLM's class does not read it
-            keys.fault(
-                "head_dim",
-                head_dim,
-                f"hidden_size / num_attention_heads = {hidden // heads} for "
-                f"model_type {self.model_type!r}",
-            )
+        head_dim = self._head_dim(keys, hidden // heads)
         shape = ModelShape(
             name=name,
             model_type=self.model_type,
@@ -254,23 +195,27 @@ class Family:
         keys.check(name)
         return shape
 
+    def _head_dim(self, keys: Keys, usual: int) -> int:
+        if keys.values.get("head_dim") is None:
+            keys.values["head_dim"] = usual
+        head_dim = keys.size("head_dim")
+        if not self.own_head_dim and head_dim != usual:  # vLLM's class does not read it
+            rule = f"hidden_size / num_attention_heads = {usual} for model_type {self.model_type!r}"
+            keys.fault("head_dim", head_dim, rule)
+        return head_dim
+
     def _check_stated(self, config: Mapping[str, Any], name: str) -> None:
         """ConfigError for a size that a config.json must state, since the default is another
         model's, and for values that are none.
         """
         keys = Keys(config, " in config.json")
         needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
-        needed += (
-            ["num_experts_per_tok", "moe_intermediate_size"]
-            if self.experts
-            else ["intermediate_size"]
-        )
-        if self.experts:  # the second is as transformers 5 writes it
-            needed.append(
-                "num_local_experts"
-                if config.get("num_experts") is None and "num_local_experts" in config
-                else "num_experts"
-            )
+        if self.experts:
+            needed += ["num_experts_per_tok", "moe_intermediate_size"]
+            of_5 = config.get("num_experts") is None and "num_local_experts" in config
+            needed.append("num_local_experts" if of_5 else "num_experts")
+        else:
+            needed.append("intermediate_size")
         optional = ["num_key_value_heads", "head_dim", "max_position_embeddings"]
         for key in needed + [key for key in optional if config.get(key) is not None]:
             keys.size(key)

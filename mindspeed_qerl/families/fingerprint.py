@@ -1,4 +1,4 @@
-"""Which model a folder holds: a digest of its weights that takes seconds, however large they are."""
+"""Which model a folder holds: a digest of its weights that takes seconds, however large it is."""
 
 import hashlib
 import json
@@ -55,7 +55,7 @@ def unreadable(file: Path, error: Exception) -> str:
 
 
 def is_pointer(file: Path) -> bool:
-    """Whether git-lfs has left its pointer in the file's place (git-lfs docs/spec.md)."""
+    """Whether git-lfs has left its pointer in the file's place (spec.md of git-lfs)."""
     with open(file, "rb") as content:
         return content.read(len(POINTER)) == POINTER
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, shape_of
 from mindspeed_qerl.families.base import Family
 from mindspeed_qerl.families.config import not_built, unread_by_4
@@ -65,9 +65,9 @@ HF_KEYS = dict(  # argument of Megatron -> key of config.json that it repeats
 
 def compare_with_model(
     arguments: Mapping[str, Any], hf_config: Mapping[str, Any], source: str = "config.json"
-) -> list[str]:
-    """Faults where the model that Megatron is told of is not the one that vLLM loads. No value of
-    either raises.
+) -> list[Fault]:
+    """Faults where the model that Megatron is told of is not the one that vLLM loads: `key` is
+    Megatron's argument, or `source`. No value of either raises.
 
     Args:
         arguments: Megatron's, of the named model and the sections merged; one that is left out
@@ -78,9 +78,11 @@ def compare_with_model(
     try:
         shape = shape_of(hf_config, source)
     except ConfigError as error:
-        return str(error).splitlines()
+        return [Fault("model", line, source) for line in str(error).splitlines()]
     family = family_of(shape)
-    faults = [f"{source}: {fault}" for fault in not_on_npus(hf_config, family)]
+    faults = [
+        Fault("model", f"{source}: {reason}", source) for reason in not_on_npus(hf_config, family)
+    ]
     if not family.adaptor:
         return faults
     expected = family.megatron_arguments(shape)
@@ -110,10 +112,8 @@ def compare_with_model(
             if key in HF_KEYS
             else f"model_type = {family.model_type!r}"
         )
-        faults.append(
-            f"{says}, but {model} in {source}: Megatron and vLLM would run different models. Set "
-            f"{key}: {json.dumps(value)}"
-        )
+        message = f"{says}, but {model} in {source}: Megatron and vLLM would run different models"
+        faults.append(Fault("model", message, key, f"Set {key}: {json.dumps(value)}"))
     return faults
 
 

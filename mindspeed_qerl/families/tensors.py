@@ -100,8 +100,9 @@ def mappings(
 
     Args:
         layers, experts: global numbers of its layers, which Megatron counts from 0 on each rank,
-        and of its experts. first, last: it is the first, the last pipeline stage, which has the
-        embedding, the final norm and the output.
+            and of its experts.
+        first, last: it is the first, the last pipeline stage, which has the embedding, the final
+            norm and the output.
     """
     rows = []
     if first:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
+from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.families import ModelShape
 
 BLOCKS = {
@@ -19,13 +20,14 @@ SHARED_INPUTS = (
 )
 
 
-def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -> Iterator[str]:
+def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -> Iterator[Fault]:
     """Faults of a format with a model whose layers its blocks do not fill.
 
     Args:
         tp: the engine's tensor parallel size. shared: the inputs of which each rank rounds its own
             part.
     """
+    key = "rollout_quantization.format"
     if (block := (BLOCKS | PADDED).get(format)) is None:
         return
     for name in ("hidden_size", *SHARED_INPUTS):
@@ -35,14 +37,15 @@ def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -
             else getattr(shape, name)
         )
         if width % block and format in BLOCKS:
-            yield (
-                f"rollout_quantization.format = {format!r}: the model's {name} = {width} is no "
-                f"multiple of its blocks of {block} inputs; int8_w8a8 and fp8 take any width"
+            message = (
+                f"{key} = {format!r}: the model's {name} = {width} is no multiple of its blocks of "
+                f"{block} inputs; int8_w8a8 and fp8 take any width"
             )
+            yield Fault("unsupported", message, key)
         elif name in shared and tp > 1 and width % (block * tp):
-            yield (
-                f"rollout_quantization.format = {format!r} with "
-                f"generate_config.infer_tensor_parallel_size = {tp}: a rank's part of the model's "
-                f"{name} = {width} is no multiple of its blocks of {block} inputs; set a smaller "
-                "size"
+            message = (
+                f"{key} = {format!r} with generate_config.infer_tensor_parallel_size = {tp}: a "
+                f"rank's part of the model's {name} = {width} is no multiple of its blocks of "
+                f"{block} inputs; set a smaller size"
             )
+            yield Fault("unsupported", message, key)

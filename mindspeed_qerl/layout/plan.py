@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.families import ModelShape, read_shape, shape_of_arguments
 from mindspeed_qerl.recipe.types import Batch, Layout, Recipe
 
@@ -74,7 +75,7 @@ def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int
     )
 
 
-def beyond_positions(plan: Plan, directory: str | Path) -> list[str]:
+def beyond_positions(plan: Plan, directory: str | Path) -> list[Fault]:
     """A fault if vLLM is asked for longer sequences than the model in `directory` has positions
     for.
     """
@@ -82,13 +83,9 @@ def beyond_positions(plan: Plan, directory: str | Path) -> list[str]:
     if longest <= most:
         return []
     file = Path(directory) / "config.json"
-    return [
-        (
-            f"generate_config.max_model_len = {longest}, and max_position_embeddings = {most} in "
-            f"{file}: vLLM refuses it. Set generate_config.max_model_len={most} or less; prompt "
-            "and answer must fit"
-        )
-    ]
+    key = "generate_config.max_model_len"
+    message = f"{key} = {longest}, and max_position_embeddings = {most} in {file}: vLLM refuses it"
+    return [Fault("model", message, key, f"Set {key}={most} or less; prompt and answer must fit")]
 
 
 def shape_of_model(recipe: Recipe) -> ModelShape:

@@ -11,7 +11,8 @@ from dataclasses import replace
 from math import isqrt, lcm, log2
 
 from mindspeed_qerl.families import ModelShape, family_of
-from mindspeed_qerl.layout.memory import GB, Memory, Settings, estimate
+from mindspeed_qerl.layout.memory import Memory, estimate
+from mindspeed_qerl.layout.parts import GB, Settings
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
@@ -43,21 +44,18 @@ def fit_batch(plan: Plan) -> Plan:
     smaller stays a fraction that divides; sizes of dispatch that no longer divide are left to
     upstream.
     """
-    it, batch = plan.layout, plan.batch
-    step = lcm(plan.dp, max(it.infer_dp, 1), it.nodes)
-    below = batch.global_batch_size // step * step
-    prompts = below if below and 2 * (batch.global_batch_size - below) <= step else below + step
-    mini = min(
-        (step * divisor for divisor in _divisors(prompts // step)),
-        key=lambda size: (abs(size - batch.mini_batch_size), size),
-    )
+    layout, batch = plan.layout, plan.batch
+    step = lcm(plan.dp, max(layout.infer_dp, 1), layout.nodes)
+    prompts = batch.global_batch_size // step * step
+    if not prompts or 2 * (batch.global_batch_size - prompts) > step:
+        prompts += step
+    fractions = [step * divisor for divisor in _divisors(prompts // step)]
+    mini = min(fractions, key=lambda size: (abs(size - batch.mini_batch_size), size))
     batch = replace(batch, global_batch_size=prompts, mini_batch_size=mini)
     fitted = replace(plan, batch=batch)
-    return (
-        fitted
-        if not broken(fitted)
-        else replace(plan, batch=replace(batch, dispatch={}, micro_batch_size=1))
-    )
+    if not broken(fitted):
+        return fitted
+    return replace(plan, batch=replace(batch, dispatch={}, micro_batch_size=1))
 
 
 def with_memory(plan: Plan, settings: Settings | None = None, memory_gb: float = 64.0) -> Memory:
@@ -88,21 +86,19 @@ def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
             return [getattr(layout, name)]
         return _divisors(layout.world) if shape.moe or name == "infer_tp" else [1]
 
-    plans = [
-        new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep))
-        for infer_tp in choices("infer_tp")
-        for infer_ep in choices("infer_ep")
-    ]
+    plans = []
+    for infer_tp in choices("infer_tp"):
+        for infer_ep in choices("infer_ep"):
+            plans.append(new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep)))
     legal = [with_memory(plan) for plan in plans if not broken(plan)]
     if legal:
         return min(legal, key=rollout_key).plan
-    return min(
-        plans,
-        key=lambda plan: (
-            len(broken(plan)),
-            abs(plan.layout.infer_tp * plan.layout.infer_ep - layout.tp * layout.ep),
-        ),
-    )
+
+    def wrongness(plan: Plan) -> tuple[int, int]:
+        rollout, training = plan.layout.infer_tp * plan.layout.infer_ep, layout.tp * layout.ep
+        return len(broken(plan)), abs(rollout - training)
+
+    return min(plans, key=wrongness)
 
 
 def _divisors(number: int) -> list[int]:
@@ -115,15 +111,8 @@ def _training_candidates(shape: ModelShape, world: int, ranks_per_node: int) -> 
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
             for ep in _divisors(world // tp // pp) if shape.moe else (1,):
-                yield Layout(
-                    world,
-                    tp=tp,
-                    pp=pp,
-                    ep=ep,
-                    infer_tp=tp,
-                    infer_ep=ep,
-                    ranks_per_node=ranks_per_node,
-                )
+                sizes = dict(tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep)
+                yield Layout(world, **sizes, ranks_per_node=ranks_per_node)
 
 
 def training_layouts(
@@ -141,10 +130,9 @@ def rollout_layouts(plan: Plan) -> Iterator[Plan]:
     world = plan.layout.world
     for infer_tp in _divisors(world):
         for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
-            candidate = replace(
-                plan, layout=replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep)
-            )
-            if not any(rule.check(candidate.layout, candidate) for rule in ROLLOUT):
+            layout = replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep)
+            candidate = replace(plan, layout=layout)
+            if not any(rule.check(layout, candidate) for rule in ROLLOUT):
                 yield candidate
 
 
@@ -163,10 +151,9 @@ def legal_layouts(
     best = []
     for training in training_layouts(shape, world, ranks_per_node):
         plans = map(fit_batch, rollout_layouts(training))
-        if choices := [
-            with_memory(plan, memory_gb=memory_gb) for plan in plans if not broken(plan)
-        ]:
-            best.append(min(choices, key=rollout_key))
+        legal = [with_memory(plan, memory_gb=memory_gb) for plan in plans if not broken(plan)]
+        if legal:
+            best.append(min(legal, key=rollout_key))
     return sorted(best, key=training_key)
 
 
@@ -175,11 +162,10 @@ def legal_layouts(
 
 def layer_collectives(plan: Plan) -> tuple[int, int]:
     """Collectives that a layer's forward pass waits for, in training and in vLLM."""
-    it, moe = plan.layout, plan.shape.moe
-    return (
-        4 * (it.tp > 1) + 2 * (moe and it.tp * it.ep > 1),
-        2 * (it.infer_tp > 1) + 2 * (moe and it.infer_tp * it.infer_ep > 1),
-    )
+    layout, moe = plan.layout, plan.shape.moe
+    training = 4 * (layout.tp > 1) + 2 * (moe and layout.tp * layout.ep > 1)
+    rollout = 2 * (layout.infer_tp > 1) + 2 * (moe and layout.infer_tp * layout.infer_ep > 1)
+    return training, rollout
 
 
 def stage_work(plan: Plan) -> list[float]:
@@ -187,50 +173,49 @@ def stage_work(plan: Plan) -> list[float]:
     half the sequence, and the output layer.
     """
     shape = plan.shape
-    h, attention = (
-        shape.hidden_size,
-        plan.batch.seq_length * shape.num_attention_heads * shape.head_dim,
-    )
-    linears = sum(
-        linear.inputs * linear.outputs * linear.active for linear in family_of(shape).linears(shape)
-    )
-    work = [layers * (linears + attention + h * shape.num_experts) for layers in plan.layers]
-    return [*work[:-1], work[-1] + shape.vocab_size * h]
+    layer: float = plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
+    layer += shape.hidden_size * shape.num_experts
+    for linear in family_of(shape).linears(shape):
+        layer += linear.inputs * linear.outputs * linear.active
+    work = [layers * layer for layers in plan.layers]
+    work[-1] += shape.vocab_size * shape.hidden_size
+    return work
 
 
 def idle_share(plan: Plan) -> float:
     """Share of an update that the average rank waits for its pipeline: its first and last
     micro-batches, and its slowest stage.
     """
-    work, pp, micro_batches = (
-        stage_work(plan),
-        plan.layout.pp,
-        plan.mini_share // plan.batch.micro_batch_size,
-    )
+    work, pp = stage_work(plan), plan.layout.pp
+    micro_batches = plan.mini_share // plan.batch.micro_batch_size
     return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
 
 
 def groups_across_nodes(plan: Plan) -> tuple[list[str], list[str]]:
     """Groups that send data in every layer and do not lie inside one node: training's, vLLM's."""
-    it, moe = plan.layout, plan.shape.moe
-    experts, infer_experts = it.tp * it.ep, it.infer_tp * it.infer_ep
-    training = {f"TP {it.tp}": it.tp, f"experts over {experts} ranks": experts if moe else 1}
-    rollout = {
-        f"infer TP {it.infer_tp}": it.infer_tp,
-        f"vLLM's experts over {infer_experts} ranks": infer_experts if moe else 1,
-    }
-    return tuple(
-        [name for name, size in side.items() if it.nodes > 1 and it.node_width % size]
-        for side in (training, rollout)
-    )
+    layout, moe = plan.layout, plan.shape.moe
+    experts, infer_experts = layout.tp * layout.ep, layout.infer_tp * layout.infer_ep
+    training = {f"TP {layout.tp}": layout.tp}
+    rollout = {f"infer TP {layout.infer_tp}": layout.infer_tp}
+    if moe:
+        training[f"experts over {experts} ranks"] = experts
+        rollout[f"vLLM's experts over {infer_experts} ranks"] = infer_experts
+
+    def across(groups: dict[str, int]) -> list[str]:
+        return [
+            name for name, size in groups.items() if layout.nodes > 1 and layout.node_width % size
+        ]
+
+    return across(training), across(rollout)
 
 
 def rollout_key(memory: Memory) -> tuple:
     """Order of the inference layouts of one training layout. Groups as large as training's leave
     every expert on its rank.
     """
-    plan, it = memory.plan, memory.plan.layout
-    moves = it.infer_tp * it.infer_ep // (it.tp * it.ep) if plan.shape.moe else 1
+    plan, layout = memory.plan, memory.plan.layout
+    group = layout.infer_tp * layout.infer_ep
+    moves = group // (layout.tp * layout.ep) if plan.shape.moe else 1
     short = max(0, 1 - memory.answers_at_once / max(memory.answers_needed, 1))
     return (
         memory.excess,
@@ -239,7 +224,7 @@ def rollout_key(memory: Memory) -> tuple:
         round(short, 1),
         moves,
         memory.settings.gpu_memory_utilization,
-        it.infer_tp * it.infer_ep,
+        group,
     )
 
 
@@ -257,25 +242,32 @@ def training_key(memory: Memory) -> tuple:
 
 def reasons(memory: Memory) -> list[str]:
     """What decides a plan's place, in the order of the decision."""
-    plan, it = memory.plan, memory.plan.layout
-    across = [group for side in groups_across_nodes(plan) for group in side]
-    tight = ", tight" if memory.tight else ""
-    reasons = memory.faults or [
-        f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"
-    ]
-    reasons += [f"across nodes, slow: {', '.join(across)}"] if across else []
-    reasons += [f"waits {idle_share(plan):.0%} for the pipeline"] if it.pp > 1 else []
-    kinds = ["TP: 2 all-gathers, 2 reduce-scatters"] if it.tp > 1 else []
-    kinds += ["experts: 2 all-to-alls"] if plan.shape.moe and it.tp * it.ep > 1 else []
-    reasons.append(
-        f"{layer_collectives(plan)[0]} collectives a layer"
-        + (f" ({'; '.join(kinds)})" if kinds else "")
-    )
+    plan, layout = memory.plan, memory.plan.layout
+    lines = memory.faults
+    if memory.fits:
+        tight = ", tight" if memory.tight else ""
+        lines = [f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
+    lines += across_nodes(plan)
+    if layout.pp > 1:
+        lines.append(f"waits {idle_share(plan):.0%} for the pipeline")
+    kinds = []
+    if layout.tp > 1:
+        kinds.append("TP: 2 all-gathers, 2 reduce-scatters")
+    if plan.shape.moe and layout.tp * layout.ep > 1:
+        kinds.append("experts: 2 all-to-alls")
+    collectives = f"{layer_collectives(plan)[0]} collectives a layer"
+    lines.append(f"{collectives} ({'; '.join(kinds)})" if kinds else collectives)
     if memory.answers_at_once < memory.answers_needed:
-        reasons.append(
-            f"KV cache for {memory.answers_at_once} of {memory.answers_needed} answers at once"
-        )
-    return reasons
+        held = f"{memory.answers_at_once} of {memory.answers_needed}"
+        lines.append(f"KV cache for {held} answers at once")
+    return lines
+
+
+def across_nodes(plan: Plan) -> list[str]:
+    """A sentence with the groups that do not lie inside one node, if there are any."""
+    training, rollout = groups_across_nodes(plan)
+    groups = ", ".join(training + rollout)
+    return [f"across nodes, slow: {groups}"] if groups else []
 
 
 # ---- what is near, and why there is nothing ----
@@ -291,22 +283,23 @@ def nearest(
     better than two. Switches (sequence_parallel, enable_expert_parallel and so on) are set as the
     layout needs them. Among equals, what fits into memory comes first.
     """
-    wanted, groups = plan.layout, {}  # sizes in names -> (distance, plan) of each candidate
-    for training in training_layouts(plan.shape, wanted.world, wanted.ranks_per_node, plan.lora):
+    layout = plan.layout
+    # sizes in names -> (distance, plan) of each candidate
+    groups: dict[tuple, list[tuple[float, Plan]]] = {}
+    for training in training_layouts(plan.shape, layout.world, layout.ranks_per_node, plan.lora):
         for candidate in rollout_layouts(replace(training, batch=plan.batch)):
-            kept = candidate if not broken(candidate) else fit_batch(candidate)
+            kept = fit_batch(candidate) if broken(candidate) else candidate
             if not broken(kept):
                 sizes = tuple(getattr(kept.layout, name) for name in names)
                 groups.setdefault(sizes, []).append((distance(plan, kept, names), kept))
-    far = sorted(min(distance for distance, _ in group) for group in groups.values())
-    limit = far[min(k, len(far)) - 1] if far else 0
+    least = sorted(min(away for away, _ in group) for group in groups.values())
+    limit = least[min(k, len(least)) - 1] if least else 0
     close = []
     for group in groups.values():
-        if choices := [
-            (round(distance, 6), with_memory(kept, settings))
-            for distance, kept in group
-            if distance <= limit
-        ]:
+        choices = [
+            (round(away, 6), with_memory(kept, settings)) for away, kept in group if away <= limit
+        ]
+        if choices:
             close.append(min(choices, key=lambda choice: (choice[0], rollout_key(choice[1]))))
     close.sort(key=lambda choice: (choice[0], training_key(choice[1]), rollout_key(choice[1])))
     return [memory.plan for _, memory in close[:k]]
@@ -316,9 +309,12 @@ def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> fl
     """How far two plans are apart, in changes of the sizes in `names`, those that a user typed, and
     of the batch.
     """
-    pairs = [(getattr(plan.layout, name), getattr(other.layout, name)) for name in names]
-    batch = abs(log2(other.batch.global_batch_size / plan.batch.global_batch_size))
-    return sum(1 + abs(log2(new / old)) for old, new in pairs if new != old) + batch
+    away = abs(log2(other.batch.global_batch_size / plan.batch.global_batch_size))
+    for name in names:
+        old, new = getattr(plan.layout, name), getattr(other.layout, name)
+        if new != old:
+            away += 1 + abs(log2(new / old))
+    return away
 
 
 def changes(
@@ -329,55 +325,39 @@ def changes(
     """
 
     def retyped(old: object, new: object, names: Collection[str]) -> list[str]:
-        return [
-            f"{name} {getattr(old, name)} -> {getattr(new, name)}".lower()
-            for name in names
-            if getattr(old, name) != getattr(new, name)
-        ]
+        changed = [name for name in names if getattr(old, name) != getattr(new, name)]
+        return [f"{name} {getattr(old, name)} -> {getattr(new, name)}".lower() for name in changed]
 
     if not batch:
         return retyped(plan.layout, other.layout, names)
-    left_out = (
-        ["num_layer_list"] if plan.layout.num_layer_list and not other.layout.num_layer_list else []
-    )
-    dispatch = [
-        name
-        for name, size in plan.batch.dispatch.items()
-        if size and not other.batch.dispatch.get(name)
-    ]
-    return [
-        *retyped(plan.layout, other.layout, [*names, *SWITCHES]),
-        *(f"{name} left out" for name in left_out),
-        *retyped(
-            plan.batch, other.batch, ("global_batch_size", "mini_batch_size", "micro_batch_size")
-        ),
-        *(f"{name} left out" for name in dispatch),
-    ]
+    lines = retyped(plan.layout, other.layout, [*names, *SWITCHES])
+    if plan.layout.num_layer_list and not other.layout.num_layer_list:
+        lines.append("num_layer_list left out")
+    sizes = ("global_batch_size", "mini_batch_size", "micro_batch_size")
+    lines += retyped(plan.batch, other.batch, sizes)
+    for name, size in plan.batch.dispatch.items():
+        if size and not other.batch.dispatch.get(name):
+            lines.append(f"{name} left out")
+    return lines
 
 
 def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[tuple[str, int]]:
     """For a number of ranks without a layout: the sentences that refuse its candidates, and how
     many each refuses alone or with others.
     """
-    return Counter(
-        fault.message
-        for layout in _training_candidates(shape, world, ranks_per_node)
-        for fault in broken(new_plan(shape, layout))
-    ).most_common()
+    refusals: Counter[str] = Counter()
+    for layout in _training_candidates(shape, world, ranks_per_node):
+        refusals.update(fault.message for fault in broken(new_plan(shape, layout)))
+    return refusals.most_common()
 
 
 def other_worlds(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[int]:
     """The nearest smaller and larger numbers of ranks for which a layout exists."""
 
     def exists(size: int) -> bool:
-        return any(
-            True
-            for training in training_layouts(shape, size, ranks_per_node)
-            for _ in rollout_layouts(training)
-        )
+        layouts = training_layouts(shape, size, ranks_per_node)
+        return any(next(rollout_layouts(training), None) for training in layouts)
 
-    smaller = next((size for size in range(world - 1, 0, -1) if exists(size)), None)
-    larger = next(
-        (size for size in range(world + 1, 2 * world + 2 * ranks_per_node) if exists(size)), None
-    )
-    return [size for size in (smaller, larger) if size]
+    smaller, larger = range(world - 1, 0, -1), range(world + 1, 2 * world + 2 * ranks_per_node)
+    nearest_sizes = [next(filter(exists, sizes), None) for sizes in (smaller, larger)]
+    return [size for size in nearest_sizes if size]

@@ -10,10 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, Memory, Part, model_parameters
+from mindspeed_qerl.layout.memory import KINDS, MOMENTS, Memory
+from mindspeed_qerl.layout.parts import GB, Part
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.planner import idle_share, layer_collectives, reasons
+from mindspeed_qerl.layout.planner import across_nodes, idle_share, layer_collectives, reasons
 from mindspeed_qerl.layout.rules import Violation
+from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.recipe.types import Layout
 
 # Okabe and Ito's, one for each of KINDS
@@ -37,46 +39,40 @@ def console() -> Console:
 
 def label(plan: Plan) -> str:
     """A layout in two short lines."""
-    it = plan.layout
-    sizes = {"TP": it.tp, "PP": it.pp, "EP": it.ep}
+    layout = plan.layout
+    sizes = {"TP": layout.tp, "PP": layout.pp, "EP": layout.ep}
     training = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-    return f"{training or 'DP only'}\nvLLM {it.infer_tp}x{it.infer_ep}"
+    return f"{training or 'DP only'}\nvLLM {layout.infer_tp}x{layout.infer_ep}"
 
 
 def model_line(shape: ModelShape) -> str:
     """The model in one line."""
-    experts = (
-        f", {shape.num_experts} experts of which {shape.num_experts_per_tok} answer a token"
-        if shape.moe
-        else ""
-    )
-    return (
-        f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, {shape.num_hidden_layers} "
-        f"layers, {shape.num_attention_heads} heads, {shape.num_key_value_heads} KV heads{experts}"
-    )
+    line = f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, "
+    line += f"{shape.num_hidden_layers} layers, {shape.num_attention_heads} heads, "
+    line += f"{shape.num_key_value_heads} KV heads"
+    if shape.moe:
+        line += f", {shape.num_experts} experts, {shape.num_experts_per_tok} active"
+    return line
 
 
 def sizes_line(plan: Plan) -> str:
     """The sizes of the layout."""
-    it, moe = plan.layout, plan.shape.moe
-    sizes = {
-        "TP": it.tp,
-        "PP": it.pp,
-        "CP": it.cp if it.cp > 1 else None,
-        "EP": it.ep if moe else None,
-        "DP": it.dp,
-    }
-    training = ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
-    return f"{training}; vLLM TP {it.infer_tp}" + (f" x EP {it.infer_ep}" if moe else "")
+    layout, moe = plan.layout, plan.shape.moe
+    context = f", CP {layout.cp}" if layout.cp > 1 else ""
+    experts = f", EP {layout.ep}" if moe else ""
+    infer_experts = f" x EP {layout.infer_ep}" if moe else ""
+    training = f"TP {layout.tp}, PP {layout.pp}{context}{experts}, DP {layout.dp}"
+    return f"{training}; vLLM TP {layout.infer_tp}{infer_experts}"
 
 
 def nodes(layout: Layout, assumed: bool) -> str:
     """How many nodes of how many ranks; where that is `assumed` and two could share the ranks, the
     option that says so.
     """
-    halves = assumed and layout.nodes == 1 and layout.world % 2 == 0
-    two = f"; for two: --ranks-per-node {layout.world // 2}" if halves else ""
-    return f"{layout.nodes} node{'s' if layout.nodes > 1 else ''} of {layout.node_width}{two}"
+    line = f"{layout.nodes} node{'s' if layout.nodes > 1 else ''} of {layout.node_width}"
+    if assumed and layout.nodes == 1 and layout.world % 2 == 0:
+        line += f"; for two: --ranks-per-node {layout.world // 2}"
+    return line
 
 
 def batch_line(plan: Plan) -> str:
@@ -102,36 +98,35 @@ def print_layouts(console: Console, ranked: Sequence[Memory]) -> None:
             del row["colls"], row["note"]
         if not table.columns:
             for name in row:
-                table.add_column(
-                    name,
-                    justify="left" if name == "note" else "right",
-                    no_wrap=name != "note",
-                    overflow="fold",
-                )
-        table.add_row(
-            *row.values(), style="red" if not memory.fits else "yellow" if memory.tight else None
-        )
+                is_note = name == "note"
+                justify = "left" if is_note else "right"
+                table.add_column(name, justify=justify, no_wrap=not is_note, overflow="fold")
+        style = "yellow" if memory.tight else None
+        table.add_row(*row.values(), style=style if memory.fits else "red")
     console.print(table)
-    for note, numbers in places.items() if not wide else ():
+    if wide:
+        console.print(LEGEND, highlight=False, style="dim")
+        return
+    for note, numbers in places.items():
         console.print(f"{', '.join(numbers)}: {note}", highlight=False)
-    console.print(LEGEND if wide else LEGEND.replace(COLLECTIVES, ""), highlight=False, style="dim")
+    console.print(LEGEND.replace(COLLECTIVES, ""), highlight=False, style="dim")
 
 
 def _columns(memory: Memory) -> dict[str, str]:
-    plan, it, moe = memory.plan, memory.plan.layout, memory.plan.shape.moe
-    gigabytes = {moment: memory.total(moment) / GB for moment in MOMENTS}
-    return {
-        "TP": str(it.tp),
-        "PP": str(it.pp),
-        **({"EP": str(it.ep)} if moe else {}),
-        "DP": str(it.dp),
-        "vLLM": f"{it.infer_tp}x{it.infer_ep}" if moe else str(it.infer_tp),
+    plan, layout, moe = memory.plan, memory.plan.layout, memory.plan.shape.moe
+    sizes = {moment: memory.total(moment) / GB for moment in MOMENTS}
+    columns = {"TP": str(layout.tp), "PP": str(layout.pp)}
+    if moe:
+        columns["EP"] = str(layout.ep)
+    return columns | {
+        "DP": str(layout.dp),
+        "vLLM": f"{layout.infer_tp}x{layout.infer_ep}" if moe else str(layout.infer_tp),
         "batch": str(plan.batch.global_batch_size),
-        "train": f"{max(gigabytes['update'], gigabytes['log-probs']):.0f}",
-        "sync": f"{gigabytes['weight sync']:.0f}",
-        "rollout": f"{gigabytes['rollout']:.0f}",
+        "train": f"{max(sizes['update'], sizes['log-probs']):.0f}",
+        "sync": f"{sizes['weight sync']:.0f}",
+        "rollout": f"{sizes['rollout']:.0f}",
         "util": f"{memory.settings.gpu_memory_utilization:g}",
-        "waits": f"{idle_share(plan):.0%}" if it.pp > 1 else "",
+        "waits": f"{idle_share(plan):.0%}" if layout.pp > 1 else "",
         "colls": str(layer_collectives(plan)[0]),
         "note": "; ".join(_notes(memory)),
     }
@@ -141,12 +136,10 @@ def _notes(memory: Memory) -> list[str]:
     """What the columns do not say."""
     if not memory.fits:
         return [f"does not fit: {memory.excess / GB:.1f} GB over"]
-    short = memory.answers_at_once < memory.answers_needed
-    return [
-        *(["tight"] if memory.tight else []),
-        *([f"KV for {memory.answers_at_once} of {memory.answers_needed}"] if short else []),
-        *(reason for reason in reasons(memory) if reason.startswith("across nodes")),
-    ]
+    notes = ["tight"] if memory.tight else []
+    if memory.answers_at_once < memory.answers_needed:
+        notes.append(f"KV for {memory.answers_at_once} of {memory.answers_needed}")
+    return notes + across_nodes(memory.plan)
 
 
 def print_memory(console: Console, memory: Memory) -> None:
@@ -157,21 +150,20 @@ def print_memory(console: Console, memory: Memory) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
     table.add_column("GB of one rank", footer="sum", no_wrap=True)
     for moment in MOMENTS:
-        table.add_column(
-            moment, justify="right", footer=f"{memory.total(moment) / GB:.1f}", no_wrap=True
-        )
+        total = f"{memory.total(moment) / GB:.1f}"
+        table.add_column(moment, justify="right", footer=total, no_wrap=True)
     if wide:
-        table.add_column(
-            "how", footer=f"of {memory.capacity / GB:.0f}", overflow="fold", style="dim"
-        )
+        capacity = f"of {memory.capacity / GB:.0f}"
+        table.add_column("how", footer=capacity, overflow="fold", style="dim")
     hows = {}
     for name, row in parts_by_moment(memory).items():
         hows[name] = "; ".join(dict.fromkeys(part.how for part in row.values()))
         cells = [f"{row[moment].bytes / GB:.1f}" if moment in row else "" for moment in MOMENTS]
         table.add_row(name, *cells, *([hows[name]] if wide else []))
     console.print(table)
-    for name, how in hows.items() if not wide else ():
-        console.print(f"{name}: {how}", highlight=False, style="dim")
+    if not wide:
+        for name, how in hows.items():
+            console.print(f"{name}: {how}", highlight=False, style="dim")
 
 
 def parts_by_moment(memory: Memory) -> dict[str, dict[str, Part]]:
@@ -199,39 +191,24 @@ def faults_table(faults: Iterable[Violation]) -> Table:
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """The numbers of a plan."""
-    names = (
-        "world",
-        "ranks_per_node",
-        "tp",
-        "pp",
-        "cp",
-        "ep",
-        "dp",
-        "infer_tp",
-        "infer_ep",
-        "infer_dp",
-        "nodes",
-        "sequence_parallel",
-        "enable_expert_parallel",
-    )
-    return {
-        **{name: getattr(plan.layout, name) for name in names},
-        "num_layer_list": list(plan.layout.num_layer_list),
-        "batch": {name: value for name, value in asdict(plan.batch).items() if name != "dispatch"},
-    }
+    names = "world ranks_per_node tp pp cp ep dp infer_tp infer_ep infer_dp nodes"
+    names += " sequence_parallel enable_expert_parallel"
+    numbers = {name: getattr(plan.layout, name) for name in names.split()}
+    batch = asdict(plan.batch)
+    del batch["dispatch"]
+    return numbers | {"num_layer_list": list(plan.layout.num_layer_list), "batch": batch}
 
 
 def memory_dict(memory: Memory) -> dict[str, Any]:
     """The memory of the fullest rank, bytes."""
+    parts = {moment: list(map(asdict, held)) for moment, held in memory.moments.items()}
     return {
         "capacity": memory.capacity,
         "fits": memory.fits,
         "faults": memory.faults,
         "pipeline_stage": memory.stage,
         "totals": {moment: memory.total(moment) for moment in MOMENTS},
-        "parts": {
-            moment: [asdict(part) for part in parts] for moment, parts in memory.moments.items()
-        },
+        "parts": parts,
         "kv_cache": {
             "bytes": memory.kv_cache,
             "bytes_a_token": memory.kv_token,
@@ -268,15 +245,8 @@ def plot_memory(bars: Mapping[str, Memory], title: str, file: Path) -> None:
     tops = [0.0] * len(moments)
     for kind, color in zip(KINDS, COLORS, strict=True):
         heights = [sum(part.bytes for part in parts if part.kind == kind) / GB for parts in moments]
-        axes.bar(
-            places,
-            heights,
-            0.86,
-            tops,
-            color=color,
-            alpha=0.35 if kind == "KV cache" else 1.0,
-            label=kind,
-        )
+        alpha = 0.35 if kind == "KV cache" else 1.0
+        axes.bar(places, heights, 0.86, tops, color=color, alpha=alpha, label=kind)
         tops = [top + height for top, height in zip(tops, heights)]
     for place, top in zip(places, tops):
         axes.text(place, top + 0.6, f"{top:.0f}", ha="center", fontsize=8)

@@ -26,16 +26,15 @@ class PromptOrder:
 
     def take(self, rows: int) -> list[int]:
         """The next `rows` row numbers; a row comes again in each pass."""
-        positions = range(self.position, self.position + rows)
-        passes = {position // self.count for position in positions}
-        shuffled = {
-            number: np.random.default_rng([self.seed, number]).permutation(self.count)
-            for number in passes
-        }
+        chosen, order, current = [], None, None
+        for position in range(self.position, self.position + rows):
+            number, place = divmod(position, self.count)
+            if number != current:
+                current = number
+                order = np.random.default_rng([self.seed, number]).permutation(self.count)
+            chosen.append(int(order[place]))
         self.position += rows
-        return [
-            int(shuffled[position // self.count][position % self.count]) for position in positions
-        ]
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,13 @@ class Batch:
     tokens: np.ndarray  # int64 [N, L], padded on the right with 0
     lengths: np.ndarray  # int64 [N], prompt and completion together
     mask: np.ndarray  # bool [N, L-1], True where a completion token is predicted
-    rollout_logprobs: (
-        np.ndarray
-    )  # float32 [N, L-1], by the policy that sampled, noise included; 0 outside the mask
+    # float32 [N, L-1], by the policy that sampled, noise included; 0 outside the mask
+    rollout_logprobs: np.ndarray
     advantages: np.ndarray  # float32 [N]
-    old_logprobs: np.ndarray | None = (
-        None  # float32 [N, L-1] before this step's first update; None: the ratio is 1
-    )
-    reference_logprobs: np.ndarray | None = (
-        None  # float32 [N, L-1] of the base model; None: no KL term
-    )
+    # float32 [N, L-1] before this step's first update; None: the ratio is 1
+    old_logprobs: np.ndarray | None = None
+    # float32 [N, L-1] of the base model; None: no KL term
+    reference_logprobs: np.ndarray | None = None
     # [N, L-1, layers, top_k] of the token at t, for all tokens but the last of each row; None: the
     # trainer's own
     routes: np.ndarray | None = None
@@ -67,15 +63,13 @@ class Batch:
     def rows(self, index: np.ndarray) -> "Batch":
         """The rows `index`, trimmed to the longest of them."""
         longest = int(self.lengths[index].max())
-        parts = {name: value[index] for name, value in vars(self).items() if value is not None}
-        return Batch(
-            **{
-                name: part
-                if part.ndim == 1
-                else part[:, : longest if name == "tokens" else longest - 1]
-                for name, part in parts.items()
-            }
-        )
+        parts = {}
+        for name, value in vars(self).items():
+            if value is not None:
+                part = value[index]
+                width = longest if name == "tokens" else longest - 1
+                parts[name] = part if part.ndim == 1 else part[:, :width]
+        return Batch(**parts)
 
     def routes_by_position(self, length: int) -> tuple[np.ndarray | None, np.ndarray]:
         """Padded to `length`, in Megatron's order, position by position: `routes` [length N,
@@ -94,7 +88,7 @@ class Batch:
         """
         if not count:
             return self
-        batch = self.rows(np.concatenate([np.arange(len(self)), np.zeros(count, dtype=np.int64)]))
+        batch = self.rows(np.r_[np.arange(len(self)), np.zeros(count, dtype=np.int64)])
         batch.mask[len(self) :] = False
         return batch
 
@@ -155,9 +149,8 @@ def deal_mini_batches(lengths: np.ndarray, size: int, ranks: int) -> list[list[n
     >>> deal_mini_batches(np.array([5, 7, 6, 4]), size=2, ranks=2)
     [[array([1]), array([2])], [array([0]), array([3])]]
     """
-    shares = [
-        start + index
-        for start in range(0, len(lengths), size)
-        for index in deal(lengths[start : start + size], ranks)
-    ]
-    return [shares[rank::ranks] for rank in range(ranks)]
+    shares: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    for start in range(0, len(lengths), size):
+        for share, index in zip(shares, deal(lengths[start : start + size], ranks)):
+            share.append(start + index)
+    return shares

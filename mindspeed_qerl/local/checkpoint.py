@@ -1,13 +1,13 @@
 """Checkpoints of the local engine: adapters and their optimizer, whole, by the names of the
 undivided model, so that a run can resume in any layout.
 
-    checkpoints/iter_0000010/ state.json                iteration, updates, prompts_asked (the
-        position in the data), the run's id, the
-                                  digest of the base weights, the model's shape, LoRA's settings,
-                                  and each file's bytes and SHA-256
-        shard-*.safetensors       torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B
-                                  [out, r], and AdamW's two moments of both (.exp_avg, .exp_avg_sq),
-                                  float32
+    checkpoints/iter_0000010/
+        state.json             iteration, updates, prompts_asked (the position in the data), the
+                               run's id, the digest of the base weights, the model's shape, LoRA's
+                               settings, and each file's bytes and SHA-256
+        shard-*.safetensors    torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B
+                               [out, r], and AdamW's two moments of both (.exp_avg, .exp_avg_sq),
+                               float32
 
 A folder with that name is complete: it is written under another name, forced to the disk, and
 renamed. Reading it executes nothing, it is safetensors and JSON. There are no random states: each
@@ -27,6 +27,7 @@ from mindspeed_qerl.common.files import (
     describe_files,
     fault_of_files,
     new_directory,
+    write_whole,
 )
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.families.tensors import mappings
@@ -60,18 +61,13 @@ def save(
     with new_directory(final) as making:
         write(making)
         files = describe_files(making, making.iterdir())
-        with open(making / STATE, "w", encoding="utf-8") as file:
-            file.write(
-                json.dumps({"iteration": iteration, **state, "files": files}, indent=2) + "\n"
-            )
-            file.flush()
-            os.fsync(file.fileno())
+        content = {"iteration": iteration, **state, "files": files}
+        write_whole(making / STATE, json.dumps(content, indent=2) + "\n")
         _force_directory(making)
     _force_directory(checkpoints)
     for old in checkpoint_iterations(checkpoints)[:-keep]:
-        removing = folder(checkpoints, old).rename(
-            checkpoints / f".{folder(checkpoints, old).name}.removing"
-        )
+        path = folder(checkpoints, old)
+        removing = path.rename(checkpoints / f".{path.name}.removing")
         shutil.rmtree(removing, ignore_errors=True)  # what somebody still reads goes with the next
     return final
 
@@ -151,12 +147,12 @@ def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """ValueError that names each difference, unless the checkpoint is of the model and the adapters
     that `expected` describes (`describe`).
     """
-    faults = [
-        f"{part}.{key} is {state[part].get(key)!r} in the checkpoint and {value!r} here"
-        for part, values in expected.items()
-        for key, value in values.items()
-        if key != "name" and state[part].get(key) != value
-    ]
+    faults = []
+    for part, values in expected.items():
+        for key, value in values.items():
+            saved = state[part].get(key)
+            if saved != value and key != "name":
+                faults.append(f"{part}.{key} is {saved!r} in the checkpoint and {value!r} here")
     if faults:
         raise ValueError(
             f"the checkpoint of iteration {state['iteration']} is of another model or other "
@@ -176,8 +172,9 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     shape, tensors = ModelShape(**state["model"]), {}
     for name in state["files"]:
         with safe_open(folder(checkpoints, state["iteration"]) / name, "pt") as file:
-            adapters = [key for key in file.keys() if key.endswith((".lora_A", ".lora_B"))]  # noqa: SIM118
-            tensors |= {key: file.get_tensor(key) for key in adapters}
+            for key in file.keys():  # noqa: SIM118
+                if key.endswith((".lora_A", ".lora_B")):
+                    tensors[key] = file.get_tensor(key)
     weights = {}
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")

@@ -37,6 +37,6 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
         for warning in warnings:
             progress.message(f"Warning: {name}: {warning}")
         if faults:
-            raise ConfigError("\n".join(faults))
+            raise ConfigError(*faults)
     run.keep(prompts=train.digest(), evaluation_prompts=test.digest())
     return Data(tokenizer, train, test)

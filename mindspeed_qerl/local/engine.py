@@ -2,6 +2,8 @@
 what they need.
 """
 
+import math
+
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
@@ -9,6 +11,7 @@ from mindspeed_qerl.local.processes import launch, without_collection
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.runs.progress import Progress
 
 
@@ -25,20 +28,14 @@ def last_checkpoint(recipe: Recipe) -> int:
     return state["iteration"]
 
 
-def check_files(model_dir: str) -> None:
-    """ConfigError if the model's weights are not such as transformers and vLLM read alike; tensors
-    are each rank's business (model.py).
-    """
-    Checkpoint(model_dir, "np")
-    for fault in beside_single(model_dir):
-        raise ConfigError(fault)
-
-
 def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress) -> None:
     """Run `recipe` on the local engine. Raises WorkerError if a process fails, ConfigError if the
     model's files are not whole, or the data does not fit the model.
     """
-    check_files(recipe.model.path)
+    # transformers and vLLM must read the weights alike; tensors are each rank's business (model.py)
+    Checkpoint(recipe.model.path, "np")
+    for fault in beside_single(recipe.model.path):
+        raise ConfigError(fault)
     progress.phase("starting engines")
     with launch(recipe, run) as processes:
         with without_collection():
@@ -46,4 +43,6 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
             from mindspeed_qerl.local.loop import LocalEngine
 
             data = load_data(recipe, run, progress)
-        LocalEngine(recipe, run, metrics, progress, processes, data).train()
+        epoch = math.ceil(len(data.train.rows) / recipe.batch.global_batch_size)
+        observer = RunObserver(recipe, run, metrics, progress, epoch)
+        LocalEngine(recipe, observer, processes, data).train()

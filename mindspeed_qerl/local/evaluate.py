@@ -4,18 +4,18 @@ several samples.
 One folder for each evaluation, in a run RUN/evaluations/<name>/:
 
     summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of
-    tasks/evaluation.py answers.jsonl    one row per question, as in eval_answers.jsonl: the
-    samples, or without any the greedy answers greedy.jsonl     the greedy answers, if there are
-    samples as well
+                     tasks/evaluation.py
+    answers.jsonl    one row per question, as in eval_answers.jsonl: the samples, or without any
+                     the greedy answers
+    greedy.jsonl     the greedy answers, if there are samples as well
 """
 
 import importlib.util
 import json
 import os
 import tempfile
-from argparse import BooleanOptionalAction
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,83 +32,70 @@ from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_reward
 
-
-def option(default: Any, help: str, least: int | None = None, **more: Any) -> Any:
-    """A field that tools/evaluate.py has an option for: argparse's arguments, and the least value."""
-    if default not in (None, MISSING, False):
-        help = f"{help} (default: {default})"
-    if "action" not in more:
-        more["type"] = (
-            type(default) if isinstance(default, int | float) else str if least is None else int
-        )
-    return field(default=default, metadata={"help": help, "least": least, **more})
+# the least value of what has one
+LEAST = {
+    "step": 0,
+    "problems": 1,
+    "samples": 0,
+    "max_tokens": 1,
+    "max_prompt_length": 1,
+    "max_num_seqs": 1,
+    "kv_cache_gib": 1,
+    "tensor_parallel_size": 1,
+}
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's
-    checkpoint. ConfigError if a value is out of its range.
+    checkpoint. ConfigError if a value is out of its range. tools/evaluate.py describes each.
     """
 
-    model: str = option(MISSING, "a Hugging Face model", metavar="DIR")
-    data: str = option(
-        MISSING, "rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)", metavar="FILE"
-    )
-    adapter: str | None = option(None, "a PEFT adapter for it", metavar="DIR")
+    model: str
+    data: str
+    adapter: str | None = None
     run: str | None = None
-    step: int | None = option(
-        None,
-        "of the checkpoint (default: the last one); 0: the model before training",
-        0,
-        metavar="N",
-    )
-    prompt: str = option("chat", "form of the prompts", choices=("chat", "plain"))
-    verifier: str = option("gsm8k", "gsm8k, gsm8k_strict, or your own module:function")
-    problems: int | None = option(None, "the first N questions (default: all)", 1, metavar="N")
-    samples: int = option(
-        4, "answers per question for pass@K and maj@K; 0: greedy only", 0, metavar="K"
-    )
-    temperature: float = option(1.0, "of the samples")
-    max_tokens: int = option(1024, "length limit of an answer", 1)
-    max_prompt_length: int = option(512, "tokens; longer questions are left out", 1)
-    max_num_seqs: int = option(256, "answers that vLLM writes at a time", 1)
-    dtype: str = option("bfloat16", "of the model", choices=("bfloat16", "float16", "float32"))
-    kv_cache_gib: int = option(4, "vLLM's memory for keys and values on a CPU", 1)
-    tensor_parallel_size: int = option(1, "processes that share the model", 1)
-    seed: int = option(1, "of the samples")
-    emulate_npu: bool = option(
-        False,
-        "serve with vllm-ascend on emulated NPUs (docs/emulation.md); default: as the run did",
-        action=BooleanOptionalAction,
-    )
-    hardware_error: dict[str, Any] | None = (
-        None  # keyword arguments of `HardwareErrorMode` besides the seed
-    )
+    step: int | None = None
+    prompt: str = "chat"
+    verifier: str = "gsm8k"
+    problems: int | None = None
+    samples: int = 4
+    temperature: float = 1.0
+    max_tokens: int = 1024
+    max_prompt_length: int = 512
+    max_num_seqs: int = 256
+    dtype: str = "bfloat16"
+    kv_cache_gib: int = 4
+    tensor_parallel_size: int = 1
+    seed: int = 1
+    emulate_npu: bool = False
+    # keyword arguments of `HardwareErrorMode` besides the seed
+    hardware_error: dict[str, Any] | None = None
     quantization: Quantization | None = None  # of the linear layers
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value, least = getattr(self, each.name), each.metadata.get("least")
-            if None not in (value, least) and value < least:
-                raise ConfigError(f"{each.name} = {value} must be at least {least}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} = {value} must be at least {least}")
         if self.samples and self.temperature <= 0:
             raise ConfigError(
-                f"temperature = {self.temperature} must be above 0; for greedy answers alone, ask "
-                "for 0 samples"
+                f"temperature = {self.temperature} must be above 0; for greedy answers alone, give "
+                "0 samples"
             )
         load_reward(self.verifier)
         if self.modelled and self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"{self.modelled} are modelled in one process only: give --tensor-parallel-size 1"
             )
-        if self.quantization and self.quantization.lora == "beside" and self.dtype != "float32":
-            raise ConfigError(
-                f"quantization.lora = 'beside' with dtype = {self.dtype}: {BESIDE_ROUNDED} Give "
-                "--dtype float32, or --quantization-lora merged"
-            )
         if self.modelled and self.emulate_npu:
             raise ConfigError(
                 f"{self.modelled} are modelled on vLLM for CPUs: add --no-emulate-npu"
+            )
+        if self.is_beside and self.dtype != "float32":
+            raise ConfigError(
+                f"quantization.lora = 'beside' with dtype = {self.dtype}: {BESIDE_ROUNDED} Give "
+                "--dtype float32, or --quantization-lora merged"
             )
         sizes = self.hardware_error or {}
         if not 0 < sizes.get("gaussian_std", 0.05) < 1 or sizes.get("block", 64) < 1:
@@ -119,12 +106,15 @@ class Evaluation:
 
     @property
     def modelled(self) -> str:
-        """What layers do that are not as they are, in words that say how to leave it out; "":
-        nothing.
-        """
+        """What layers do that is only modelled, and how to leave it out; "": nothing."""
         if self.hardware_error:
             return "errors of other hardware"
         return "quantised layers (leave them out: --quantization none)" if self.quantization else ""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the base is quantised and the adapter is not."""
+        return self.quantization is not None and self.quantization.lora == "beside"
 
 
 def of_run(path: str, **given: Any) -> Evaluation:
@@ -133,16 +123,14 @@ def of_run(path: str, **given: Any) -> Evaluation:
     """
     run = RunDirectory.open(path)
     if "step" not in given:
-        there = whole_checkpoints(run.checkpoints_dir)
-        if not there:
+        steps = whole_checkpoints(run.checkpoints_dir)
+        if not steps:
             raise ConfigError(
                 f"{path} has no checkpoint: give the step 0 for the model before training, or save "
                 "some (megatron_training.save_interval)"
             )
-        given["step"] = max(there)
-    recipe, _ = read(
-        run.config()
-    )  # of a run of another version, too: what it does not say has its default
+        given["step"] = max(steps)
+    recipe, _ = read(run.config())
     if not recipe.model.path or not recipe.task.test_file:
         raise ConfigError(
             f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and "
@@ -154,38 +142,37 @@ def of_run(path: str, **given: Any) -> Evaluation:
             f"{path}/config.yaml has no actor_config.load: the base weights were random and are "
             "not kept, so its adapters fit no model"
         )
-    now = {} if "data" in given else {"test": recipe.task.test_file}
+    files = {} if "data" in given else {"test": recipe.task.test_file}
     if "model" not in given and Path(recipe.model.path).is_dir():
-        now |= model_files(recipe.model.path)
-    if other := run.other_data(now):
+        files |= model_files(recipe.model.path)
+    if changed := run.other_data(files):
         raise ConfigError(
             f"{path} has seen other files than are there now. Put them back, or give --model and "
-            "--data to evaluate with others\n" + "\n".join(other)
+            "--data to evaluate with others\n" + "\n".join(changed)
         )
     if given.get("quantization"):
         given["quantization"] = replace(recipe.quantization, **given["quantization"])
-    asked, samples = recipe.evaluation, {"samples": 0}
-    if asked.temperature:
-        samples = {"samples": asked.samples_per_problem, "temperature": asked.temperature}
-    values = dict(
+    settings, values = recipe.evaluation, {"samples": 0}
+    if settings.temperature:
+        values = {"samples": settings.samples_per_problem, "temperature": settings.temperature}
+    if recipe.quantization.enabled and recipe.quantization.evaluation:
+        values["quantization"] = recipe.quantization
+    if upstream:
+        values["tensor_parallel_size"] = recipe.layout.infer_tp
+        values["emulate_npu"] = recipe.emulate_npu
+    values |= dict(
         model=recipe.model.path,
         data=recipe.task.test_file,
         run=str(path),
         prompt=recipe.task.prompt,
         verifier=first_reward(recipe.task.verifiers),
-        problems=asked.n_problems,
-        **samples,
+        problems=settings.n_problems,
         max_tokens=recipe.sampling.max_tokens,
         max_prompt_length=recipe.sampling.max_prompt_length,
         max_num_seqs=recipe.rollout.max_num_seqs,
         dtype=recipe.model.dtype,
         seed=run.status()["seed"],
-        tensor_parallel_size=recipe.layout.infer_tp if upstream else 1,
-        emulate_npu=upstream and recipe.emulate_npu,
         hardware_error=recipe.hardware_error.arguments("evaluation"),
-        quantization=recipe.quantization
-        if recipe.quantization.enabled and recipe.quantization.evaluation
-        else None,
     )
     return Evaluation(**values | given)
 
@@ -199,21 +186,7 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
         raise FileExistsError(
             f"{output} exists: an evaluation is written once. Choose another name, or remove it"
         )
-    if what.emulate_npu:
-        if importlib.util.find_spec("vllm_ascend") is None:
-            raise ConfigError(
-                "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
-                "PYTHONPATH (docs/emulation.md), or serve with this machine's own vLLM: "
-                "--no-emulate-npu"
-            )
-        emulation.enter(what.tensor_parallel_size)
-    if what.modelled:
-        from vllm.platforms import current_platform
-
-        if current_platform.device_name == "npu":
-            raise ConfigError(
-                f"{what.modelled} are modelled on vLLM for CPUs, and this machine's is for NPUs"
-            )
+    _prepare_platform(what)
     tokenizer = load_tokenizer(what.model)
     started = RunDirectory.open(what.run).started if what.run else None
     task = Prompts(
@@ -222,48 +195,57 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
     try_reward(what.verifier, task.rows)
     if task.dropped:
         tell(task.left_out("evaluation"))
+    kinds = {"greedy": (1, 0.0)}
+    if what.samples:
+        kinds["sampled"] = (what.samples, what.temperature)
     with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:
         model, step = _merged(what, Path(folder) / "model", tell)
         tell("starting vLLM")
         sample = _sampler(what, model, tokenizer)
         summary: dict[str, Any] = {**asdict(what), "step": step}
         written = {}
-        for name, n, temperature in (
-            ("greedy", 1, 0.0),
-            ("sampled", what.samples, what.temperature),
-        ):
-            if n:
-                how = (
-                    f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
-                )
-                tell(f"{len(task.rows)} questions, {how}")
-                groups = sample(
-                    task.prompts,
-                    n,
-                    temperature,
-                    derived_seed(what.seed, f"evaluation {name}", step or 0),
-                )
-                answers = [answer for group in groups for answer in group]
-                texts = tokenizer.batch_decode(
-                    [answer.token_ids for answer in answers], skip_special_tokens=True
-                )
-                summary[name], written[name] = evaluate_answers(
-                    task.rows, texts, [answer.truncated for answer in answers], n, what.verifier
-                )
-    files = (
-        {"greedy": "greedy.jsonl", "sampled": "answers.jsonl"}
-        if what.samples
-        else {"greedy": "answers.jsonl"}
-    )
-    with new_directory(output) as making:
-        for name, file in files.items():
-            lines = (
-                json.dumps({"step": step or 0, **row}, allow_nan=False) + "\n"
-                for row in written[name]
+        for name, (n, temperature) in kinds.items():
+            kind = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
+            tell(f"{len(task.rows)} questions, {kind}")
+            seed = derived_seed(what.seed, f"evaluation {name}", step or 0)
+            answers, tokens = [], []
+            for group in sample(task.prompts, n, temperature, seed):
+                answers += group
+                tokens += [answer.token_ids for answer in group]
+            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            truncated = [answer.truncated for answer in answers]
+            summary[name], written[name] = evaluate_answers(
+                task.rows, texts, truncated, n, what.verifier
             )
-            (making / file).write_text("".join(lines), encoding="utf-8")
+    with new_directory(output) as making:
+        for name, rows in written.items():
+            file = "answers.jsonl" if name == [*written][-1] else f"{name}.jsonl"
+            lines = [json.dumps({"step": step or 0, **row}, allow_nan=False) for row in rows]
+            (making / file).write_text("\n".join([*lines, ""]), encoding="utf-8")
         (making / "summary.json").write_text(json_text(summary), encoding="utf-8")
     return summary
+
+
+def _prepare_platform(what: Evaluation) -> None:
+    """The emulated NPU, if it is to serve; ConfigError where this machine's vLLM cannot."""
+    if what.emulate_npu:
+        if importlib.util.find_spec("vllm_ascend") is None:
+            raise ConfigError(
+                "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
+                "PYTHONPATH (docs/architecture.md), or serve with this machine's own vLLM: "
+                "--no-emulate-npu"
+            )
+        emulation.enter(what.tensor_parallel_size)
+    elif what.modelled and _is_npu():
+        raise ConfigError(
+            f"{what.modelled} are modelled on vLLM for CPUs, and this machine's is for NPUs"
+        )
+
+
+def _is_npu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.device_name == "npu"
 
 
 def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tuple[str, int | None]:
@@ -298,49 +280,41 @@ def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tupl
 def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     """(prompts, n, temperature, seed) -> n completions for each prompt."""
     from mindspeed_qerl.families.checkpoint import Checkpoint
-    from mindspeed_qerl.local.rollout import RolloutEngine, complete, start_vllm
+    from mindspeed_qerl.local.rollout import RolloutEngine
+    from mindspeed_qerl.local.serving import complete, start_vllm
 
-    sizes = (
-        model,
-        what.dtype,
-        what.max_prompt_length + what.max_tokens,
-        what.max_num_seqs,
-        what.kv_cache_gib,
-    )
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     common = dict(max_tokens=what.max_tokens, stop_token_ids=stop, logprobs=None)
+    length = what.max_prompt_length + what.max_tokens
+    sizes = (what.dtype, length, what.max_num_seqs, what.kv_cache_gib)
     if what.modelled:
-        beside = what.quantization and what.quantization.lora == "beside"
         engine = RolloutEngine(
-            what.model if beside else model, *sizes[1:], quantization=what.quantization
+            what.model if what.is_beside else model, *sizes, quantization=what.quantization
         )
-        if beside:  # the base is quantised, and what is merged is synced
+        if what.is_beside:  # the base is quantised, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
             engine.load_tensors((name, merged.read(name)) for name in merged.files)
             engine.finish_sync()
-        return lambda prompts, n, temperature, seed: engine.generate(
-            prompts,
-            n,
-            seed,
-            dict(common, temperature=temperature),
-            hardware_error=what.hardware_error,
-        )[0]
+
+        def sample(prompts: Any, n: int, temperature: float, seed: int) -> Any:
+            sampling = common | {"temperature": temperature}
+            return engine.generate(prompts, n, seed, sampling, hardware_error=what.hardware_error)[
+                0
+            ]
+
+        return sample
     if what.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm.platforms import current_platform
-
-    npu = (
-        current_platform.device_name == "npu"
-    )  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
-    if npu:
-        more = {
-            "additional_config": {"ascend_scheduler_config": {"enabled": True}, "refresh": True}
-        }
+    npu = _is_npu()
+    if npu:  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
+        scheduler = {"ascend_scheduler_config": {"enabled": True}, "refresh": True}
+        more = {"additional_config": scheduler}
     # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
     else:
-        more = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, sizes[2])}
+        more = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, length)}
     llm = start_vllm(
+        model,
         *sizes,
         share_prompts=not npu,
         tensor_parallel_size=what.tensor_parallel_size,

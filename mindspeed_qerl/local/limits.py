@@ -7,14 +7,14 @@ from typing import Any
 
 import psutil
 
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.config import not_built
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
 from mindspeed_qerl.layout.plan import Plan, beyond_positions
-from mindspeed_qerl.layout.rules import RULES, broken
-from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.layout.rules import RULES, layout_faults
+from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
 
@@ -41,6 +41,13 @@ LAYOUT_RULES = [
         "mini_batch_by_training_dp",
     }
 ]
+INFER_WIDTHS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
 LAYOUT_KEYS = (
     "tensor_model_parallel_size",
@@ -77,115 +84,127 @@ MAY_CHANGE = frozenset(
 )
 
 
-def validate(recipe: Recipe) -> Iterator[str]:
+def validate(recipe: Recipe) -> Iterator[Fault]:
     """See engines.Engine: faults of model, layout, rollout and task."""
-    yield from _of_model(recipe)
-    granularity, method = recipe.optimizer.recompute_granularity, recipe.optimizer.recompute_method
-    if granularity and (granularity, method) != ("full", "block"):
-        yield (
-            f"megatron_training.recompute_granularity = {granularity!r} with recompute_method = "
-            f"{method!r}: the local engine has 'full' with 'block'"
-        )
-    if not recipe.lora.targets:
-        yield (
-            "megatron_training.lora_target_modules is empty: the local engine trains LoRA "
-            "adapters. Known: linear_qkv, linear_proj, linear_fc1, linear_fc2"
-        )
-    hardware, layout = recipe.hardware_error, recipe.layout
-    for side in ("rollout", "evaluation"):
-        if layout.infer_tp > 1 and getattr(hardware, side):
-            yield (
-                f"hardware_error.{side} with generate_config.infer_tensor_parallel_size = "
-                f"{layout.infer_tp}: errors of other hardware are modelled in a single engine "
-                "only; set it to 1"
-            )
-    if layout.tp > 1 and "gaussian" in hardware.training:
-        yield (
-            f"hardware_error.training = gaussian with tensor_model_parallel_size = {layout.tp}: "
-            "its ranks hold copies of some adapters, which would drift apart; use another kind, "
-            "or expert, pipeline and data parallel ranks"
-        )
-    quantization = recipe.quantization
-    if quantization.enabled and quantization.lora == "beside" and recipe.model.dtype != "float32":
-        yield (
-            f"rollout_quantization.lora = 'beside' with a model in {recipe.model.dtype}: "
-            f"{BESIDE_ROUNDED} Take generate_config.dtype=float32, or "
-            "rollout_quantization.lora=merged"
-        )
-    available = psutil.virtual_memory().available / 2**30
-    if recipe.local.kv_cache_gib >= available:
-        yield (
-            f"local.kv_cache_gib = {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of "
-            "memory are available for vLLM's KV cache. Ask for less, or free some"
-        )
+    yield from _model_faults(recipe)
+    yield from _value_faults(recipe)
     yield from checks.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
     yield from checks.unknown_rewards(recipe.task.verifiers)
 
 
-def _of_model(recipe: Recipe) -> Iterator[str]:
-    path = recipe.model.path
-    if not (Path(path) / "config.json").is_file():
-        yield (
-            f"megatron_training.tokenizer_name_or_path = {path!r}: no config.json there. Give a "
-            "Hugging Face model directory; the quickstart's is made by `python "
+def _value_faults(recipe: Recipe) -> Iterator[Fault]:
+    """What this engine cannot do with any model."""
+    layout, optimizer, hardware = recipe.layout, recipe.optimizer, recipe.hardware_error
+    granularity, method = optimizer.recompute_granularity, optimizer.recompute_method
+    if granularity and (granularity, method) != ("full", "block"):
+        yield _unsupported(
+            "megatron_training.recompute_granularity",
+            f"= {granularity!r} with recompute_method = {method!r}: the local engine has 'full' "
+            "with 'block'",
+        )
+    if layout.cp > 1:
+        yield _unsupported(
+            "actor_config.context_parallel_size",
+            f"= {layout.cp}: the local engine runs it at 1 only",
+        )
+    if not recipe.lora.targets:
+        yield _unsupported(
+            "megatron_training.lora_target_modules",
+            f"is empty: the local engine trains LoRA adapters. Known: {', '.join(LORA_TARGETS)}",
+        )
+    for side in ("rollout", "evaluation"):
+        if layout.infer_tp > 1 and getattr(hardware, side):
+            yield _unsupported(
+                f"hardware_error.{side}",
+                f"with generate_config.infer_tensor_parallel_size = {layout.infer_tp}: errors of "
+                "other hardware are modelled in a single engine only; set it to 1",
+            )
+    if layout.tp > 1 and "gaussian" in hardware.training:
+        yield _unsupported(
+            "hardware_error.training",
+            f"= gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold copies of "
+            "some adapters, which would drift apart; use another kind, or expert, pipeline and "
+            "data parallel ranks",
+        )
+    quantization, dtype = recipe.quantization, recipe.model.dtype
+    if quantization.enabled and quantization.lora == "beside" and dtype != "float32":
+        yield _unsupported(
+            "rollout_quantization.lora",
+            f"= 'beside' with a model in {dtype}: {BESIDE_ROUNDED} Take "
+            "generate_config.dtype=float32, or rollout_quantization.lora=merged",
+        )
+    prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
+    if prompts % mini and not recipe.selection.filter_groups_enable:
+        message = (
+            f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
+            f"rl_config.mini_batch_size = {mini}"
+        )
+        yield Fault("conflict", message, "rl_config.mini_batch_size")
+    available = psutil.virtual_memory().available / 2**30
+    if recipe.local.kv_cache_gib >= available:
+        yield _unsupported(
+            "local.kv_cache_gib",
+            f"= {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of memory are available "
+            "for vLLM's KV cache. Ask for less, or free some",
+        )
+
+
+def _unsupported(key: str, reason: str) -> Fault:
+    return Fault("unsupported", f"{key} {reason}", key)
+
+
+def _model_faults(recipe: Recipe) -> Iterator[Fault]:
+    """Faults of config.json, and of what this engine cannot do with such a model."""
+    path, key = recipe.model.path, "megatron_training.tokenizer_name_or_path"
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        fix = (
+            "Give a Hugging Face model directory; the quickstart's is made by `python "
             "tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
         )
+        yield Fault("model", f"{key} = {path!r}: no config.json there", key, fix)
         return
     try:
         shape = read_shape(path)
     except ConfigError as error:
-        yield f"megatron_training.tokenizer_name_or_path = {path!r}: {error}"
+        yield Fault("model", f"{key} = {path!r}: {error}", key)
         return
-    config = read_config(Path(path) / "config.json")
-    yield from (f"{path}/config.json: {fault}" for fault in not_built(config, family_of(shape)))
+    for reason in not_built(read_config(file), family_of(shape)):
+        yield Fault("model", f"{file}: {reason}", str(file))
     if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
-        yield (
-            f"{path}/config.json: moe_intermediate_size = {shape.moe_intermediate_size} must be a "
-            f"multiple of {EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded "
-            "experts cannot be updated in place"
+        message = (
+            f"{file}: moe_intermediate_size = {shape.moe_intermediate_size} must be a multiple of "
+            f"{EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded experts cannot "
+            "be updated in place"
         )
-    if recipe.layout.cp > 1:
-        yield f"actor_config.context_parallel_size = {recipe.layout.cp}: the local engine runs it at 1 only"
-    prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
-    if prompts % mini and not recipe.selection.filter_groups_enable:
-        yield (
-            f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
-            f"rl_config.mini_batch_size = {mini}"
-        )
+        yield Fault("model", message, str(file))
     if recipe.algorithm.routing_replay != "none" and not shape.moe:
-        yield (
-            f"algorithm.routing_replay = {recipe.algorithm.routing_replay!r} with {path}, which "
-            "has no experts: there are no routes to replay; set it to none"
+        yield _unsupported(
+            "algorithm.routing_replay",
+            f"= {recipe.algorithm.routing_replay!r} with {path}, which has no experts: there are "
+            "no routes to replay; set it to none",
         )
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
-    yield from (
-        f"{rule.message} ({rule.rule}, docs/layouts.md)" for rule in broken(plan, LAYOUT_RULES)
-    )
+    yield from layout_faults(plan, LAYOUT_RULES)
     yield from beyond_positions(plan, path)
-    size, format = recipe.layout.infer_tp, recipe.quantization.format
-    # which round the activations of each engine's part
-    yield from unfilled(format, shape, size, SHARED_INPUTS if format in ("fp8", "mxfp8") else ())
-    for name in (
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-    ):  # which vLLM's tensor parallel engines share equally
-        width, step = (
-            getattr(shape, name),
-            EXPERT_WIDTH_STEP if name == "moe_intermediate_size" else 1,
-        )
-        if width % (size * step):
-            pads = (
-                f"; vLLM's CPU backend pads experts of other widths than multiples of {step}"
-                if step > 1
-                else ""
-            )
-            yield (
-                f"generate_config.infer_tensor_parallel_size = {size}: the model's {name} = "
-                f"{width} is no multiple of {size * step}{pads}"
-            )
+    # of these formats each engine rounds the activations of its part
+    shared = SHARED_INPUTS if recipe.quantization.format in ("fp8", "mxfp8") else ()
+    yield from unfilled(recipe.quantization.format, shape, recipe.layout.infer_tp, shared)
+    yield from _unshared_widths(shape, recipe.layout.infer_tp)
+
+
+def _unshared_widths(shape: ModelShape, size: int) -> Iterator[Fault]:
+    """Faults of widths that vLLM's tensor parallel engines cannot share equally."""
+    key = "generate_config.infer_tensor_parallel_size"
+    for name in INFER_WIDTHS:
+        step = EXPERT_WIDTH_STEP if name == "moe_intermediate_size" else 1
+        width = getattr(shape, name)
+        if width % (size * step) == 0:
+            continue
+        message = f"{key} = {size}: the model's {name} = {width} is no multiple of {size * step}"
+        if step > 1:
+            message += f"; vLLM's CPU backend pads experts of other widths than multiples of {step}"
+        yield Fault("layout", message, key)
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:

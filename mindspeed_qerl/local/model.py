@@ -82,28 +82,17 @@ def build_model(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     shape = read_shape(model_dir)
-    stage, tp_rank = (
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_rank(),
-    )
-    first, last, layers, experts = (
-        stage == 0,
-        stage == layout.pp - 1,
-        stage_layers(shape, layout)[stage],
-        range(0),
-    )
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    first, last = stage == 0, stage == layout.pp - 1
+    layers, experts = stage_layers(shape, layout)[stage], range(0)
     if shape.moe:
         count = shape.num_experts // (layout.tp * layout.ep)
         start = count * parallel_state.get_expert_model_parallel_rank()
         experts = range(start, start + count)
+    specs = [_layer_spec(shape, is_last=last and layer == layers[-1]) for layer in layers]
     model = GPTModel(
         config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[
-                _layer_spec(shape, is_last=last and layer == layers[-1]) for layer in layers
-            ],
-            layer_norm=RMSNorm,
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules(specs, RMSNorm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_position_embeddings,
         pre_process=first,
@@ -113,7 +102,7 @@ def build_model(
         rotary_base=shape.rope_theta,
         parallel_output=True,
     ).to(dtype)
-    # a layer that is computed again passes a gradient on only to an input that asks for one
+    # a layer that is computed again passes a gradient on only to an input that needs one
     if recompute_layers and first:
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_()
@@ -121,7 +110,11 @@ def build_model(
     if last:
         model.output_layer.register_forward_hook(_gradient_in_memory_order)
     table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
-    check_tensors(checkpoint, shape, [name for mapping in table for name in mapping.hf])
+    tensors = []
+    for mapping in table:
+        tensors += mapping.hf
+    check_tensors(checkpoint, shape, tensors)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
     return model, table, layers, experts
 
@@ -143,15 +136,13 @@ def _transformer_config(
     """megatron-core's TransformerConfig of one rank."""
     from megatron.core.transformer import TransformerConfig
 
-    parallel = (
-        dict(
+    parallel: dict[str, Any] = {}
+    if shape.moe:
+        parallel |= dict(
             expert_model_parallel_size=layout.tp * layout.ep,
             expert_tensor_parallel_size=1,
             moe_grouped_gemm=False,
         )
-        if shape.moe
-        else {}
-    )
     if recompute_layers:
         parallel |= dict(
             recompute_granularity="full",
@@ -213,71 +204,64 @@ def _layer_spec(shape: ModelShape, is_last: bool):
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
     """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is
-    missing, is more than it calls for, has another dtype (those named `tensors`; some may be
-    float32), is an output layer of its own beside a tied embedding, or holds other rotary
-    frequencies.
+    missing, is not called for, has another dtype (those named `tensors`; some may be float32), is
+    an output layer of its own beside a tied embedding, or holds other rotary frequencies.
     """
-    directory, called_for = (
-        checkpoint.directory,
-        {
-            name
-            for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts))
-            for name in mapping.hf
-        },
-    )
-    if missing := sorted(called_for - set(checkpoint.files)):
-        tied = ", or set tie_word_embeddings" if missing == ["lm_head.weight"] else ""
-        if "embed_tokens.weight" in checkpoint.files:
-            tied = (
-                ', or if AutoModel wrote it, whose names lack "model.", save_pretrained what '
-                "AutoModelForCausalLM loads"
-            )
+    directory, expected = checkpoint.directory, set()
+    for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
+        expected |= {*mapping.hf}
+    if missing := sorted(expected - set(checkpoint.files)):
         raise ConfigError(
             f"{directory} has no tensor {missing[0]!r}, which config.json calls for "
-            f"({len(missing)} are missing). Fetch the whole model{tied}"
+            f"({len(missing)} are missing). Fetch the whole model, as AutoModelForCausalLM saves it"
+            "; without lm_head.weight set tie_word_embeddings"
         )
-    for name in sorted(set(checkpoint.files) - called_for):
-        if name == "lm_head.weight" and shape.tie_word_embeddings:
-            if not torch.equal(checkpoint.read(name), checkpoint.read("model.embed_tokens.weight")):
-                raise ConfigError(
-                    f"{directory}: config.json has tie_word_embeddings = true, but lm_head.weight "
-                    "differs from model.embed_tokens.weight: set it to false"
-                )
-        elif name.endswith("rotary_emb.inv_freq"):
-            expected = shape.rope_theta ** -(
-                torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-            )
-            found = checkpoint.read(name).float()
-            if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2):
-                raise ConfigError(
-                    f"{directory}: {name} is not what rope_theta = {shape.rope_theta:g} and "
-                    f"head_dim = {shape.head_dim} in config.json give: one of them is of another "
-                    "model"
-                )
-        else:
-            raise ConfigError(
-                f"{directory} has a tensor {name!r}, which config.json does not call for: it is of "
-                "another model (more layers or experts, a bias?)"
-            )
-    config = read_config(directory / "config.json")
-    said = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
+    for name in sorted(set(checkpoint.files) - expected):
+        if fault := _extra_tensor_fault(checkpoint, shape, name):
+            raise ConfigError(f"{directory}: {fault}")
     kinds = {}
     for name in tensors:
-        found = _getdtype(checkpoint.header(name).get_dtype())
-        kinds[name] = str(found).removeprefix("torch.")
-        if not found.is_floating_point or found.itemsize < 2:
+        dtype = _getdtype(checkpoint.header(name).get_dtype())
+        kinds[name] = str(dtype).removeprefix("torch.")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ConfigError(
                 f"{directory}: {name} is {kinds[name]}; give the model in bfloat16, float16 or "
                 "float32, not quantised"
             )
+    config = read_config(directory / "config.json")
+    named = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
     # norms or a router beside them may be in float32, which transformers and vLLM cast
-    alike = {said, "float32"} if said in kinds.values() else {said}
+    allowed = {named, "float32"} if named in kinds.values() else {named}
     for name, kind in kinds.items():
-        if said != "auto" and kind not in alike:
+        if named != "auto" and kind not in allowed:
             raise ConfigError(
-                f"{directory}: {name} is {kind} and config.json says {said}: one of them is of "
+                f"{directory}: {name} is {kind} and config.json says {named}: one of them is of "
                 "another model"
             )
+
+
+def _extra_tensor_fault(checkpoint: Checkpoint, shape: ModelShape, name: str) -> str | None:
+    """Why a tensor that config.json does not call for cannot be ignored."""
+    if name == "lm_head.weight" and shape.tie_word_embeddings:
+        if torch.equal(checkpoint.read(name), checkpoint.read("model.embed_tokens.weight")):
+            return None
+        return (
+            "config.json has tie_word_embeddings = true, but lm_head.weight differs from "
+            "model.embed_tokens.weight: set it to false"
+        )
+    if name.endswith("rotary_emb.inv_freq"):
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+        expected, stored = shape.rope_theta**-exponents, checkpoint.read(name).float()
+        if stored.shape == expected.shape and torch.allclose(stored, expected, rtol=1e-2):
+            return None
+        return (
+            f"{name} is not what rope_theta = {shape.rope_theta:g} and head_dim = {shape.head_dim} "
+            "in config.json give: one of them is of another model"
+        )
+    return (
+        f"config.json does not call for the tensor {name!r}: it is of another model (more layers "
+        "or experts, a bias?)"
+    )
 
 
 @torch.no_grad()

@@ -1,9 +1,9 @@
 """Weights as vLLM's CPU kernels read them: packed copies, which have to follow when a weight
 changes.
 
-vLLM packs linear weights when they are loaded and empties `weight`; a later update would change
-nothing and say nothing. `keep_linear_weights` stops that before the engine is built. Expert weights
-are packed in place.
+vLLM packs linear weights when they are loaded and empties `weight`; a later update would silently
+change nothing. `keep_linear_weights` stops that before the engine is built. Expert weights are
+packed in place.
 """
 
 from typing import Any
@@ -38,12 +38,12 @@ class PackedLinear:
         return _custom_ops.onednn_mm(self.packed, x.to(self.dtype), bias).to(x.dtype)
 
     def forget(self) -> None:
-        """The weight is another one now."""
+        """The weight has changed."""
         self.packed = None
 
     def held(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight [out, in] that it computes with, `weight` if nothing was missed: the
-        identity's image.
+        """The weight [out, in] that it computes with, which is `weight` unless a change was missed:
+        the identity's image.
         """
         return self(torch.eye(weight.shape[1], dtype=weight.dtype), weight).t()
 
@@ -69,25 +69,51 @@ def packed_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
 
 
-class ExpertPacking:
-    """How to undo vLLM's packing of expert weights [E, rows, cols], which permutes the elements
-    within each expert.
+class PackedExperts:
+    """A layer's routed experts in vLLM: `w13_weight` [E, 2f, h] and `w2_weight` [E, h, f], whose
+    elements vLLM's packing permutes within each expert.
 
-    The permutation is found by packing element numbers, eight bits at a time: bfloat16 holds no
-    more of an integer.
+    Args:
+        name: of `module`, vLLM's RoutedExperts, in the model.
     """
 
-    def __init__(self, weight: torch.Tensor, isa: str):
-        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+    def __init__(self, name: str, module: torch.nn.Module):
+        self.name, self.module = name, module
+        self.kernel = module.quant_method.moe_kernel.fused_experts
+        self._sources = {
+            which: _permutation(getattr(module, which), self.kernel.isa)
+            for which in ("w13_weight", "w2_weight")
+        }
 
-        index = torch.arange(weight[0].numel())
-        self.source = torch.zeros_like(index)
-        for shift in (0, 8, 16, 24):
-            digit = ((index >> shift) & 255).to(weight.dtype).reshape(1, *weight.shape[1:])
-            self.source += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
+    def unpacked(self) -> dict[str, torch.Tensor]:
+        """Copies in memory order, row by row, by vLLM's parameter names."""
+        copies = {}
+        for which, source in self._sources.items():
+            packed = getattr(self.module, which)
+            copy = torch.empty_like(packed)
+            copy.flatten(1)[:, source] = packed.flatten(1)
+            copies[f"{self.name}.{which}"] = copy
+        return copies
 
-    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """A copy in memory order: row by row."""
-        unpacked = torch.empty_like(packed)
-        unpacked.flatten(1)[:, self.source] = packed.flatten(1)
-        return unpacked
+    def unpack(self) -> None:
+        """In place, until `pack`."""
+        for name, weight in self.unpacked().items():
+            getattr(self.module, name.rpartition(".")[2]).copy_(weight)
+
+    def pack(self) -> None:
+        """As vLLM does it after loading."""
+        self.kernel.process_weights_after_loading(self.module)
+
+
+def _permutation(weight: torch.Tensor, isa: str) -> torch.Tensor:
+    """For each element of a packed expert its number in memory order, int64. Found by packing
+    element numbers, eight bits at a time: bfloat16 holds no more of an integer.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
+
+    index = torch.arange(weight[0].numel())
+    source = torch.zeros_like(index)
+    for shift in (0, 8, 16, 24):
+        digit = ((index >> shift) & 255).to(weight.dtype).reshape(1, *weight.shape[1:])
+        source += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
+    return source

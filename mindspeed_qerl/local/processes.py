@@ -1,38 +1,37 @@
-"""The processes of a run and what they need of this machine: started together, gone together,
-whatever fails.
-
-Each hosts one object, writes to a log file of its own, and is missed when it dies.
+"""The processes of a run: started together, gone together, whatever fails. Each hosts one object
+and writes to a log file of its own; a failed call names the process that died.
 """
 
 import contextlib
 import gc
 import importlib
 import os
-import re
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
+from ray.exceptions import RayActorError, RayError
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.runs.directory import RunDirectory
 
-# of a log's line that may say why its process died: "Segmentation fault", "Fatal Python error",
-# "RuntimeError: ..."; and of one that does not: vLLM's log quotes in its warnings errors that it
-# has caught
-ERROR = re.compile(r"(?i:\b(segmentation fault|fatal|abort(ed)?|terminate called)\b)|Error\b")
-NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 LOOK = 2  # seconds of waiting after which Ray's own processes are looked at
+RAY_DIED = (
+    "one of Ray's own processes (raylet, gcs_server, an agent) died, and all ranks and engines "
+    "with it: killed, or out of memory"
+)
+Result = TypeVar("Result")
 
 
 class WorkerError(EngineError):
@@ -53,21 +52,17 @@ def without_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_in_log() -> Iterator[None]:
-    """Of an error the driver's message has the words; where it came from is in the log of its
-    process. Words alone travel: an object of another library's class may not be pickled, or not be
-    made again from its pickle.
+    """The traceback of an error goes to the log of its process, its message alone to the driver: an
+    object of another library's class may not be pickled, or not be made again from its pickle.
     """
     try:
         yield
-    except Exception as error:  # noqa: BLE001  any may come
+    except (RuntimeError, ConfigError) as error:
         traceback.print_exc()
-        said = isinstance(
-            error, (RuntimeError, ConfigError)
-        )  # in words; of a KeyError they are a key
-        raise RuntimeError(str(error) if said else f"{type(error).__name__}: {error}") from None
-    except BaseException:
+        raise RuntimeError(str(error)) from None
+    except Exception as error:  # noqa: BLE001  any may come, and a KeyError's message is a key
         traceback.print_exc()
-        raise
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 @ray.remote
@@ -100,25 +95,22 @@ class Worker:
         cls: str,
         log_file: Path,
         environment: dict[str, str],
-        **arguments,
+        **arguments: Any,
     ):
         self.name, self.log_file = name, log_file
-        self.log_begins = (
-            log_file.stat().st_size if log_file.exists() else 0
-        )  # bytes of runs that this one resumes
         self.actor = _Host.options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
         self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
-    def call(self, method: str, *arguments) -> ray.ObjectRef:
-        """Start `method` in the process. References among the arguments are resolved there, not
-        here.
+    def call(self, method: Callable[..., Result], *arguments: Any) -> "ray.ObjectRef[Result]":
+        """Start `method`, of the object's class, in the process. References among the arguments are
+        resolved there, not here.
         """
-        return self.actor.call.remote(method, *arguments)
+        return self.actor.call.remote(method.__name__, *arguments)
 
 
 class Processes:
-    """Those of one run: the ranks that train, and the vLLM engines that share the rollout model.
-    Waits for several at once, and names the one that died or was stopped, not the one that noticed.
+    """Those of one run: the ranks that train (`TrainRank`), and the vLLM engines that share the
+    rollout model (`RolloutEngine`).
     """
 
     def __init__(self, ranks: Sequence[Worker], rollouts: Sequence[Worker]):
@@ -131,132 +123,88 @@ class Processes:
         pids = self.gather({worker: worker.built for worker in workers})
         self.pids = {worker.name: pid for worker, pid in zip(workers, pids)}
 
-    def on_ranks(self, method: str, *arguments: Any) -> list:
+    def on_ranks(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
         """Call `method` on all ranks; the results in their order. Raises WorkerError."""
         return self.gather({rank: rank.call(method, *arguments) for rank in self.ranks})
 
-    def on_rollouts(self, method: str, *arguments: Any) -> list:
+    def on_rollouts(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
         """The same on all rollout engines. They share the work: where each returns all of it, take
         the first one's.
         """
         return self.gather(self.start_on_rollouts(method, *arguments))
 
-    def start_on_rollouts(self, method: str, *arguments: Any) -> dict[Worker, ray.ObjectRef]:
+    def start_on_rollouts(
+        self, method: Callable[..., Result], *arguments: Any
+    ) -> "dict[Worker, ray.ObjectRef[Result]]":
         """Start `method` on all rollout engines, for `gather`."""
         return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
 
     def gather(
         self,
-        calls: dict[Worker, ray.ObjectRef],
-        given: Mapping[Worker, ray.ObjectRef] | None = None,
-    ) -> list:
+        calls: "Mapping[Worker, ray.ObjectRef[Result]]",
+        inputs: Mapping[Worker, ray.ObjectRef] | None = None,
+    ) -> list[Result]:
         """Results in the order of `calls`; WorkerError as soon as one failed, or one of Ray's own
-        processes is gone: the rest may hang without the dead. given: calls whose results these wait
-        for; one that failed fails these, too, and is the one to name.
+        processes is gone: the rest may wait for ever for the dead.
+
+        Args:
+            inputs: calls whose results these wait for. One that failed fails these, too, and is
+                named.
         """
-        owner = {reference: worker for worker, reference in calls.items()}
-        pending, results = list(owner), {}
+        workers = {call: worker for worker, call in calls.items()}
+        pending, results = list(workers), {}
         try:
             while pending:
                 done, pending = ray.wait(pending, num_returns=1, timeout=LOOK)
-                results |= {call: self._result(owner[call], call, given or {}) for call in done}
+                for call in done:
+                    results[call] = self._result(workers[call], call, inputs or {})
                 if not done and not private_ray.is_whole():
-                    # what Ray has not started yet, it would wait for a minute or for ever
                     raise BrokenPipeError("one of Ray's own processes is gone")
         except OSError as error:  # the pipe to the raylet
-            raise self._failure(next(iter(calls)), error) from error
-        return [results[reference] for reference in calls.values()]
+            raise WorkerError(RAY_DIED) from error
+        return [results[call] for call in calls.values()]
 
     def _result(
-        self, worker: Worker, reference: ray.ObjectRef, given: Mapping[Worker, ray.ObjectRef]
+        self, worker: Worker, call: ray.ObjectRef, inputs: Mapping[Worker, ray.ObjectRef]
     ) -> Any:
         try:
-            return ray.get(reference)
-        except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError) as error:
-            raise self._failure(_first_failed(given) or worker, error) from error
-        except (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError) as error:
-            raise WorkerError(
-                f"there is no room for what {worker.name} exchanges with the others: make room in "
-                f"/dev/shm and in the folder of temporary files (TMPDIR). Ray says: {error}"
-            ) from error
-        except ray.exceptions.OutOfMemoryError as error:
-            raise WorkerError(
-                f"this machine's memory is full, and Ray stopped {worker.name}. Ask for fewer "
-                "ranks, a smaller actor_config.micro_batch_size, or recompute_granularity=full. "
-                f"Ray says: {error}"
-            ) from error
+            return ray.get(call)
+        except RayError as error:
+            raise self._failure(_first_failed(inputs) or worker, error) from error
 
     def _failure(self, caller: Worker, error: Exception) -> WorkerError:
-        """What to say of a call that failed: `caller` may only have waited for another, which died."""
-        stopped = private_ray.stopped()
-        for name, pid in self.pids.items():
-            if pid in stopped:
-                return WorkerError(f"{name} {stopped[pid][1]}")
-        dead = [
-            worker
-            for worker in (*self.ranks, *self.rollouts)
-            if worker.name in self.pids and not _is_running(self.pids[worker.name])
-        ]
-        last = " ".join([*stopped.values()][-1]) if stopped else None
-        is_pipe = isinstance(error, OSError) and not isinstance(error, ray.exceptions.RayError)
-        if is_pipe or not private_ray.is_whole():  # it takes all workers along
-            return WorkerError(
-                last
-                or "one of Ray's own processes (raylet, gcs_server, an agent) died: killed, or "
-                "out of memory"
-            )
-        if "its node has died" in str(
-            error
-        ):  # by its health checks: the raylet may live, the workers do not
-            return WorkerError(
-                "Ray's node died, as Ray says, and all ranks and engines with it: "
-                f"{str(error).splitlines()[-1].strip()}"
-            )
-        if dead:
-            return self._dead(dead[0])
-        if isinstance(
-            error, ray.exceptions.RayActorError
-        ):  # while it was built: its pid is not known yet
-            return WorkerError(last) if last else self._dead(caller)
-        return WorkerError(f"{caller.name} failed: {error.cause}\nIts log: {caller.log_file}")
-
-    def _dead(self, worker: Worker) -> WorkerError:
+        """Why the call of `caller` failed: it may only have waited for another, which died."""
+        if not private_ray.is_whole() or "its node has died" in str(error):
+            return WorkerError(RAY_DIED)
+        dead = [worker for worker in (*self.ranks, *self.rollouts) if self._is_dead(worker)]
+        if not dead and not isinstance(error, RayActorError):
+            reason = getattr(error, "cause", error)  # or Ray's own words, of a full disk
+            return WorkerError(f"{caller.name} failed: {reason}\nIts log: {caller.log_file}")
+        worker = dead[0] if dead else caller
+        # which is not known of one that died while it was built
         pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
-        log = worker.log_file.read_bytes()[worker.log_begins :] if worker.log_file.exists() else b""
-        error = last_error(log.decode(errors="replace"))
-        words = f". Its last error: {error[:300]}" if error else ""
         return WorkerError(
-            f"{worker.name}{pid} died: killed, or out of memory{words}\nIts log: {worker.log_file}"
+            f"{worker.name}{pid} died: killed, or out of memory\nIts log: {worker.log_file}"
         )
+
+    def _is_dead(self, worker: Worker) -> bool:
+        if worker.name not in self.pids:
+            return False
+        try:
+            return psutil.Process(self.pids[worker.name]).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
 
 def _first_failed(calls: Mapping[Worker, ray.ObjectRef]) -> Worker | None:
     """The first whose call has failed by now."""
-    for worker, reference in calls.items():
-        if ray.wait([reference], timeout=0)[0]:
+    for worker, call in calls.items():
+        if ray.wait([call], timeout=0)[0]:
             try:
-                ray.get(reference)
-            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):
+                ray.get(call)
+            except RayError:
                 return worker
     return None
-
-
-def last_error(log: str) -> str | None:
-    """Of a dead process's log the last line that says why; its last line is often a library's
-    warning.
-
-    >>> last_error("RuntimeError: no room\\nWARNING [base.py:380] ValueError: Tokenizer not available\\nbye")
-    'RuntimeError: no room'
-    """
-    errors = [line for line in log.splitlines() if ERROR.search(line) and not NO_ERROR.search(line)]
-    return errors[-1] if errors else None
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def memory_in_use(pids: Iterable[int]) -> int:
@@ -275,6 +223,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def recorded_routers(recipe: Recipe) -> Routers | None:
+    """The routers whose choices the rollout records; None if they are not replayed."""
+    if recipe.algorithm.routing_replay != "rollout":
+        return None
+    return read_shape(recipe.model.path).routers
+
+
 @contextlib.contextmanager
 def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     """A Ray of this run's own and its processes, which are being built (`wait_until_ready`), the
@@ -285,15 +240,13 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     """
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = (
-        "0"  # else Ray warns of what its next version will do
-    )
+    # else Ray warns of what its next version will do
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     world, size = recipe.layout.world, recipe.layout.infer_tp
     with contextlib.ExitStack() as undo:
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        undo.callback(
-            private_ray.stop
-        )  # before the start, which may fail when half of Ray is there
+        # before the start, which may fail when half of Ray is there
+        undo.callback(private_ray.stop)
         scratch = private_ray.start(num_cpus=world + size)
         # A scheduler's stop is an interrupt; Ray's own handler would abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -310,27 +263,21 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             )
             for rank in range(world)
         ]
-        routers = (
-            read_shape(recipe.model.path).routers
-            if recipe.algorithm.routing_replay == "rollout"
-            else None
-        )
-        quantization = recipe.quantization if recipe.quantization.enabled else None
         shared = dict(
             model_dir=recipe.model.path,
             dtype=recipe.model.dtype,
             max_model_len=recipe.batch.max_model_len,
             max_num_seqs=recipe.rollout.max_num_seqs,
             kv_cache_gib=recipe.local.kv_cache_gib,
-            routers=routers,
-            quantization=quantization,
+            routers=recorded_routers(recipe),
+            quantization=recipe.quantization if recipe.quantization.enabled else None,
             tp_size=size,
             port=free_port(),
         )
-        numbers = [str(rank) for rank in range(size)] if size > 1 else [""]
-        yield Processes(
-            ranks,
-            [
+        rollouts = []
+        for rank in range(size):
+            number = str(rank) if size > 1 else ""
+            rollouts.append(
                 Worker(
                     f"rollout engine {number}".strip(),
                     "mindspeed_qerl.local.rollout",
@@ -340,9 +287,8 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
                     tp_rank=rank,
                     **shared,
                 )
-                for rank, number in enumerate(numbers)
-            ],
-        )
+            )
+        yield Processes(ranks, rollouts)
 
 
 def _environment(scratch: Path, processes: int) -> dict[str, str]:

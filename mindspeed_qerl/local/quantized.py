@@ -18,12 +18,14 @@ class QuantizedModel:
     """The linear layers of vLLM's model that are quantised, and whether they are now (`is_on`).
 
     Args:
-        model: vLLM's. names: by vLLM's parameter names of linear weights, the Hugging Face names of
-            what is fused or stacked in each. checkpoint: the base model's.
+        model: vLLM's.
+        names: by vLLM's parameter names of linear weights, the Hugging Face names of what is fused
+            or stacked in each.
+        checkpoint: the base model's.
 
     Attributes:
-        weights: by Hugging Face names. adapters: those of `weights`, as the layers have them: by
-            vLLM's parameter names, unpacked.
+        weights: by Hugging Face names.
+        adapters: those of `weights`, as the layers have them: by vLLM's parameter names, unpacked.
 
     Raises:
         ConfigError: a pattern of `ignore` that names no linear weight, or only some of a layer's,
@@ -39,28 +41,23 @@ class QuantizedModel:
     ):
         if fault := ignore_fault(names, quantization.ignore, quantization.format):
             raise ConfigError(fault)
-        chosen = {
-            name
-            for fused in names.values()
-            for name in fused
-            if is_quantized(name, quantization.ignore)
-        }
         self.model, self.is_on = model, False
         dtype = model.get_parameter(next(iter(names))).dtype  # the files may have another
-        self.weights = QuantizedWeights(
-            quantization.format,
-            quantization.lora == "beside",
-            {name: checkpoint.read(name).to(dtype) for name in sorted(chosen)},
-        )
+        base, quantized = {}, set()
+        for parameter, fused in names.items():
+            for name in fused:
+                if is_quantized(name, quantization.ignore):
+                    base[name] = checkpoint.read(name).to(dtype)
+                    quantized.add(parameter)
+        beside = quantization.lora == "beside"
+        self.weights = QuantizedWeights(quantization.format, beside, dict(sorted(base.items())))
         self.activation = self.weights.format.activation
         self.adapters: dict[str, torch.Tensor] = {}
-        self._rounding = {
-            parameter for parameter, fused in names.items() if self.activation and chosen & {*fused}
-        }
+        self._rounding = quantized if self.activation else set()
         for parameter in self._rounding:
-            module_name, _, which = parameter.rpartition(".")
+            layer, _, which = parameter.rpartition(".")
             if which == "weight":
-                model.get_submodule(module_name).cpu_linear = partial(self.linear, parameter)
+                model.get_submodule(layer).cpu_linear = partial(self.linear, parameter)
 
     def linear(
         self,
@@ -76,7 +73,8 @@ class QuantizedModel:
         if not self.is_on or parameter not in self._rounding:
             return linear(x, weight, bias)
         y = linear(self.activation(x).to(x.dtype), weight, bias)
-        if (adapter := self.adapters.get(parameter)) is None:
+        adapter = self.adapters.get(parameter)
+        if adapter is None:
             return y
         return y + linear(x, adapter if expert is None else adapter[expert])
 
@@ -99,14 +97,13 @@ class QuantizedModel:
         unpacked.
         """
         self.weights.quantize()
-        if (
-            self.weights.adapters and quantized
-        ):  # vLLM's own loader puts each where the kernel has its weight
-            for name in self._rounding:
-                self.model.get_parameter(name).zero_()
+        if self.weights.adapters and quantized:
+            # vLLM's own loader puts each where the kernel has its weight
+            parameters = {name: self.model.get_parameter(name) for name in self._rounding}
+            for parameter in parameters.values():
+                parameter.zero_()
             self.model.load_weights(self.weights.adapters.items())
-            self.adapters = {
-                name: self.model.get_parameter(name).clone() for name in self._rounding
-            }
-        self.model.load_weights((self.weights.used if quantized else self.weights.synced).items())
+            self.adapters = {name: tensor.clone() for name, tensor in parameters.items()}
+        weights = self.weights.used if quantized else self.weights.synced
+        self.model.load_weights(weights.items())
         self.is_on = quantized

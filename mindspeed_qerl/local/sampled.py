@@ -9,7 +9,7 @@ import torch
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
 from mindspeed_qerl.local.batch import Batch, build_batch
 from mindspeed_qerl.local.processes import WorkerError
-from mindspeed_qerl.local.rollout import Completion
+from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.routes import Routers, routes_fault
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible, tokens_fault
@@ -33,12 +33,18 @@ class Sampled:
             self.prompts + other.prompts,
             self.answers + other.answers,
             self.texts + other.texts,
-            np.concatenate([self.rewards, other.rewards]),
-            {
-                name: np.concatenate([scores, other.scores[name]])
-                for name, scores in self.scores.items()
-            },
+            np.r_[self.rewards, other.rewards],
+            {name: np.r_[scores, other.scores[name]] for name, scores in self.scores.items()},
         )
+
+
+def answer_metrics(sampled: Sampled) -> dict[str, float]:
+    """Mean score of each verifier, mean length in tokens, and the share that was cut off."""
+    means = {f"verifier/{name}/mean": scores.mean() for name, scores in sampled.scores.items()}
+    return means | {
+        "response/length_mean": np.mean([len(answer.token_ids) for answer in sampled.answers]),
+        "response/truncated_fraction": np.mean([answer.truncated for answer in sampled.answers]),
+    }
 
 
 def check_answers(sampled: Sampled, routers: Routers | None) -> None:
@@ -49,26 +55,21 @@ def check_answers(sampled: Sampled, routers: Routers | None) -> None:
     for row, prompt, answer, text in zip(
         sampled.rows, sampled.prompts, sampled.answers, sampled.texts
     ):
-        tokens = (
-            len(prompt) + len(answer.token_ids) - 1
-        )  # nobody computed what follows the last one
-        if routers and (fault := routes_fault(answer.routes, tokens, routers)):
+        words = f"the answer {text[:200]!r} to {row.question[:200]!r}"
+        if routers:
+            computed = len(prompt) + len(answer.token_ids) - 1  # not what follows the last one
+            if fault := routes_fault(answer.routes, computed, routers):
+                raise WorkerError(
+                    f"{words}: {fault}. Nothing can be replayed (algorithm.routing_replay)"
+                )
+        logprobs, tokens = np.array(answer.logprobs, dtype=float), len(answer.token_ids)
+        if len(logprobs) != tokens:
             raise WorkerError(
-                f"the answer {text[:200]!r} to {row.question[:200]!r}: {fault}. Nothing can be "
-                "replayed (algorithm.routing_replay)"
+                f"vLLM gave {len(logprobs)} log probabilities for {tokens} of {words}"
             )
-        logprobs = np.array(answer.logprobs, dtype=float)
         wrong = logprobs[impossible(logprobs)]
-        if len(wrong) or len(logprobs) != len(answer.token_ids):
-            given = (
-                f"{wrong[0]} as a log probability"
-                if len(wrong)
-                else f"{len(logprobs)} log probabilities"
-            )
-            raise WorkerError(
-                f"vLLM gave {given} for the {len(answer.token_ids)} tokens of the answer "
-                f"{text[:200]!r} to {row.question[:200]!r}: nothing can be trained on it"
-            )
+        if len(wrong):
+            raise WorkerError(f"vLLM gave {wrong[0]} as the log probability of a token of {words}")
 
 
 def select(
@@ -82,16 +83,13 @@ def select(
     rewards.
 
     Args:
-        kept: numbers of groups, at most as many as are trained in a step. logprobs_before:
-            `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an answer count
-            there, also
-            of one that is cut off and not trained.
+        kept: numbers of groups, at most as many as are trained in a step.
+        logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an
+            answer count there, also of one that is cut off and not trained.
     """
-    n, algorithm, rows = recipe.batch.samples_per_prompt, recipe.algorithm, rows_of(kept, recipe)
-    answers, missing = (
-        [sampled.answers[row] for row in rows],
-        -len(rows) % recipe.batch.mini_answers,
-    )
+    algorithm, rows = recipe.algorithm, rows_of(kept, recipe)
+    answers = [sampled.answers[row] for row in rows]
+    missing = -len(rows) % recipe.batch.mini_answers
     batch = build_batch(
         [sampled.prompts[row] for row in rows],
         [answer.token_ids for answer in answers],
@@ -101,7 +99,8 @@ def select(
     )
     rewards, metrics = torch.from_numpy(sampled.rewards[rows]), {}
     if algorithm.use_kl_in_reward:
-        old, reference = (values[: len(rows)] for values in logprobs_before(batch.padded(missing)))
+        old, reference = logprobs_before(batch.padded(missing))
+        old, reference = old[: len(rows)], reference[: len(rows)]
         batch = replace(batch, old_logprobs=old)
         rewards, metrics = rewards_less_kl(
             rewards, *map(torch.from_numpy, (old, reference, batch.mask)), algorithm
@@ -110,10 +109,13 @@ def select(
             answer, question = sampled.texts[row][:200], sampled.rows[row].question[:200]
             raise WorkerError(
                 f"the KL of the answer {answer!r} to {question!r} is no finite number, and with "
-                "rl_config.use_kl_in_reward its reward neither: nothing can be trained on it"
+                "rl_config.use_kl_in_reward its reward neither"
             )
     batch.advantages[:] = group_advantages(
-        rewards, n, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo
+        rewards,
+        recipe.batch.samples_per_prompt,
+        algorithm.adv_estimator,
+        algorithm.norm_adv_by_std_in_grpo,
     )
     if algorithm.mask_truncated_completions:
         batch.mask[[answer.truncated for answer in answers]] = False
@@ -134,12 +136,14 @@ def tokens_to_train(
     ends: ids of the end tokens.
     """
     answers = [sampled.answers[row] for row in rows_of(kept, recipe)]
-    left_out = recipe.algorithm.mask_truncated_completions
-    tokens = sum(len(answer.token_ids) for answer in answers if not (left_out and answer.truncated))
     finished = np.zeros(len(batch), dtype=bool)
     finished[: len(answers)] = [not answer.truncated for answer in answers]
+    if recipe.algorithm.mask_truncated_completions:
+        answers = [answer for answer in answers if not answer.truncated]
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    group_size = recipe.batch.samples_per_prompt
     faults = (
-        advantages_fault(batch.advantages[: len(answers)], recipe.batch.samples_per_prompt),
+        advantages_fault(batch.advantages[: len(kept) * group_size], group_size),
         tokens_fault(int(batch.mask.sum()), tokens, epochs=1),
         ends_fault(batch.tokens, batch.mask, finished, ends),
     )

@@ -30,12 +30,14 @@ class LoRALinear(nn.Module):
 
     Args:
         base: ColumnParallelLinear or RowParallelLinear. r: rank. alpha: the update is (alpha / r) B
-            A. seed: of A, which is drawn whole, so that it depends on neither the global generator
-            nor the layout. is_expert: of one expert: its gradients are reduced over the
-            expert-data-parallel group (`allreduce = False`,
-            megatron-core's distributed_data_parallel.py), and no tensor parallel rank shares it.
+            A.
+        seed: of A, which is drawn whole, so that it depends on neither the global generator nor the
+            layout.
+        is_expert: of one expert: its gradients are reduced over the expert-data-parallel group
+            (`allreduce = False`, megatron-core's distributed_data_parallel.py), and no tensor
+            parallel rank shares it.
         tp_rank, tp_size: place in the tensor parallel group of attention. name: in the whole model,
-        for checkpoints.
+            for checkpoints.
     """
 
     def __init__(
@@ -50,12 +52,8 @@ class LoRALinear(nn.Module):
         name: str = "",
     ):
         super().__init__()
-        self.base_layer, self.name, self.scaling, self.adapters_enabled = (
-            base,
-            name,
-            alpha / r,
-            True,
-        )
+        self.base_layer, self.name = base, name
+        self.scaling, self.adapters_enabled = alpha / r, True
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
@@ -63,17 +61,14 @@ class LoRALinear(nn.Module):
         shared_input = self.tp_size > 1 and self.row_parallel
         whole_in = in_features * (self.tp_size if shared_input else 1)
         bound = 1.0 / math.sqrt(whole_in)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
-        a = torch.empty(r, whole_in).uniform_(
-            -bound, bound, generator=torch.Generator().manual_seed(seed)
-        )
-        self.lora_A = nn.Parameter(
-            a.chunk(self.tp_size, dim=1)[tp_rank].clone() if shared_input else a
-        )
+        generator = torch.Generator().manual_seed(seed)
+        a = torch.empty(r, whole_in).uniform_(-bound, bound, generator=generator)
+        if shared_input:
+            a = a.chunk(self.tp_size, dim=1)[tp_rank].clone()
+        self.lora_A = nn.Parameter(a)
         self.lora_B = nn.Parameter(torch.zeros(out_features, r))
-        for parameter, shared in (
-            (self.lora_A, self.row_parallel),
-            (self.lora_B, not self.row_parallel),
-        ):
+        factors = ((self.lora_A, self.row_parallel), (self.lora_B, not self.row_parallel))
+        for parameter, shared in factors:
             parameter.allreduce = not is_expert
             parameter.tensor_model_parallel = self.tp_size > 1 and shared
             parameter.sequence_parallel = self.sequence_parallel and not shared
@@ -93,17 +88,12 @@ class LoRALinear(nn.Module):
         from megatron.core.tensor_parallel import mappings
 
         if self.row_parallel:  # each rank has a part of the sum
-            return (
-                mappings.reduce_scatter_to_sequence_parallel_region
-                if self.sequence_parallel
-                else mappings.reduce_from_tensor_model_parallel_region
-            )(low)
-        # Under sequence parallelism each rank has a part of the sequence.
-        return (
-            mappings.gather_from_sequence_parallel_region
-            if self.sequence_parallel
-            else mappings.copy_to_tensor_model_parallel_region
-        )(low)
+            if self.sequence_parallel:
+                return mappings.reduce_scatter_to_sequence_parallel_region(low)
+            return mappings.reduce_from_tensor_model_parallel_region(low)
+        if self.sequence_parallel:  # each rank has a part of the sequence
+            return mappings.gather_from_sequence_parallel_region(low)
+        return mappings.copy_to_tensor_model_parallel_region(low)
 
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
@@ -116,9 +106,9 @@ class LoRALinear(nn.Module):
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     """(name, adapter) of every adapted layer of `model`, in the model's order."""
-    return (
-        (name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)
-    )
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            yield name, module
 
 
 def apply_lora(
@@ -138,39 +128,37 @@ def apply_lora(
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    empty = set(targets)
+    matched = set()
     for name, module in list(model.named_modules()):
-        target = name.rpartition(".")[2]
+        parent, _, target = name.rpartition(".")
         if target not in targets:
             continue
-        global_name = re.sub(
-            r"^decoder\.layers\.(\d+)", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}", name
-        )
-        global_name = re.sub(
-            r"local_experts\.(\d+)",
-            lambda m: f"local_experts.{int(m[1]) + expert_offset}",
-            global_name,
-        )
+        global_name = _shifted(name, "decoder.layers", layer_offset)
+        global_name = _shifted(global_name, "local_experts", expert_offset)
         drawn_for = f"{seed}/{global_name.replace('local_experts', 'experts')}"
         name_seed = int.from_bytes(hashlib.sha256(drawn_for.encode()).digest()[:8], "little") >> 1
-        adapter = LoRALinear(
-            module, r, alpha, name_seed, "local_experts" in name, tp_rank, tp_size, global_name
-        )
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, adapter)
-        empty.discard(target)
-    if empty:
-        linears = sorted(
-            {
-                name.rpartition(".")[2]
-                for name, module in model.named_modules()
-                if getattr(module, "weight", None) is not None
-            }
-        )
+        is_expert = "local_experts" in name
+        adapter = LoRALinear(module, r, alpha, name_seed, is_expert, tp_rank, tp_size, global_name)
+        setattr(model.get_submodule(parent), target, adapter)
+        matched.add(target)
+    if empty := set(targets) - matched:
+        linears = set()
+        for name, module in model.named_modules():
+            if getattr(module, "weight", None) is not None:
+                linears.add(name.rpartition(".")[2])
         raise ConfigError(
             f"lora_target_modules: {', '.join(sorted(empty))} matches no layer of this model; its "
-            f"layers with weights are: {', '.join(linears)}"
+            f"layers with weights are: {', '.join(sorted(linears))}"
         )
+
+
+def _shifted(name: str, parent: str, offset: int) -> str:
+    """
+    >>> _shifted("decoder.layers.1.mlp", "decoder.layers", 4)
+    'decoder.layers.5.mlp'
+    """
+    prefix = re.escape(parent)
+    return re.sub(rf"({prefix})\.(\d+)", lambda m: f"{m[1]}.{int(m[2]) + offset}", name, count=1)
 
 
 @contextlib.contextmanager
@@ -178,9 +166,9 @@ def adapters_disabled(*chunks: nn.Module) -> Iterator[None]:
     """Inside, the layers of a model that have `adapters_enabled` compute what the base model
     computes.
     """
-    layers = [
-        layer for chunk in chunks for layer in chunk.modules() if hasattr(layer, "adapters_enabled")
-    ]
+    layers = []
+    for chunk in chunks:
+        layers += [layer for layer in chunk.modules() if hasattr(layer, "adapters_enabled")]
     for layer in layers:
         layer.adapters_enabled = False
     try:

@@ -72,8 +72,10 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
 
     Raises:
         FileNotFoundError: no such iteration (the message lists those there), or a rank's file is
-            missing. ValueError: the files belong to several layouts, copies of a tensor differ,
-            there are no adapters, or some have no name in a Hugging Face model.
+            missing. ValueError:
+        the files belong to several layouts, copies of a tensor differ, there are no adapters, or
+            some have no name in
+        a Hugging Face model.
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, ranks = _read_ranks(directory)
@@ -121,8 +123,8 @@ def whole_adapters(
 
     Args:
         shards: its adapters by Megatron's name, by (tensor rank, expert rank). args: Megatron's
-            arguments. table: of `table_of_layer`. layers_before: the layers of the stages before
-            it.
+            arguments.
+        table: of `table_of_layer`. layers_before: the layers of the stages before it.
 
     Raises:
         ValueError: copies of a tensor differ, or an adapter has no name in a Hugging Face model.
@@ -140,7 +142,8 @@ def whole_adapters(
 
 def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
     """(layer, module) of a stage's adapters."""
-    return {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0])}
+    matches = map(ADAPTER.match, shards[0, 0])
+    return {(int(match[1]), match[2]) for match in matches if match}
 
 
 def _unshard(
@@ -189,12 +192,9 @@ def _experts(
     the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target, r, found, number = (
-        EXPERTS[module.removeprefix("mlp.experts.")],
-        args.lora_r,
-        {},
-        count(),
-    )
+    target, r = EXPERTS[module.removeprefix("mlp.experts.")], args.lora_r
+    found: dict[str, Pair] = {}
+    number = count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
         return {}
@@ -252,7 +252,8 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, int, int], 
         )
     args = _read(directory / there[0] / FILE)["args"]
     sizes = _sizes(args)
-    says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {', '.join(map(str, sizes))}"
+    numbers = ", ".join(map(str, sizes))
+    says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {numbers}"
     if args.num_experts and sizes[0] > 1 and not args.moe_tp_extend_ep:
         raise ValueError(
             f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such "

@@ -16,6 +16,18 @@ from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
 
+# keys of a PEFT config that ask for more than (alpha / r) B A
+MORE_THAN_LORA = (
+    "use_dora",
+    "use_rslora",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "fan_in_fan_out",
+    "modules_to_save",
+)
+PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base model
+PEFT_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 # in the metadata of what is exported, the digest of what was trained on (fingerprint.py)
 BASE = "base_weights"
@@ -37,7 +49,8 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
 
     Raises:
         ValueError: the adapters do not fit the base model; the message names the tensor.
-            FileExistsError: `out_dir` holds something.
+            FileExistsError: `out_dir`
+        holds something.
     """
     _check_fit(adapters, Checkpoint(base_model_dir))
     config = {
@@ -82,73 +95,68 @@ def load_peft(directory: str | Path) -> Adapters:
     try:
         config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
         with safe_open(directory / "adapter_model.safetensors", "pt") as file:
-            tensors, metadata = (
-                {name: file.get_tensor(name) for name in file.offset_keys()},
-                file.metadata() or {},
-            )
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+            metadata = file.metadata() or {}
+        if not isinstance(config, dict) or not tensors:
+            raise ValueError("it holds no tensor" if not tensors else "its config is no mapping")
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
-    if not isinstance(config, dict) or not tensors:
-        raise ValueError(
-            f"{directory} is no PEFT adapter in safetensors: "
-            f"{'it holds no tensor' if not tensors else 'its config is no mapping'}"
-        )
-    more = [
-        key
-        for key in (
-            "use_dora",
-            "use_rslora",
-            "use_qalora",
-            "alora_invocation_tokens",
-            "layer_replication",
-            "fan_in_fan_out",
-            "modules_to_save",
-        )
-        if config.get(key)
-    ]
-    if config.get("init_lora_weights", True) not in (True, False, "gaussian", "orthogonal", "eva"):
-        # PiSSA, OLoRA, LoftQ and the like change the base model
-        more.append(f"init_lora_weights = {config['init_lora_weights']}")
-    for key, plain in (("peft_type", "LORA"), ("bias", "none")):
-        if config.get(key, plain) != plain:
-            more.append(f"{key} = {config[key]}")
-    if more:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if more := _more_than_lora(config):
         raise ValueError(
             f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): {MERGE}"
         )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(
             f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be "
             "numbers, r at least 1"
         )
-    patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
-    for pattern in patterns:
+    patterns = _compiled(config, directory)
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = PEFT_NAME.fullmatch(name)
+        if not match or tensor.ndim != 2 or tensor.shape["AB".index(match[2])] != rank:
+            raise ValueError(
+                f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
+                f"linear layer with r = {rank}: {MERGE}"
+            )
+        module, side = match.groups()
+        for pattern, regex in patterns.items():
+            if regex.match(module):
+                raise ValueError(
+                    f"{directory}: {module} has an r or alpha of its own ({pattern}): {MERGE}"
+                )
+        pairs.setdefault(module, {})[side] = tensor
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            raise ValueError(f"{directory}: {module} has an A or a B and not the other")
+    weights = {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
+    return Adapters(weights, rank, alpha, 0, metadata.get(BASE))
+
+
+def _more_than_lora(config: dict) -> list[str]:
+    """What a PEFT config asks for beside (alpha / r) B A."""
+    more = [key for key in MORE_THAN_LORA if config.get(key)]
+    if config.get("init_lora_weights", True) not in PLAIN_INITS:
+        more.append(f"init_lora_weights = {config['init_lora_weights']}")
+    for key, plain in (("peft_type", "LORA"), ("bias", "none")):
+        if config.get(key, plain) != plain:
+            more.append(f"{key} = {config[key]}")
+    return more
+
+
+def _compiled(config: dict, directory: Path) -> dict[str, re.Pattern]:
+    """The patterns of modules with an r or alpha of their own, as PEFT's get_pattern_key."""
+    compiled = {}
+    for pattern in [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]:
         try:
-            re.compile(pattern)
+            compiled[pattern] = re.compile(rf"(.*\.)?({pattern})$")
         except re.error as error:
             raise ValueError(
                 f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is "
                 f"no regular expression: {error}"
             ) from error
-    pairs: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", name)
-        if not found or tensor.ndim != 2 or tensor.shape["AB".index(found[2])] != rank:
-            raise ValueError(
-                f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
-                f"linear layer with r = {rank}: {MERGE}"
-            )
-        # as PEFT's get_pattern_key
-        if own := [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", found[1])]:
-            raise ValueError(
-                f"{directory}: {found[1]} has an r or alpha of its own ({own[0]}): {MERGE}"
-            )
-        pairs.setdefault(found[1], {})[found[2]] = tensor
-    if halves := [module for module, pair in pairs.items() if len(pair) < 2]:
-        raise ValueError(f"{directory}: {halves[0]} has an A or a B and not the other")
-    weights = {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
-    return Adapters(weights, rank, alpha, 0, metadata.get(BASE))
+    return compiled
 
 
 def save_merged(
@@ -173,17 +181,17 @@ def save_merged(
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
         origin = _origin(adapters, base.directory)
-        for file in sorted(set(base.files.values())):
-            content = base.open(file)
+        for name_of_file in sorted(set(base.files.values())):
+            content = base.open(name_of_file)
             tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
             for name, weight in tensors.items():
-                if (module := name.removesuffix(".weight")) in adapters.weights:
-                    tensors[name] = (weight.float() + adapters.delta(module)).to(
-                        dtype or weight.dtype
-                    )
+                module = name.removesuffix(".weight")
+                if module in adapters.weights:
+                    merged = weight.float() + adapters.delta(module)
+                    tensors[name] = merged.to(dtype or weight.dtype)
             save_file(
                 tensors,
-                directory / file,
+                directory / name_of_file,
                 metadata={**(content.metadata() or {"format": "pt"}), **origin},
             )
             del tensors  # before the next file is read
@@ -191,11 +199,11 @@ def save_merged(
 
 def _origin(adapters: Adapters, base_model_dir: str | Path) -> dict[str, str]:
     """For the metadata of what is exported: what was trained, by which run, for how long."""
-    return {
-        BASE: adapters.base or weights_digest(Path(base_model_dir)),
-        "iteration": str(adapters.iteration),
-        **({"run": adapters.run} if adapters.run else {}),
-    }
+    base = adapters.base or weights_digest(Path(base_model_dir))
+    origin = {BASE: base, "iteration": str(adapters.iteration)}
+    if adapters.run:
+        origin["run"] = adapters.run
+    return origin
 
 
 def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) -> None:
@@ -221,10 +229,8 @@ def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) ->
             )
     kinds = {re.sub(r"\d+", "*", f"{module}.weight") for module in adapters.weights}
     for name in base.files if all_layers else ():
-        if (
-            re.sub(r"\d+", "*", name) in kinds
-            and name.removesuffix(".weight") not in adapters.weights
-        ):
+        adapted = name.removesuffix(".weight") in adapters.weights
+        if not adapted and re.sub(r"\d+", "*", name) in kinds:
             raise ValueError(
                 f"{wrong_base}: it has {name}, for which the checkpoint holds no adapter (more "
                 "layers, or experts?)"

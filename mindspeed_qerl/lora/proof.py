@@ -43,34 +43,33 @@ def movement(weight: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> 
     }
 
 
-def join(found: Iterable[Movement]) -> Movement:
+def join(movements: Iterable[Movement]) -> Movement:
     """Those of several tensors, or of their parts on several ranks, as one."""
     by_target: dict[str, list[dict[str, float]]] = {}
-    for of_targets in found:
-        for target, entry in of_targets.items():
+    for movement_of_part in movements:
+        for target, entry in movement_of_part.items():
             by_target.setdefault(target, []).append(entry)
-    return {
-        target: {
-            "tensors": sum(entry["tensors"] for entry in entries),
-            **{
-                key: math.hypot(*(entry[key] for entry in entries)) for key in ("moved", "expected")
-            },
-            **{
-                key: max(entry[key] for entry in entries)
-                for key in ("max_error", "resolution", "lost")
-            },
+    joined = {}
+    for target, entries in by_target.items():
+        values = {key: [entry[key] for entry in entries] for key in entries[0]}
+        joined[target] = {
+            "tensors": sum(values["tensors"]),
+            "moved": math.hypot(*values["moved"]),
+            "expected": math.hypot(*values["expected"]),
+            "max_error": max(values["max_error"]),
+            "resolution": max(values["resolution"]),
+            "lost": max(values["lost"]),
         }
-        for target, entries in by_target.items()
-    }
+    return joined
 
 
-def in_words(found: Movement) -> str:
+def in_words(movements: Movement) -> str:
     """
     >>> in_words({"linear_qkv": {"moved": 0.05, "expected": 0.05, "max_error": 0.0}})
     'linear_qkv moved 0.05 of 0.05, max error 0'
     """
-    return ", ".join(
-        f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error "
-        f"{entry['max_error']:.1g}"
-        for target, entry in found.items()
-    )
+    lines = []
+    for target, entry in movements.items():
+        moved = f"moved {entry['moved']:.4g} of {entry['expected']:.4g}"
+        lines.append(f"{target} {moved}, max error {entry['max_error']:.1g}")
+    return ", ".join(lines)

@@ -3,13 +3,13 @@ or skipped, with what to type.
 
     checks = preflight(raw, name, Machine())     # tools/preflight.py prints them
 
-A check is a function (machine, case) -> checks. Nothing is started or written, and nothing imported
-here that a run would need: no torch, no upstream; what could hang or crash (npu-smi, CANN, a Ray
-that does not answer, a worker's imports) runs as a process with a time limit.
+Nothing is started or written, and nothing imported here that a run would need: no torch, no
+upstream; what could hang or crash (npu-smi, CANN, a Ray that does not answer, a worker's imports)
+runs as a process with a time limit.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,78 +18,34 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from mindspeed_qerl.preflight.accepted import PLAIN, accept
-from mindspeed_qerl.preflight.cann import cann
+from mindspeed_qerl.common.errors import unknown
+from mindspeed_qerl.preflight.asking import see_npus
 from mindspeed_qerl.preflight.case import (
     ACCEPTED,
     FAILED,
     PASSED,
     SKIPPED,
     WARNING,
+    Case,
     Check,
     case_of,
+    failed,
+    passed,
     plain,
 )
-from mindspeed_qerl.preflight.compiling import helpers, operators
-from mindspeed_qerl.preflight.config import config, layout_rules, memory, model
-from mindspeed_qerl.preflight.files import base_checkpoint, overlap, test_data, training_data
-from mindspeed_qerl.preflight.host import (
-    cpus,
-    cpuset,
-    disk,
-    host_memory,
-    jemalloc,
-    open_files,
-    panic_on_oom,
-    ports,
-    ray_disk,
-    shared_memory,
-    threads,
-    user,
-)
-from mindspeed_qerl.preflight.imports import LIMIT, imports
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.network import addresses, between_nodes, host_name
-from mindspeed_qerl.preflight.npus import NO_NPU, npus, see_npus
-from mindspeed_qerl.preflight.software import environment, sources, versions, vllm_ascend
-from mindspeed_qerl.preflight.variables import variables
+from mindspeed_qerl.preflight.table import TABLE, Row
 
 STYLES = {
-    PASSED: "green",
-    WARNING: "yellow",
     FAILED: "bold red",
-    SKIPPED: "dim",
     ACCEPTED: "magenta",
+    WARNING: "yellow",
+    PASSED: "green",
+    SKIPPED: "dim",
 }
-GROUPS = {
-    "NPUs": (npus,),
-    "host": (
-        cpus,
-        cpuset,
-        host_memory,
-        open_files,
-        threads,
-        user,
-        shared_memory,
-        ray_disk,
-        disk,
-        ports,
-        host_name,
-        addresses,
-        between_nodes,
-        panic_on_oom,
-        jemalloc,
-        cann,
-        helpers,
-        operators,
-    ),
-    "environment": (environment, variables),
-    "versions": (versions, sources, vllm_ascend, imports),
-    "config": (config, layout_rules, memory),
-    "model": (model,),
-    "data": (training_data, test_data, overlap),
-    "checkpoints": (base_checkpoint,),
-}
+GROUPS = tuple(dict.fromkeys(row.group for row in TABLE))
+# Checks that may fail (run.accepted_checks): not what the engine refuses by itself.
+ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
 
 
 def preflight(
@@ -107,34 +63,56 @@ def preflight(
     if case.on_npus:
         say(
             "asking npu-smi, CANN and Ray at once, for at most 20 s; then importing what a worker "
-            f"imports, if it is here, for at most {LIMIT} s ..."
+            "imports, if it is here, for at most 120 s ..."
         )
         case = replace(case, seen=see_npus(machine, own_ray))
-    checks = []
-    for group, functions in GROUPS.items():
-        for function in functions:
-            try:
-                checks += [replace(check, group=group) for check in function(machine, case)]
-            except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on with the others
-                checks.append(
-                    Check(
-                        function.__name__.replace("_", " "),
-                        FAILED,
-                        f"could not be checked: {type(error).__name__}: {error}",
-                        group=group,
-                    )
-                )
-    return accept(checks, case.recipe.run.accepted_checks)
+    checks = [check for row in TABLE for check in _answers(row, machine, case)]
+    return _accept(checks, case.recipe.run.accepted_checks)
+
+
+def _answers(row: Row, machine: Machine, case: Case) -> Iterator[Check]:
+    """The lines of a row."""
+    if row.needs and not getattr(case, row.needs):
+        return
+    try:
+        answer = row.verdict(machine, case)
+        answers = [answer] if isinstance(answer, Check) else list(answer or ())
+    except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on
+        answers = [failed(f"could not be checked: {type(error).__name__}: {error}")]
+    for check in answers:
+        fix = check.fix
+        if check.state in (FAILED, WARNING):
+            fix = fix or row.fix
+        yield replace(check, name=check.name or row.name, group=row.group, fix=fix)
+
+
+def _accept(checks: list[Check], names: Iterable[str]) -> list[Check]:
+    """The checks with those that failed and are named `accepted`, and a line for names that are
+    none or not needed.
+    """
+    names = list(dict.fromkeys(map(plain, names)))
+    failures = {plain(check.name) for check in checks if check.state == FAILED}
+    for number, check in enumerate(checks):
+        name = plain(check.name)
+        if check.state == FAILED and name in names and name in ACCEPTABLE:
+            checks[number] = replace(check, state=ACCEPTED)
+    for name in names:
+        if name not in ACCEPTABLE:
+            why = unknown("check", name, ACCEPTABLE)
+            if name in failures:
+                why = f"{name} cannot be accepted: the engine refuses it too, or other checks fail"
+            fix = f"Take {name} out of --accept and run.accepted_checks"
+            checks.append(failed(why, fix, "run.accepted_checks", "accepted"))
+        elif name not in failures:
+            words = f"{name}: accepted, and has not failed"
+            checks.append(passed(words, name="not needed", group="accepted"))
+    return checks
 
 
 def headline(checks: Iterable[Check]) -> str:
     """ "3 failed, 1 warning, 20 passed, 5 skipped"."""
     counts = Counter(check.state for check in checks)
-    return ", ".join(
-        f"{counts[state]} {state}"
-        for state in (FAILED, ACCEPTED, WARNING, PASSED, SKIPPED)
-        if counts[state]
-    )
+    return ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
 
 
 def print_table(checks: list[Check], title: str, console: Console) -> None:
@@ -151,34 +129,22 @@ def print_table(checks: list[Check], title: str, console: Console) -> None:
             group = check.group
             table.add_section()
             table.add_row(Text(group, style="bold"), "", "")
-        fixes += [check] if check.fix else []
-        number = f" [{len(fixes)}]" if check.fix else ""
-        table.add_row(
-            Text(f"  {check.name}"),
-            Text(check.state + number, style=STYLES[check.state]),
-            Text(check.found),
-        )
-    if any(
-        check.name == "ranks" and check.state == FAILED and check.found.endswith(NO_NPU)
-        for check in checks
-    ):
-        console.print(
-            "No NPU here: a launch would stop at once. Everything else is checked.",
-            style="bold",
-            highlight=False,
-        )
+        number = ""
+        if check.fix:
+            fixes.append(check)
+            number = f" [{len(fixes)}]"
+        state = Text(check.state + number, style=STYLES[check.state])
+        table.add_row(Text(f"  {check.name}"), state, Text(check.found))
     console.print(table)
     for number, check in enumerate(fixes, 1):
         console.print(f"[bold]{escape(f'[{number}]')} {escape(check.name)}[/bold]", highlight=False)
         for line in check.fix.splitlines():
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
-    if false := [
-        plain(check.name)
-        for check in checks
-        if check.state == FAILED and plain(check.name) in PLAIN
-    ]:
+    names = [plain(check.name) for check in checks if check.state == FAILED]
+    names = [name for name in names if name in ACCEPTABLE]
+    if names:
         console.print(
-            f"\nIf a check is wrong about this machine: --accept NAME, of {', '.join(false)}; the "
+            f"\nIf a check is wrong about this machine: --accept NAME, of {', '.join(names)}; the "
             "run directory keeps it",
             highlight=False,
             soft_wrap=True,

@@ -24,9 +24,13 @@ from mindspeed_qerl.ascend.contract import Report, check, installed
 
 
 class ProbeError(RuntimeError):
-    """A question that the machine did not answer, and why: no such command, no answer in time, or
-    the command's own complaint.
+    """A question that the machine did not answer: `reason` is "missing" (no such command),
+    "timeout", or "failed", with the command's own complaint.
     """
+
+    def __init__(self, message: str, reason: str = "failed"):
+        super().__init__(message)
+        self.reason = reason
 
 
 class Machine:
@@ -58,25 +62,19 @@ class Machine:
                 env=environment,
                 start_new_session=True,
             )
-        except FileNotFoundError:
-            raise ProbeError(f"{command[0]} is not installed here") from None
-        except OSError as error:
-            raise ProbeError(f"{command[0]}: {error.strerror}") from error
+        except OSError:
+            raise ProbeError(f"{command[0]} is not installed here", "missing") from None
         try:
             output, complaint = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
+            # what it started holds the pipes too; what hangs inside a driver cannot be killed
             with suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # the leader of a session: what it started holds the pipes too
+                os.killpg(process.pid, signal.SIGKILL)
             complaint = ""
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # a process that hangs inside a driver cannot be killed
+            with suppress(subprocess.TimeoutExpired):
                 _, complaint = process.communicate(timeout=1)
-            raise ProbeError(
-                f"{command[0]}: no answer within {timeout:g} s{_last(complaint)}"
-            ) from None
+            words = f"{command[0]}: no answer within {timeout:g} s{_last(complaint)}"
+            raise ProbeError(words, "timeout") from None
         if process.returncode:
             raise ProbeError(f"{command[0]}: exit {process.returncode}{_last(complaint or output)}")
         return output
@@ -135,7 +133,9 @@ class Machine:
                 self.read(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us") or "-1"
                 for name in ("quota", "period")
             )
-        return min(count, max(1, int(quota) // int(period))) if int(quota) > 0 else count
+        if int(quota) > 0:
+            return min(count, max(1, int(quota) // int(period)))
+        return count
 
     def may_use(self) -> int:
         """Logical CPUs that this process, and what it starts, may run on;
@@ -165,7 +165,9 @@ class Machine:
     def open_files(self) -> int:
         """RLIMIT_NOFILE, the soft limit."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+        if soft == resource.RLIM_INFINITY:
+            return sys.maxsize
+        return soft
 
     def port_free(self, port: int) -> bool:
         """Whether nobody listens on the TCP port, on any interface."""
@@ -192,6 +194,10 @@ class Machine:
             name: [each.address.partition("%")[0] for each in addresses]
             for name, addresses in psutil.net_if_addrs().items()
         }
+
+    def addresses(self) -> set[str]:
+        """Of all its network interfaces."""
+        return {each for addresses in self.interfaces().values() for each in addresses}
 
     def writable(self, path: str | Path) -> bool:
         """Whether `path`, or the nearest folder above it that is there, can be written: not on a
@@ -222,12 +228,11 @@ class Machine:
         """Bytes that new processes can have, by who limits them: the machine, and each memory
         cgroup.
         """
-        available = re.search(
-            r"^MemAvailable:\s+(\d+) kB", self.read("/proc/meminfo") or "", re.MULTILINE
-        )
-        return ({"MemAvailable": 1024 * int(available[1])} if available else {}) | cgroup_room(
-            self.read
-        )
+        available = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", self.read("/proc/meminfo") or "")
+        room = cgroup_room(self.read)
+        if available:
+            room["MemAvailable"] = 1024 * int(available[1])
+        return room
 
     def processes(self, name: str) -> dict[int, dict[str, str]]:
         """pid -> environment, {} where it may not be read, of the running processes of that name;
@@ -246,7 +251,9 @@ class Machine:
 def _last(words: str) -> str:
     """The last line that is not empty, after a colon."""
     lines = [line.strip() for line in words.splitlines() if line.strip()]
-    return f": {lines[-1][:200]}" if lines else ""
+    if lines:
+        return f": {lines[-1][:200]}"
+    return ""
 
 
 def _nearest(path: str | Path) -> Path:
@@ -257,53 +264,54 @@ def _nearest(path: str | Path) -> Path:
     return place
 
 
-def cgroup_room(read: Callable[[str], str | None]) -> dict[str, int]:
+Read = Callable[[str], str | None]  # Machine.read
+
+
+def cgroup_room(read: Read) -> dict[str, int]:
     """Bytes left below each limit of this process's memory cgroups, its own and those above,
-    version 2 or 1. What is cached of files counts as left. read: of `Machine`.
+    version 2 or 1. What is cached of files counts as left.
     """
-    names = {
-        "": ("memory.max", "memory.current", "inactive_file"),
-        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    }
     room = {}
-    for place, kind in _cgroups(read, "memory"):
-        most, current, cached = names[kind]
-        limit, used = ((read(f"{place}/{name}") or "").strip() for name in (most, current))
-        if (
-            limit.isdigit() and used.isdigit() and int(limit) < 2**60
-        ):  # version 1 writes 2^63 for none
-            files = re.search(
-                rf"^{cached} (\d+)$", read(f"{place}/memory.stat") or "", re.MULTILINE
-            )
-            room[f"{place}/{most} = {int(limit) / 1e9:,.1f} GB"] = (
-                int(limit) - int(used) + (int(files[1]) if files else 0)
-            )
+    for place, version in _cgroups(read, "memory"):
+        most, current, cached = {
+            2: ("memory.max", "memory.current", "inactive_file"),
+            1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        }[version]
+        limit, used = _number(read(f"{place}/{most}")), _number(read(f"{place}/{current}"))
+        # version 1 writes 2^63 for none
+        if limit is not None and used is not None and limit < 2**60:
+            stat = re.search(rf"(?m)^{cached} (\d+)$", read(f"{place}/memory.stat") or "")
+            files = int(stat[1]) if stat else 0
+            room[f"{place}/{most} = {limit / 1e9:,.1f} GB"] = limit - used + files
     return room
 
 
-def cgroup_threads(read: Callable[[str], str | None]) -> dict[str, int]:
+def cgroup_threads(read: Read) -> dict[str, int]:
     """The limits of processes and threads of this process's cgroups, by where they are (docker's
     --pids-limit).
     """
-    found = {
-        f"{place}/pids.max": (read(f"{place}/pids.max") or "").strip()
-        for place, _ in _cgroups(read, "pids")
-    }
-    return {place: int(limit) for place, limit in found.items() if limit.isdigit()}
+    limits = {}
+    for place, _ in _cgroups(read, "pids"):
+        limit = _number(read(f"{place}/pids.max"))
+        if limit is not None:
+            limits[f"{place}/pids.max"] = limit
+    return limits
 
 
-def _cgroups(read: Callable[[str], str | None], controller: str) -> Iterator[tuple[str, str]]:
-    """The folders of this process's cgroup and of those above, with "" for version 2, or the
-    controller for 1.
-    """
+def _number(text: str | None) -> int | None:
+    """None for "max", and where there is no such file."""
+    text = (text or "").strip()
+    if text.isdigit():
+        return int(text)
+    return None
+
+
+def _cgroups(read: Read, controller: str) -> Iterator[tuple[str, int]]:
+    """The folders of this process's cgroup and of those above, and their version, 2 or 1."""
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        kind = next((kind for kind in controllers.split(",") if kind in ("", controller)), None)
-        if kind is not None:
+        version = {"": 2}.get(controllers, 1)
+        if version == 2 or controller in controllers.split(","):
+            root = Path("/sys/fs/cgroup") / (controller if version == 1 else "")
             for folder in (Path(path), *Path(path).parents):  # a container sees its own at the root
-                yield (
-                    f"/sys/fs/cgroup/{kind}/{str(folder).strip('/')}".replace("//", "/").rstrip(
-                        "/"
-                    ),
-                    kind,
-                )
+                yield str(root / str(folder).strip("/")), version

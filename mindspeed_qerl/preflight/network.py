@@ -3,11 +3,9 @@
 import ipaddress
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
 from urllib.parse import urlsplit
 
-from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING, Case, Check
+from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
 HCCN = "/etc/hccn.conf"
@@ -21,10 +19,11 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
     >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
     "NODE_ADDR=fd00::5 must be an IPv4 address: upstream's servers listen at tcp://ADDRESS, without brackets"
     """
-    if name == "MASTER_ADDR" and re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value):
-        value = "127.0.0.1" if value == "localhost" else ""
-        if not value:
+    host = re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value)
+    if name == "MASTER_ADDR" and host:
+        if value != "localhost":
             return ""
+        value = "127.0.0.1"
     try:
         address = ipaddress.ip_address(value)
     except ValueError:
@@ -40,17 +39,6 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
     return ""
 
 
-def plain_address(text: str) -> str:
-    """An address as psutil writes it, without the interface; other text as it is.
-
-    >>> plain_address("FD00:0::5%eth0")
-    'fd00::5'
-    """
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(text.partition("%")[0]))
-    return text
-
-
 def host_and_port(address: str) -> tuple[str, int] | None:
     """Of HOST:PORT, in which an IPv6 address has brackets; None of anything else.
 
@@ -62,116 +50,90 @@ def host_and_port(address: str) -> tuple[str, int] | None:
         found = parts.hostname, parts.port
     except ValueError:
         return None
-    plain = re.fullmatch(r"[\w.:\[\]-]+", address, re.ASCII)
-    return found if all(found) and plain and parts.netloc == address else None
+    if all(found) and re.fullmatch(r"[\w.:\[\]-]+", address, re.ASCII):
+        return found
+    return None
 
 
 def fault_of_ray_address(address: str) -> str:
     """Why no run can join Ray there; "" if it is in a form in which one may."""
     if host_and_port(address):
         return ""
-    client = (
-        "Ray's client cannot do what upstream asks of Ray"
-        if address.startswith("ray://")
-        else (
-            "it must be HOST:PORT of Ray's head, [IPv6]:PORT, auto, or local for a Ray of the "
-            "run's own"
-        )
+    return (
+        f"{address!r} is none that a run can join: it must be HOST:PORT of Ray's head, such as "
+        "10.0.0.1:6379 or [fd00::5]:6379, auto, or local for a Ray of the run's own. Ray's client "
+        "cannot do what upstream asks of Ray"
     )
-    return f"{address!r} is none that a run can join: {client}. Its head is asked by HOST:PORT, such as 10.0.0.1:6379"
 
 
-def addresses(machine: Machine, case: Case) -> Iterator[Check]:
+def address(machine: Machine, case: Case, name: str) -> Check | None:
     """What the launcher of two nodes is told; it looks too."""
-    if not case.on_npus or case.nodes == 1 or not case.own_ray:
-        return
-    for name in ("NODE_ADDR", "MASTER_ADDR"):
-        value = machine.environment.get(name)
-        if value and (fault := fault_of_address(name, value, case.nodes)):
-            yield Check(
-                name,
-                FAILED,
-                fault,
-                f"export {name}=ADDRESS    # in the network that the nodes share",
-            )
+    return address_fault(case, name, machine.environment.get(name))
 
 
-def host_name(machine: Machine, case: Case) -> Iterator[Check]:
+def address_fault(case: Case, name: str, value: str | None) -> Check | None:
+    fault = value and fault_of_address(name, value, case.nodes)
+    if fault:
+        return failed(fault)
+    return None
+
+
+def host_name(machine: Machine, case: Case) -> Check | None:
     """Gloo binds to the address that the host's name has, unless an interface is named (verl issue
     849, vllm issue 7074); half an hour later c10d gives up.
     """
-    if not case.on_npus or machine.environment.get("GLOO_SOCKET_IFNAME"):
-        return
-    name, here = (
-        socket.gethostname(),
-        {each for many in machine.interfaces().values() for each in many},
-    )
+    if machine.environment.get("GLOO_SOCKET_IFNAME"):
+        return None
+    name, has = socket.gethostname(), set()
     try:
-        found = {line.split()[0] for line in machine.run(["getent", "ahosts", name]).splitlines()}
+        lines = machine.run(["getent", "ahosts", name]).splitlines()
+        has = {line.split()[0] for line in lines}
     except ProbeError as error:
-        if "not installed" in str(error):
-            return
-        found = set()  # no such name
-    ours = {
-        each
-        for each in found
-        if each in here or ipaddress.ip_address(each.partition("%")[0]).is_loopback
-    }
+        if error.reason == "missing":
+            return None
+    here = {each for addresses in machine.interfaces().values() for each in addresses}
+    local = {each for each in has if ipaddress.ip_address(each.partition("%")[0]).is_loopback}
+    ours = has & here | local
     if ours:
-        yield Check("host name", PASSED, f"{name} is {', '.join(sorted(ours))}")
-        return
-    what = (
-        f"is {', '.join(sorted(found))}, which no network interface here has"
-        if found
-        else "has no address"
-    )
-    yield Check(
-        "host name",
-        WARNING,
+        return passed(f"{name} is {', '.join(sorted(ours))}")
+    what = "has no address"
+    if has:
+        what = f"is {', '.join(sorted(has))}, which no network interface here has"
+    return warning(
         f"{name} {what}: gloo and c10d connect to it, and wait for half an hour",
-        f"echo 127.0.0.1 {name} >> /etc/hosts    # on two nodes this node's address\n"
-        f"or export GLOO_SOCKET_IFNAME={'lo' if case.nodes == 1 else 'INTERFACE'}",
+        f"echo 127.0.0.1 {name} >> /etc/hosts    # on two nodes this node's address\nor export "
+        "GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
     )
 
 
-def between_nodes(machine: Machine, case: Case) -> Iterator[Check]:
-    """The addresses of the NPUs' own interfaces, which only the host has, and whether their links
-    are up (vllm-ascend issues 7711, 9447 and 14506). Whether TLS is the same on both nodes is not
-    asked.
+def device_addresses(machine: Machine, case: Case) -> Check:
+    """The addresses of the NPUs' own interfaces, which only the host has (vllm-ascend issues 7711,
+    9447 and 14506). Whether TLS is the same on both nodes is not asked.
     """
-    if not case.on_npus or case.nodes == 1 or not case.seen.any:
-        return
-    addresses, dies = (
-        set(re.findall(r"^address_(\d+)=", machine.read(HCCN) or "", re.MULTILINE)),
-        case.seen.mapped,
+    lines = re.findall(r"^address_(\d+)=", machine.read(HCCN) or "", re.MULTILINE)
+    missing = [str(die) for die in case.seen.mapped if str(die) not in lines]
+    if not missing:
+        return passed(f"an address for each of {case.seen.davinci} dies")
+    return warning(
+        f"{HCCN} has no address of die {', '.join(missing)}: between nodes HCCL was seen to say "
+        "\"'device ip' is not set correctly\", or to hand on wrong values"
     )
-    if missing := [str(die) for die in dies if str(die) not in addresses]:
-        yield Check(
-            "hccn.conf",
-            WARNING,
-            f"{HCCN} has no address of die {', '.join(missing)}: between nodes HCCL "
-            "was seen to say \"'device ip' is not set correctly\", or to hand on wrong values",
-            f"Start the container with -v {HCCN}:{HCCN} -v {TOOL}:{TOOL}",
-        )
-    else:
-        yield Check("hccn.conf", PASSED, f"an address for each of {len(dies)} dies")
+
+
+def links(machine: Machine, case: Case) -> Check | None:
+    """Whether the links of the NPUs' own interfaces are up; nothing without hccn_tool."""
     tool = TOOL if machine.glob(TOOL) else "hccn_tool"
-    down, said = [], ""
-    for die in dies:
+    down, words = [], ""
+    for die in case.seen.mapped:
         try:
-            said = machine.run([tool, "-i", str(die), "-link", "-g"])
-        except ProbeError as error:
-            said = str(error)
-            break
-        down += [str(die)] * ("status: DOWN" in said)
+            words = machine.run([tool, "-i", str(die), "-link", "-g"])
+        except ProbeError:
+            return None
+        if "status: DOWN" in words:
+            down.append(str(die))
     if down:
-        yield Check(
-            "links of the NPUs",
-            WARNING,
-            f"hccn_tool says of die {', '.join(down)}: "
-            f"{' '.join(said.split())}; HCCL would wait for the other node (EI0006)",
-            f"for n in {' '.join(down)}; do {tool} -i $n -link "
-            f"-g; {tool} -i $n -optical -g; done    # cable and switch are a case for their owner",
+        return warning(
+            f"hccn_tool says of die {', '.join(down)}: link status: DOWN; HCCL would wait for the "
+            "other node (EI0006)",
         )
-    elif "status: UP" in said:
-        yield Check("links of the NPUs", PASSED, f"hccn_tool says UP of {len(dies)} dies")
+    return passed(f"hccn_tool says nothing else of {case.seen.davinci} dies")

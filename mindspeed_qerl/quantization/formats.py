@@ -1,22 +1,15 @@
 """Number formats of quantised rollouts as pure functions: what a tensor is after it was quantised
 and read back.
 
-| format      | weights [out, in]: block, scale                          | element | activations
-[..., in]           |
-|-------------|----------------------------------------------------------|---------|---------------------------------|
-| `int8_w8a8` | a row; float32, amax / 127                               | int8    | a token, the
-same               |
-| `fp8`       | 128 x 128; float32, amax / 448                           | E4M3    | 128 of a token,
-the same        |
-| `mxfp8`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 8)              | E4M3    | 32 of a token,
-the same         |
-| `mxfp4`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 2)              | E2M1    | as they are
-|
-| `nvfp4`     | 16 of a row; E4M3, global amax / 6, beside a float32     | E2M1    | as they are
-|
-|             | global = 448 * 6 / amax of the whole tensor              |         |
-|
+| format      | weights [out, in]: block, scale             | element | activations [..., in] |
+|-------------|---------------------------------------------|---------|-----------------------|
+| `int8_w8a8` | a row; float32, amax / 127                  | int8    | a token, the same     |
+| `fp8`       | 128 x 128; float32, amax / 448              | E4M3    | 128 of a token        |
+| `mxfp8`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 8) | E4M3    | 32 of a token         |
+| `mxfp4`     | 32 of a row; E8M0, 2^(floor(log2 amax) - 2) | E2M1    | as they are           |
+| `nvfp4`     | 16 of a row; E4M3, global amax / 6          | E2M1    | as they are           |
 
+nvfp4's global is a float32 beside the blocks: 448 * 6 / amax of the whole tensor.
 int8_w8a8 is vllm-ascend's W8A8_DYNAMIC (quantization/w8a8_dynamic.py), fp8 DeepSeek-V3's blocks
 (arXiv 2412.19437), the MX formats are OCP Microscaling 1.0 (section 6.3), and nvfp4 is NVIDIA's,
 weights only, as QeRL has it (arXiv 2510.11696). Elements are rounded to nearest, ties to even, and

@@ -21,7 +21,7 @@ def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
     """Whether the tensor of this Hugging Face name is: a linear weight that no fnmatch pattern of
     `ignore` names.
 
-    >>> is_quantized("model.layers.0.mlp.experts.3.up_proj.weight"), is_quantized("model.layers.0.mlp.gate.weight")
+    >>> is_quantized("model.layers.0.mlp.up_proj.weight"), is_quantized("model.norm.weight")
     (True, False)
     >>> is_quantized("model.layers.0.self_attn.q_proj.weight", ["model.layers.0.*"])
     False
@@ -40,7 +40,8 @@ def ignore_fault(
     Args:
         layers: Hugging Face names of what is fused or stacked in each of vLLM's parameters.
 
-    >>> ignore_fault({"mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"]}, ["*.up*"], "nvfp4")
+    >>> fused = {"mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"]}
+    >>> ignore_fault(fused, ["*.up*"], "nvfp4")
     """
     linears = [name for fused in layers.values() for name in fused if is_quantized(name)]
     for pattern in ignore:
@@ -83,10 +84,8 @@ def weight_errors(squares: Iterable[tuple[str, tuple[float, float]]]) -> dict[st
     """
     sums: dict[str, tuple[float, float]] = {}
     for name, (error, whole) in squares:
-        for key in (
-            WEIGHT_ERROR,
-            f"{WEIGHT_ERROR}/layer_{re.search(r'.layers.([0-9]+).', name)[1]}",
-        ):
+        layer = re.sub(r".*\.layers\.(\d+)\..*", r"\1", name)
+        for key in (WEIGHT_ERROR, f"{WEIGHT_ERROR}/layer_{layer}"):
             errors, wholes = sums.get(key, (0.0, 0.0))
             sums[key] = errors + error, wholes + whole
     return {key: (error / whole) ** 0.5 if whole else 0.0 for key, (error, whole) in sums.items()}

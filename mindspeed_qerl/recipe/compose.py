@@ -8,48 +8,30 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+from yaml.constructor import ConstructorError
+from yaml.reader import ReaderError
+
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.common.files import expanded
-from mindspeed_qerl.recipe.overrides import checked
+from mindspeed_qerl.recipe.overrides import PATHS, at, checked, quoted, split_overrides
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"  # of an installation
 if not CONFIGS.is_dir():
     CONFIGS = PACKAGE.parent / "configs"  # of a checkout
-# The last parts of the keys whose values are paths, in every section.
-PATHS = {
-    "tokenizer_name_or_path",
-    "load",
-    "data_path",
-    "eplb_token_save_path",
-    "train_file",
-    "test_file",
-    "multipliers_file",
-    "root",
-    "resume",
-    "models",
-}
-REFUSED = object()  # what Hydra cannot read
 
 
-@dataclass
-class Parts:
-    """What a config is made of.
+class Part(NamedTuple):
+    """A file that a config is made of; `package` is the section that its values go to."""
 
-    Attributes:
-        files: by part, the config first, then what its defaults name, such as aqn/qerl.
-        places: file and line of each value, by dotted key; of several files the first in `files`.
-        warnings: a sentence for each file whose own values are overridden by what it builds on.
-    """
-
-    files: dict[str, Path] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
+    name: str  # of the config itself, or group/option, such as aqn/qerl
+    file: Path
+    package: str
 
 
 def config_files(config_dir: str | None = None) -> dict[str, Path]:
@@ -58,20 +40,20 @@ def config_files(config_dir: str | None = None) -> dict[str, Path]:
 
     The files in the folders of such a folder are parts of configs: `aqn=off` is aqn/off.yaml.
     """
-    return {
-        file.stem: file
-        for folder in reversed(_folders(config_dir))
-        for file in sorted(folder.glob("*.yaml"))
-        if file.is_file()
-    }
+    files = {}
+    for folder in reversed(_folders(config_dir)):
+        for file in sorted(folder.glob("*.yaml")):
+            if file.is_file():
+                files[file.stem] = file
+    return files
 
 
 def compose(
     name: str, overrides: Iterable[str] = (), config_dir: str | None = None
 ) -> dict[str, Any]:
     """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it,
-    `~` of its paths expanded. What its files say against each other is printed as a warning, once a
-    process.
+    `~` of its paths expanded. A warning is printed, once a process, where the config's own values
+    are overridden by what it is made of.
 
     Raises:
         ConfigError: no such config, files that are no YAML, an override of an unknown key, one that
@@ -80,83 +62,17 @@ def compose(
     from hydra import compose as composed
     from omegaconf import OmegaConf
 
-    overrides, name = list(map(quoted, overrides)), name.removesuffix(".yaml")
-    folders, parts = config_folders(name, config_dir), config_parts(name, overrides, config_dir)
-    chosen = {part.rpartition("/")[0] for part in config_parts(name, (), config_dir).files}
-    groups, values = [], []
-    for override in overrides:
-        key, equals, value = override.lstrip("+~").partition("=")
-        if not key or not equals and not override.startswith("~"):
-            raise ConfigError(f"{override!r} is no override: write key=value")
-        options = {file.stem for folder in folders for file in (folder / key).glob("*.yaml")}
-        if not options or value.startswith("{"):
-            values.append(override)
-        elif override.startswith("~"):
-            groups.append(override)
-        elif (
-            value in options or "," in value
-        ):  # of several values Hydra says that they are for --multirun
-            groups.append(f"{'' if key in chosen else '+'}{key}={value}")
-        else:
-            raise ConfigError(unknown(key, value, options))
-    for warning in parts.warnings:
-        _warn(warning)
-    with _hydra(name, overrides, folders, parts) as search_path:
-        config = composed(name, [*search_path, *groups])
-        if values:
-            plain = OmegaConf.to_container(config, resolve=False)
-            config = composed(
-                name, [*search_path, *groups, *checked(values, plain, known_keys(plain), name)]
-            )
-        return _with_paths(
-            OmegaConf.to_container(config, resolve=True, throw_on_missing=True), parts
-        )
-
-
-def quoted(override: str) -> str:
-    """An override in the quotes that Hydra wants where its value is no word of Hydra's grammar,
-    such as a path in another script or a name with another "=". Sweeps, lists, what is quoted and
-    interpolations stay as they are; where a path is wanted, one that exists is meant as it is
-    typed, commas and all.
-
-    >>> quoted("run.resume=runs/tiny/2026-11-22_aqn=off_seed1"), quoted("aqn=off,qerl")
-    ("run.resume='runs/tiny/2026-11-22_aqn=off_seed1'", 'aqn=off,qerl')
-    >>> quoted("task.train_file=/数据/a (1).jsonl,/数据/b.jsonl")
-    "task.train_file='/数据/a (1).jsonl','/数据/b.jsonl'"
-    """
-    key, _, value = override.partition("=")
-    is_path = key.rpartition(".")[2] in PATHS
-    if is_path and value and value != "null" and os.path.exists(os.path.expanduser(value)):
-        return f"{key}={_in_quotes(value)}"
-    if _parsed(value) is not REFUSED:
-        return override
-    is_call = re.match(r"\w+\(", value)
-    words = re.sub("[^,]+" if is_path and not is_call else r"[^][(){},]+", _word_in_quotes, value)
-    if _parsed(words) is not REFUSED:
-        return f"{key}={words}"
-    is_text = is_path or not set(value) & set("[]{},'\"") and not is_call
-    return f"{key}={_in_quotes(value)}" if is_text else override  # else for Hydra's words about it
-
-
-def _parsed(value: str) -> Any:
-    """What Hydra's grammar makes of the value of an override; `REFUSED` if it cannot be read."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return OverridesParser.create().parse_override(f"key={value}").value()
-    except HydraException:
-        return REFUSED
-
-
-def _word_in_quotes(match: re.Match) -> str:
-    return match[0] if _parsed(match[0]) is not REFUSED else _in_quotes(match[0].strip())
-
-
-def _in_quotes(value: str) -> str:
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    return QuotedString(value, Quote.single).with_quotes()
+    name = name.removesuffix(".yaml")
+    with _hydra(name, list(overrides), config_dir) as session:
+        base = session.search_path + session.groups
+        config = composed(name, base)
+        plain = OmegaConf.to_container(config, resolve=False)
+        _warn_of_overridden(session.parts, plain)
+        if session.values:
+            values = checked(session.values, plain, known_keys(plain), name)
+            config = composed(name, base + values)
+        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return _with_paths(resolved)
 
 
 def combinations(
@@ -169,15 +85,19 @@ def combinations(
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    overrides = list(map(quoted, overrides))
-    name = name.removesuffix(".yaml")
-    with _hydra(
-        name, overrides, config_folders(name, config_dir), config_parts(name, overrides, config_dir)
-    ):
+    with _hydra(name.removesuffix(".yaml"), [], config_dir) as session:
+        session.overrides = [quoted(override) for override in overrides]
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        return BasicSweeper.split_arguments(parser.parse_overrides(overrides), max_batch_size=None)[
-            0
-        ]
+        parsed = parser.parse_overrides(session.overrides)
+        return BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
+
+
+def config_parts(
+    name: str, overrides: Iterable[str] = (), config_dir: str | None = None
+) -> list[Part]:
+    """The files that a config is made of, and those that overrides choose: the config first."""
+    with _hydra(name.removesuffix(".yaml"), list(overrides), config_dir) as session:
+        return session.parts
 
 
 def known_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:
@@ -189,252 +109,7 @@ def known_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:
     return {"": reader.TOP_LEVEL, **known, **models}
 
 
-def config_parts(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> Parts:
-    """What a config is made of, its own files and those that overrides choose.
-
-    Raises:
-        ConfigError: file and line of what is no YAML, of an entry in `defaults` that Hydra does not
-            know, that nobody has, or that leads back to where it stands.
-    """
-    pairs = (override.lstrip("+").partition("=") for override in overrides)
-    chosen = {
-        key: (option, "")
-        for key, _, option in pairs
-        if key and re.fullmatch(r"[^][(){},'\"]+", option)
-    }
-    parts, folders = Parts(), config_folders(name, config_dir)
-    _add_part(parts, name.removesuffix(".yaml"), "", folders, chosen, ())
-    seen = {part.rpartition("/")[0] for part in parts.files}
-    for group, (option, _) in chosen.items():  # added to the defaults
-        if group not in seen and any(
-            (folder / group / f"{option}.yaml").is_file() for folder in folders
-        ):
-            _add_part(parts, f"{group}/{option}", group.replace("/", "."), folders, chosen, ())
-    return parts
-
-
-class Entry(NamedTuple):
-    """An entry of `defaults`: a config by name, or an option of a group."""
-
-    place: str  # file and line
-    group: str  # "" without one; "/aqn" is looked for from the top
-    option: str
-    package: str | None  # the section that its values go to, where the entry says so
-    marks: list[str]  # of "optional" and "override"
-
-
-def _add_part(
-    parts: Parts,
-    part: str,
-    package: str,
-    folders: list[Path],
-    chosen: Mapping[str, tuple[str, str]],
-    above: tuple[str, ...] = (),
-) -> set[str]:
-    """Add a part that is there, and the parts that its defaults name; the dotted keys that they
-    set.
-
-    Args:
-        package: the section that its values are in, where its header names none. chosen: {group:
-            (option, place)} of the files above and of the command line, whose place is "". above:
-            the parts that lead to this one.
-    """
-    file, above = parts.files.setdefault(part, _file_of(part, folders)), (*above, part)
-    node, _ = read_yaml(file)
-    package = package_of(file.read_text(encoding="utf-8"), package)
-    own = {f"{package}.{key}".lstrip("."): f"{file}:{line}" for key, line in _leaves(node)}
-    parts.places = {**own, **parts.places}
-    own.pop(f"{package}.defaults".lstrip("."), None)
-    entries, group = list(_entries(node, file)), part.rpartition("/")[0]
-    chosen = {
-        _joined(group, each.group): (each.option, each.place)
-        for each in entries
-        if "override" in each.marks
-    } | chosen
-    keys, behind = set(own), {}
-    for number, entry in enumerate(entries):
-        folder = _joined(group, entry.group)
-        option, place = chosen.get(folder if entry.group else None, (entry.option, entry.place))
-        if option in ("_self_", "null") or folder.startswith("hydra/") or set(option) & set("${?*"):
-            continue  # for Hydra
-        name = f"{folder}/{option}".lstrip("/").removesuffix(".yaml")
-        if name in above:
-            raise ConfigError(
-                f"{entry.place}: {part} is made of itself: {' -> '.join([*above, name])}"
-            )
-        if _file_of(name, folders) is None:
-            if "optional" in entry.marks or any(
-                key.startswith("hydra.") for key in parts.places
-            ):  # other folders
-                continue
-            known = [each.stem for path in folders for each in (path / folder).glob("*.yaml")]
-            words = (
-                unknown(entry.group or "config", option, known)
-                if known
-                else (f"there is no folder {folder} with options, such as {option}")
-            )
-            raise ConfigError(f"{place}: {words}".removeprefix(": "))
-        if "override" in entry.marks:
-            continue
-        section = (
-            entry.group.strip("/").replace("/", ".") if entry.package is None else entry.package
-        )
-        below = _add_part(parts, name, f"{package}.{section}".strip("."), folders, chosen, above)
-        keys |= below
-        if any(each.option == "_self_" for each in entries[:number]):
-            behind[f"{entry.group}: {option}" if entry.group else option] = [
-                key
-                for key in own
-                if any(_is_within(key, other) or _is_within(other, key) for other in below)
-            ]
-    if lost := sorted({key for overridden in behind.values() for key in overridden}):
-        names = ", ".join(name for name, overridden in behind.items() if overridden)
-        parts.warnings.append(
-            f"{file}: `_self_` stands before {names} in `defaults`, so what these say overrides "
-            f"this file's own values ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}). "
-            "Move `_self_` behind them"
-        )
-    return keys
-
-
-def _entries(node: Any, file: Path) -> Iterator[Entry]:
-    """The entries of a file's `defaults`, an option each; ConfigError with its line for what is
-    none.
-    """
-    defaults = (
-        next((value for key, value in node.value if key.value == "defaults"), None)
-        if node
-        else None
-    )
-    if defaults is None:
-        return
-    if defaults.id != "sequence":
-        raise ConfigError(
-            f"{_place(file, defaults)}: `defaults` must be a list, such as [base, aqn: qerl, "
-            "_self_]"
-        )
-    for entry in defaults.value:
-        place = _place(file, entry)
-        pair = entry.value[0] if entry.id == "mapping" and len(entry.value) == 1 else (None, entry)
-        options = pair[1].value if pair[0] and pair[1].id == "sequence" else [pair[1]]
-        if any(option.id != "scalar" for option in options):
-            raise ConfigError(f"{place}: an entry of `defaults` is a name, or one `group: option`")
-        for option in options:
-            is_null = option.tag.endswith(":null")
-            if not option.tag.endswith(":str") and not is_null:
-                raise ConfigError(
-                    f"{place}: YAML reads {option.value} as {option.tag.rpartition(':')[2]}, and "
-                    f"this must be a name: write '{option.value}'"
-                )
-            *marks, name = pair[0].value.split() if pair[0] else [option.value]
-            name, at, package = name.partition("@")
-            package = package.removeprefix("_global_").lstrip(".") if at else None
-            chosen = "null" if is_null else option.value if pair[0] else name
-            yield Entry(place, name if pair[0] else "", chosen, package, marks)
-
-
-def _joined(folder: str, group: str) -> str:
-    """The path of a group that a part in `folder` names."""
-    return group.strip("/") if group.startswith("/") else f"{folder}/{group}".strip("/")
-
-
-def _is_within(key: str, section: str) -> bool:
-    return f"{key}.".startswith(f"{section}.")
-
-
-def _file_of(part: str, folders: list[Path]) -> Path | None:
-    return next(
-        (folder / f"{part}.yaml" for folder in folders if (folder / f"{part}.yaml").is_file()), None
-    )
-
-
-def package_of(text: str, default: str) -> str:
-    """The section that the values of a file are in: its header's `# @package`, or else `default`."""
-    header = re.match(r"\s*#\s*@package (\S+)", text)
-    return re.sub(r"^_global_\.?", "", header[1].replace("_group_", default)) if header else default
-
-
-def read_yaml(file: Path) -> tuple[Any, Any]:
-    """(node, values) of a YAML file, as Hydra reads it.
-
-    Raises:
-        ConfigError: file and line of what is no YAML, or no mapping; of an anchor that holds
-            itself; and of numbers that YAML 1.1, which Hydra reads, takes for others than are
-            written: 040 is 32, and 1:30 is 90.
-    """
-    import yaml
-    from omegaconf._utils import get_yaml_loader
-    from yaml.reader import ReaderError
-
-    try:
-        data = file.read_bytes()
-        loader = get_yaml_loader()(data.decode("utf-8"))
-        node = loader.get_single_node()
-        if node is None or node.tag.endswith(":null"):
-            return None, None
-        if node.id != "mapping":
-            raise ConfigError(f"{_place(file, node)}: this must be a mapping, such as `seed: 1`")
-        _check_node(node, file, ())
-        return node, loader.construct_document(node)
-    except ConfigError:
-        raise
-    except (UnicodeDecodeError, ReaderError) as error:
-        is_text = isinstance(error, ReaderError)
-        before = data.decode()[: error.position] if is_text else data[: error.start].decode()
-        line = before.count("\n") + 1
-        raise ConfigError(f"{file}:{line}: {error.reason}: save the file as UTF-8 text") from error
-    except yaml.MarkedYAMLError as error:
-        tab = ". Indent with spaces, not with tabs" if "\\t" in error.problem else ""
-        raise ConfigError(f"{file}:{error.problem_mark.line + 1}: {error.problem}{tab}") from error
-    except (
-        OSError,
-        RecursionError,
-        ValueError,
-    ) as error:  # the last two are PyYAML's, of [[[[... and !!int x
-        raise ConfigError(f"{file}: {' '.join(str(error).split())}") from error
-
-
-def _check_node(node: Any, file: Path, above: tuple[Any, ...]) -> None:
-    """ConfigError for an anchor that holds itself, and for a number that is not read as it is
-    written.
-    """
-    if any(node is each for each in above):
-        raise ConfigError(f"{_place(file, node)}: this anchor holds itself")
-    if node is None or node.id == "scalar":
-        if node is None or not node.tag.endswith((":int", ":float")):
-            return
-        octal = (
-            re.fullmatch(r"[-+]?0[0-7_]+", node.value) and len(node.value.lstrip("-+0_")) > 1
-        )  # 07 is 7 in both
-        if octal or ":" in node.value:
-            system, way_out = ("octal", "zeros before it") if octal else ("base 60", "a colon")
-            raise ConfigError(
-                f"{_place(file, node)}: YAML reads {node.value} as {system}. Write the number "
-                f"without {way_out}, or a text in quotes: '{node.value}'"
-            )
-        return
-    for each in node.value:
-        for child in each if isinstance(each, tuple) else (each,):
-            _check_node(child, file, (*above, node))
-
-
-def _place(file: Path, node: Any) -> str:
-    return f"{file}:{node.start_mark.line + 1}"
-
-
-def _leaves(node: Any, above: str = "") -> Iterator[tuple[str, int]]:
-    """(dotted key, line) of each value of a YAML mapping."""
-    for key, value in node.value if node else ():
-        path = f"{above}{key.value}"
-        if value.id == "mapping" and value.value:
-            yield from _leaves(value, f"{path}.")
-        else:
-            yield path, key.start_mark.line + 1
-
-
-@cache  # once a process: a sweep composes one config for each of its runs
-def _warn(warning: str) -> None:
-    print(f"Warning: {warning}", file=sys.stderr)
+# ---- files ----
 
 
 def config_folders(name: str, config_dir: str | None = None) -> list[Path]:
@@ -442,11 +117,10 @@ def config_folders(name: str, config_dir: str | None = None) -> list[Path]:
     nearest names if there is no such config (Hydra only shows where it looked).
     """
     known = config_files(config_dir)
-    if name.removesuffix(".yaml") not in known:
-        raise ConfigError(
-            unknown("config name", name, known, "`python cli/train_grpo.py` lists them")
-        )
-    own = known[name.removesuffix(".yaml")].parent
+    if name not in known:
+        listing = "`python cli/train_grpo.py` lists them"
+        raise ConfigError(unknown("config name", name, known, listing))
+    own = known[name].parent
     return [own, *(folder for folder in _folders(config_dir) if folder != own)]
 
 
@@ -454,16 +128,123 @@ def _folders(config_dir: str | None) -> list[Path]:
     own = Path(config_dir or "configs").resolve()
     if config_dir and not own.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
-    return list(dict.fromkeys([own, CONFIGS] if own.is_dir() else [CONFIGS]))
+    return [own, CONFIGS] if own.is_dir() and own != CONFIGS else [CONFIGS]
 
 
-def _with_paths(config: dict[str, Any], parts: Parts, above: str = "") -> dict[str, Any]:
+def read_yaml(file: Path) -> tuple[Any, Any]:
+    """(node, values) of a YAML file, as Hydra reads it; (None, None) of an empty one.
+
+    Raises:
+        ConfigError: file and line of what is no YAML, or no mapping; and of numbers that YAML 1.1,
+            which Hydra reads, takes for others than are written: 040 is 32, and 1:30 is 90.
+    """
+    try:
+        loader = _loader()(file.read_bytes().decode("utf-8"))
+        node = loader.get_single_node()
+        if node is None or node.tag.endswith(":null"):
+            return None, None
+        if node.id != "mapping":
+            problem = "this must be a mapping, such as `seed: 1`"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        _check_options(node)
+        return node, loader.construct_document(node)
+    except (yaml.YAMLError, OSError, RecursionError, ValueError) as error:
+        raise ConfigError(_yaml_reason(error, str(file))) from error
+
+
+def _check_options(node: Any) -> None:
+    """MarkedYAMLError for an option in `defaults` that YAML reads as a truth value, such as off."""
+    lists = [value for key, value in node.value if key.value == "defaults"]
+    for entry in lists[0].value if lists and lists[0].id == "sequence" else ():
+        for _, option in entry.value if entry.id == "mapping" else ():
+            if option.tag.endswith(":bool"):
+                problem = f"YAML reads {option.value} as true or false: write '{option.value}'"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=option.start_mark)
+
+
+def _loader() -> type:
+    """Hydra's loader of YAML, which refuses numbers that are not what is written."""
+    from omegaconf._utils import get_yaml_loader
+
+    class Loader(get_yaml_loader()):
+        def number(self, node: Any) -> int | float:
+            digits = node.value.lstrip("-+0_")
+            # 07 is 7 in both
+            is_octal = re.fullmatch(r"[-+]?0[0-7_]+", node.value) and len(digits) > 1
+            if is_octal or ":" in node.value:
+                system, way_out = "base 60", "a colon"
+                if is_octal:
+                    system, way_out = "octal", "zeros before it"
+                problem = (
+                    f"YAML reads {node.value} as {system}. Write the number without {way_out}, or "
+                    f"a text in quotes: '{node.value}'"
+                )
+                raise ConstructorError(problem=problem, problem_mark=node.start_mark)
+            if node.tag.endswith(":int"):
+                return self.construct_yaml_int(node)
+            return self.construct_yaml_float(node)
+
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", Loader.number)
+    return Loader
+
+
+def _yaml_reason(error: Exception, file: str) -> str:
+    """An error of PyYAML in a line that begins with file and line, as far as they are known."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        tab = ". Indent with spaces, not with tabs" if "\\t" in str(error.problem) else ""
+        return f"{_named(mark.name, file)}:{mark.line + 1}: {error.problem}{tab}"
+    if isinstance(error, (UnicodeDecodeError, ReaderError)):
+        name = getattr(error, "name", file)
+        return f"{_named(name, file)}: {error.reason}: save the file as UTF-8 text"
+    return f"{file}: {' '.join(str(error).split())}"
+
+
+def _named(name: str, file: str) -> str:
+    """The file that PyYAML names; `file` where it read a text."""
+    return name if name.startswith("/") else file
+
+
+def leaves(node: Any, above: str = "") -> Iterator[tuple[str, int]]:
+    """(dotted key, line) of each value of a YAML mapping."""
+    for key, value in node.value if node else ():
+        path = f"{above}.{key.value}".lstrip(".")
+        if value.id == "mapping" and value.value:
+            yield from leaves(value, path)
+        else:
+            yield path, key.start_mark.line + 1
+
+
+def _warn_of_overridden(parts: list[Part], config: Mapping[str, Any]) -> None:
+    """Print a warning if values of the config's own file are not those of the composed `config`."""
+    from omegaconf import OmegaConf
+
+    file = parts[0].file
+    node, values = read_yaml(file)
+    own = OmegaConf.to_container(OmegaConf.create(values or {}))
+    keys = [key for key, _ in leaves(node) if key.partition(".")[0] != "defaults"]
+    lost = [key for key in keys if at(key, own) not in ({}, at(key, config))]
+    if lost:
+        more = ", ..." if len(lost) > 3 else ""
+        _warn(
+            f"{file}: its own values ({', '.join(lost[:3])}{more}) are overridden by what its "
+            "`defaults` name: put `_self_` behind them"
+        )
+
+
+@cache  # once a process: a sweep composes one config for each of its runs
+def _warn(warning: str) -> None:
+    print(f"Warning: {warning}", file=sys.stderr)
+
+
+def _with_paths(config: dict[str, Any], above: str = "") -> dict[str, Any]:
     """`config` with `~` and `~user` of its paths expanded; ConfigError for a shell's variable in
     one.
     """
     for key, value in config.items():
         if isinstance(value, dict):
-            _with_paths(value, parts, f"{above}{key}.")
+            _with_paths(value, f"{above}{key}.")
         elif key in PATHS and isinstance(value, str):
             try:
                 config[key] = expanded(value)
@@ -472,57 +253,101 @@ def _with_paths(config: dict[str, Any], parts: Parts, above: str = "") -> dict[s
     return config
 
 
+# ---- Hydra ----
+
+
+class Session:
+    """Hydra, ready for one config: what it is made of and the overrides in Hydra's form."""
+
+    def __init__(self, name: str, overrides: list[str], folders: list[Path]) -> None:
+        self.name, self.folders = name, folders
+        self.overrides = [quoted(override) for override in overrides]
+        others = ",".join(f"'file://{folder}'" for folder in folders[1:])
+        self.search_path = [f"hydra.searchpath=[{others}]"]
+        # the config first, for words about what Hydra cannot read
+        self.parts = [Part(name, folders[0] / f"{name}.yaml", "")]
+        self.groups: list[str] = []
+        self.values: list[str] = []
+
+    def load(self) -> None:
+        """Find the parts, and check each; ConfigError for what is no YAML."""
+        read_yaml(self.parts[0].file)
+        made_of = self._defaults()
+        chosen = made_of.overrides.known_choices
+        self.groups, self.values = split_overrides(self.overrides, self.folders, chosen)
+        if self.groups:
+            made_of = self._defaults()
+        for entry in reversed(made_of.defaults):
+            part, is_main = entry.config_path, entry.config_path == self.name
+            if part is None or is_main or part.startswith("hydra/"):
+                continue
+            files = [folder / f"{part}.yaml" for folder in self.folders]
+            file = next((file for file in files if file.is_file()), None)
+            if file:
+                read_yaml(file)
+                self.parts.append(Part(part, file, entry.package))
+
+    def _defaults(self) -> Any:
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.types import RunMode
+
+        loader = GlobalHydra.instance().config_loader()
+        return loader.compute_defaults_list(self.name, self.search_path + self.groups, RunMode.RUN)
+
+    def reason(self, error: Exception) -> str:
+        """An error of Hydra or OmegaConf in a line that begins with the place that it is about."""
+        from hydra.errors import OverrideParseException
+
+        while not str(error) and error.__cause__:
+            error = error.__cause__
+        file = str(self.parts[0].file)
+        if isinstance(error, (yaml.YAMLError, UnicodeDecodeError)):
+            return _yaml_reason(error, file)
+        if isinstance(error, RecursionError):
+            return f"{file}: an anchor, or an entry of `defaults`, leads back to itself"
+        text = re.split(r"\n    full_key:|\nSee https:|Config search path:", str(error))[0]
+        words = " ".join(text.split()) or type(error).__name__
+        key = getattr(error, "full_key", None) or ""
+        where = f"{self.name} with {' '.join(self.overrides)}" if self.overrides else file
+        if isinstance(error, OverrideParseException):
+            words += (
+                ". A text with characters of its own goes in quotes within quotes: \"key='value'\""
+            )
+        elif key:
+            words = f"{key}: {words}{_way_out(words, key)}"
+            where = self._place(key) or where
+        return f"{where}: {words}"
+
+    def _place(self, key: str) -> str:
+        """File and line of a value, unless it is of the command line; of several files the one that
+        counts.
+        """
+        if any(override.lstrip("+").partition("=")[0] == key for override in self.values):
+            return ""
+        for part in self.parts:
+            for path, line in leaves(read_yaml(part.file)[0], part.package):
+                if path == key:
+                    return f"{part.file}:{line}"
+        return ""
+
+
 @contextmanager
-def _hydra(
-    name: str, overrides: list[str], folders: list[Path], parts: Parts
-) -> Iterator[list[str]]:
-    """Hydra on the first of these folders; yields the override that adds the others. What it
-    refuses, or is not ready for, is a ConfigError.
-    """
+def _hydra(name: str, overrides: list[str], config_dir: str | None) -> Iterator[Session]:
+    """A session for config `name`. What Hydra refuses, or is not ready for, is a ConfigError."""
     from hydra import initialize_config_dir
 
-    others = ",".join(f"'file://{folder}'" for folder in folders[1:])
+    session = Session(name, overrides, config_folders(name, config_dir))
+    folder = str(session.folders[0])
     try:
-        with warnings.catch_warnings(), initialize_config_dir(str(folders[0]), version_base=None):
-            warnings.filterwarnings(
-                "ignore", "In .*: Defaults list is missing `_self_`"
-            )  # own values come last then
-            yield [f"hydra.searchpath=[{others}]"] if others else []
+        with warnings.catch_warnings(), initialize_config_dir(folder, version_base=None):
+            # own values come last then
+            warnings.filterwarnings("ignore", "In .*: Defaults list is missing `_self_`")
+            session.load()
+            yield session
     except ConfigError:
         raise
-    except (
-        Exception
-    ) as error:  # Hydra has assertions and errors of any kind for what it does not expect
-        raise ConfigError(_reason(error, name, overrides, parts)) from error
-
-
-def _reason(error: Exception, name: str, overrides: list[str], parts: Parts) -> str:
-    """An error of Hydra or OmegaConf in a line that begins with the place that it is about."""
-    from hydra.errors import OverrideParseException
-
-    while not str(error) and error.__cause__:
-        error = error.__cause__
-    text = (
-        str(error)
-        .partition("\n    full_key:")[0]
-        .partition("\nSee https:")[0]
-        .partition("Config search path:")[0]
-    )
-    words = " ".join(text.split()) or type(error).__name__
-    key = getattr(error, "full_key", None) or ""
-    is_given = any(override.lstrip("+").partition("=")[0] == key for override in overrides)
-    if key in parts.places and not is_given:
-        return f"{parts.places[key]}: {key}: {words}{_way_out(words, key)}"
-    if isinstance(error, OverrideParseException):
-        words += ". A text with characters of its own goes in quotes within quotes: \"key='value'\""
-    elif key:
-        words = f"{key}: {words}{_way_out(words, key)}"
-    where = (
-        f"{name} with {' '.join(overrides)}"
-        if overrides
-        else parts.places.get("defaults", parts.files[name])
-    )
-    return f"{where}: {words}"
+    except Exception as error:  # Hydra has assertions and errors of any kind
+        raise ConfigError(session.reason(error)) from error
 
 
 def _way_out(words: str, key: str) -> str:

@@ -14,7 +14,9 @@ def key(name: str | None, default: Any = None, *, required: bool = False, **limi
     """A field that is read from the YAML key `name`, or, with None, follows from others; `limits`
     are pydantic's.
     """
-    return Field(default, json_schema_extra={"key": name, "required": required}, **limits)
+    if "default_factory" not in limits:
+        limits["default"] = default
+    return Field(json_schema_extra={"key": name, "required": required}, **limits)
 
 
 def _number(value: Any) -> Any:
@@ -27,8 +29,11 @@ def _number(value: Any) -> Any:
 
 def _names(value: Any) -> Any:
     """One name is a list of it, none is an empty one."""
-    items = () if value is None else (value,) if isinstance(value, str) else value
-    return tuple(items) if isinstance(items, (list, tuple)) else value
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _kinds(value: Any) -> Any:

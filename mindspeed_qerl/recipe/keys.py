@@ -1,9 +1,10 @@
 """What becomes of each key of upstream's sections on each engine: the table in keys.yaml, applied
 and printed.
 
-`python -m mindspeed_qerl.recipe.keys > docs/keys.md` makes the page of the docs.
+`python -m mindspeed_qerl.recipe.keys` prints the table.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Any
 
 import yaml
 
-ENGINES = ("local", "mindspeed_rl")
+from mindspeed_qerl.common.errors import Fault
+from mindspeed_qerl.recipe.overrides import at
+
+# each with its room, which has the modules `limits` and `engine` (engines/__init__.py)
+ENGINES = {"local": "local", "mindspeed_rl": "ascend"}
 UPSTREAM = "mindspeed_rl"  # where a key that is left out is upstream's to choose
 
 
@@ -21,10 +26,12 @@ class Decision:
 
     Attributes:
         kind: "honoured", "neutral" (any value trains the same), or "only" (others than `allowed`
-            are refused). why: the reason; "" for honoured. allowed: values; None stands for a key
-            that is left out. default: (V,) if upstream takes V for a key that is left out, so that
-            V is checked; () if it may be left out. conditions: keys of Megatron that must be set
-            for an "only" to hold.
+            are refused).
+        why: the reason; "" for honoured.
+        allowed: values; None stands for a key that is left out.
+        default: (V,) if upstream takes V for a key that is left out, so that V is checked; () if it
+            may be left out.
+        conditions: keys of Megatron that must be set for an "only" to hold.
     """
 
     kind: str
@@ -39,50 +46,52 @@ class Values:
     the named model, merged as upstream does (base_config.py:14); `megatron` are all of these.
 
     Args:
-        sections: a config with all of upstream's sections, each a mapping.
+        config: a resolved config; a section that is missing or no mapping has no values.
     """
 
-    def __init__(self, sections: Mapping[str, Any]):
-        self.sections = sections
-        training, actor, models = (
-            sections["megatron_training"],
-            sections["actor_config"],
-            sections["model"],
-        )
+    def __init__(self, config: Mapping[str, Any]):
+        self.config = config
+        training, actor = self.section("megatron_training"), self.section("actor_config")
         name = actor.get("model", training.get("model"))
-        model = models.get(name) if isinstance(name, str) else None
-        merged = {
-            f"model.{name}": model if isinstance(model, Mapping) else {},
-            "megatron_training": training,
-            "actor_config": actor,
-        }
-        self.megatron = {key: value for values in merged.values() for key, value in values.items()}
-        self._places = {key: place for place, values in merged.items() for key in values}
+        self.megatron: dict[str, Any] = {}
+        self._places: dict[str, str] = {}
+        model = self.section("model").get(str(name))
+        merged = {f"model.{name}": model, "megatron_training": training, "actor_config": actor}
+        for place, values in merged.items():
+            if isinstance(values, Mapping):
+                self.megatron |= values
+                self._places |= dict.fromkeys(values, place)
+
+    def section(self, path: str) -> Mapping[str, Any]:
+        """The section at a dotted path."""
+        section = at(path, self.config)
+        return section if isinstance(section, Mapping) else {}
 
     def get(self, key: str) -> tuple[str, Any]:
         """(the key as it stands in the config, its value or None)."""
         section, name = key.split(".", 1)
         if section == "megatron":
             return f"{self._places.get(name, 'megatron_training')}.{name}", self.megatron.get(name)
-        key = f"generate_config.{key}" if section == "sampling_config" else key
-        value: Any = self.sections
-        for step in key.split("."):
-            value = value.get(step) if isinstance(value, Mapping) else None
-        return key, value
+        if section == "sampling_config":
+            key = f"generate_config.{key}"
+        section, _, name = key.rpartition(".")
+        return key, self.section(section).get(name)
 
 
-def check(sections: Mapping[str, Any], engine: str) -> tuple[list[str], list[str]]:
-    """What `engine` makes of upstream's keys in a config, `sections` as `Values` takes them.
+def check(config: Mapping[str, Any], engine: str) -> tuple[list[Fault], list[str]]:
+    """What `engine` makes of upstream's keys in a resolved config.
 
     Returns:
-        (a sentence for each value that is refused, "section.key" of each key that is set and
+        (a fault for each value that is refused, "section.key" of each key that is set and
         neutral); `TABLE[section][key][engine].why` is the reason.
     """
-    values = Values(sections)
-    faults, neutral = [], []
+    values = Values(config)
+    faults: list[Fault] = []
+    neutral = []
     for section, table in TABLE.items():
         for key in sorted(table):
-            decision, (place, value) = table[key][engine], values.get(f"{section}.{key}")
+            decision = table[key][engine]
+            place, value = values.get(f"{section}.{key}")
             if decision.kind == "neutral" and value is not None:
                 neutral.append(place)
             elif decision.kind == "only" and all(map(values.megatron.get, decision.conditions)):
@@ -90,22 +99,30 @@ def check(sections: Mapping[str, Any], engine: str) -> tuple[list[str], list[str
     return faults, neutral
 
 
-def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[str]:
-    """The sentence for a value that is refused, or nothing."""
+def _faults(decision: Decision, name: str, value: Any, engine: str) -> list[Fault]:
+    """The fault of a value that is refused, or nothing."""
     state = f"{name} = {value!r}"
     if value is None:
         if not decision.default or engine != UPSTREAM:
             return []
         value = decision.default[0]
-        state = f"{name} is left out{f', and upstream would take {value!r}' if value is not None else ''}; it"
+        state = f"{name} is left out"
+        if value is not None:
+            state += f", and upstream would take {value!r}"
+        state += "; it"
     if any(_same(value, allowed) for allowed in decision.allowed):
         return []
-    *words, last = [
-        "left out" if allowed is None else repr(allowed) for allowed in decision.allowed
-    ]
-    wanted = f"{', '.join(words)} or {last}" if words else last
-    condition = f" with {' and '.join(decision.conditions)}" if decision.conditions else ""
-    return [f"{state} must be {wanted}{condition}: {decision.why}"]
+    message = f"{state} must be {_rule(decision)}: {decision.why}"
+    return [Fault("unsupported", message, name)]
+
+
+def _rule(decision: Decision) -> str:
+    """The values that an "only" takes, and with what."""
+    values = ["left out" if value is None else repr(value) for value in decision.allowed]
+    rule = " or ".join(values)
+    if decision.conditions:
+        rule += f" with {' and '.join(decision.conditions)}"
+    return rule
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -122,128 +139,61 @@ def _decision(given: Any) -> Decision:
         return Decision("honoured")
     if "neutral" in given:
         return Decision("neutral", given["neutral"])
-    conditions = given.get("if", [])
-    return Decision(
-        "only",
-        given["why"],
-        tuple(given["only"]),
-        (given["default"],) if "default" in given else (),
-        (conditions,) if isinstance(conditions, str) else tuple(conditions),
-    )
+    default = tuple(given[name] for name in ("default",) if name in given)
+    conditions = given.get("if", "").split()
+    return Decision("only", given["why"], tuple(given["only"]), default, tuple(conditions))
 
 
 def _by_key(group: Mapping[str, Any]) -> dict[str, dict[str, Decision]]:
     """{key: {engine: decision}} of {keys with commas between them: what is given there}."""
-    found = {}
+    by_key = {}
     for keys, given in group.items():
-        each = (
-            given
-            if isinstance(given, dict) and given.keys() == set(ENGINES)
-            else dict.fromkeys(ENGINES, given)
-        )
-        decisions = {engine: _decision(each[engine]) for engine in ENGINES}
-        found |= {key: decisions for key in keys.split(", ")}
-    return found
+        if not (isinstance(given, dict) and given.keys() <= ENGINES.keys()):
+            given = dict.fromkeys(ENGINES, given)
+        decisions = {engine: _decision(given[engine]) for engine in ENGINES}
+        by_key |= dict.fromkeys(keys.split(", "), decisions)
+    return by_key
 
 
-_LOADER = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # the former takes a tenth of the time, and may not be there
-_GROUPS = {
-    section: {group: _by_key(given) for group, given in groups.items()}
-    for section, groups in yaml.load(
-        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), _LOADER
-    ).items()
-}
+# the former takes a tenth of the time, and may not be there
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_TEXT = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 # {section: {key: {engine: its decision}}}; "megatron" are megatron_training, actor_config and the
 # named model
 TABLE = {
-    section: {key: found for group in groups.values() for key, found in group.items()}
-    for section, groups in _GROUPS.items()
+    section: dict(ChainMap(*map(_by_key, groups.values())))
+    for section, groups in yaml.load(_TEXT, _LOADER).items()
 }
 
 
-# ---- the docs ----
+# ---- the table, printed ----
 
-_TITLES = {
-    "megatron": "megatron_training, actor_config and the named model of model",
-    "rl_config": "rl_config",
-    "generate_config": "generate_config",
-    "sampling_config": "generate_config.sampling_config",
-}
-_HEAD = """# What becomes of MindSpeed-RL's keys
+_HEAD = """What each engine does with every key of MindSpeed-RL's sections:
 
-Every key that MindSpeed-RL's sections allow, and what each engine does with it:
-
-- **honoured**: the value is what happens.
-- **only**: another value is refused before anything starts. Where upstream's own default would be refused, too, the
-  key may not be left out.
-- **neutral**: any value trains the same policy.
-
-The code applies this table, `mindspeed_qerl/recipe/keys.yaml`; `python -m mindspeed_qerl.recipe.keys` prints it, and
-`tests/upstream/test_keys.py` compares its keys with MindSpeed-RL's own.
+- honoured: the value is what happens.
+- must be: another value is refused before anything starts.
+- neutral: any value trains the same policy.
 """
 
 
 def markdown() -> str:
-    """docs/keys.md."""
-    lines = _HEAD.splitlines()
-    for section, groups in _GROUPS.items():
-        lines += ["", f"## {_TITLES[section]}"]
-        for group, keys in groups.items():
-            lines += [
-                "",
-                f"### {group}",
-                "",
-                "| key | " + " | ".join(ENGINES) + " | why |",
-                "|---|---|---|---|",
-            ]
-            lines += [_row(key, per_engine) for key, per_engine in keys.items()]
-    return "\n".join(lines) + "\n"
+    """The table, as `python -m mindspeed_qerl.recipe.keys` prints it."""
+    lines = [_HEAD]
+    for section, keys in TABLE.items():
+        lines += [f"## {section}", "", f"| key | {' | '.join(ENGINES)} |", "|---|---|---|"]
+        for key, decisions in sorted(keys.items()):
+            cells = [_cell(decision) for decision in decisions.values()]
+            lines.append(f"| `{key}` | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
-def _row(key: str, per_engine: Mapping[str, Decision]) -> str:
-    """The line of a key in the docs' table."""
-    reasons = {engine: decision.why for engine, decision in per_engine.items() if decision.why}
-    same = len(set(reasons.values())) == 1 and len(reasons) == len(ENGINES)
-    why = (
-        reasons[UPSTREAM]
-        if same
-        else "; ".join(f"{engine}: {reason}" for engine, reason in reasons.items())
-    )
-    cells = (_cell(decision, engine) for engine, decision in per_engine.items())
-    return f"| `{key}` | {' | '.join(cells)} | {why} |"
-
-
-def _cell(decision: Decision, engine: str) -> str:
-    if decision.kind != "only":
-        return decision.kind
-    values = " or ".join(
-        "left out" if value is None else f"`{_yaml(value)}`" for value in decision.allowed
-    )
-    condition = (
-        f" with {' and '.join(f'`{key}`' for key in decision.conditions)}"
-        if decision.conditions
-        else ""
-    )
-    if not decision.default or engine != UPSTREAM:
-        return f"only {values}{condition}"
-    return f"only {values}{condition}; upstream's default is `{_yaml(decision.default[0])}`"
-
-
-def _yaml(value: Any) -> str:
-    """A value as a config writes it.
-
-    >>> _yaml(True), _yaml(["labels"]), _yaml("100,0,0")
-    ('true', '[labels]', '100,0,0')
-    """
-    return (
-        yaml.safe_dump(value, default_flow_style=True)
-        .removesuffix("\n")
-        .removesuffix("\n...")
-        .strip("'")
-    )
+def _cell(decision: Decision) -> str:
+    if decision.kind == "honoured":
+        return "honoured"
+    rule = f"must be {_rule(decision)}" if decision.kind == "only" else "neutral"
+    return f"{rule}: {decision.why}"
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(markdown())

@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def infer_dp(self) -> int:
-        """Rollout replicas, as upstream counts them: expert parallel ranks serve their own prompts."""
+        """vLLM replicas, as upstream counts them: expert parallel ranks serve their own prompts."""
         return self.world // (self.infer_tp * self.infer_pp)
 
     @property

@@ -1,6 +1,7 @@
 """The one reader: a resolved config, as YAML gives it, to a Recipe, with every fault at once."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -10,16 +11,17 @@ from pydantic import ValidationError
 
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
-from mindspeed_qerl.common.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.recipe.compose import read_yaml
+from mindspeed_qerl.recipe.conflicts import conflicts
 from mindspeed_qerl.recipe.keys import TABLE, Values
-from mindspeed_qerl.recipe.overrides import at, nearest
+from mindspeed_qerl.recipe.overrides import at, guess, nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
-TYPES = {
+RULES = {  # pydantic's types of errors
     "int_type": "int",
     "float_type": "float",
     "bool_type": "bool",
@@ -27,27 +29,31 @@ TYPES = {
     "tuple_type": "list",
     "dict_type": "dict",
     "mapping_type": "dict",
+    "finite_number": "finite",
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
 }
-BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 # Below it bfloat16 keeps less than half of the noise on weights of 1
 # (tests/aqn/test_aqn_injector.py).
 BF16_LEAST_SIGMA = 9e-4
+YES_AND_NO = "YAML reads yes, no, on and off as true or false: put the word in quotes"
 
 
 @dataclass
 class Found:
-    """What a check found: sentences that name the key, the value, the rule and the way out."""
+    """What a check found; warnings are sentences."""
 
-    faults: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    unused: list[str] = field(
-        default_factory=list
-    )  # keys that are set and change nothing (keys.yaml says why)
+    # keys that are set and change nothing (keys.yaml says why)
+    unused: list[str] = field(default_factory=list)
 
     def raise_faults(self) -> None:
         """ConfigError with every fault, one a line, if there is one."""
         if self.faults:
-            raise ConfigError("\n".join(dict.fromkeys(self.faults)))
+            raise ConfigError(*self.faults)
 
 
 def read_recipe(raw: Mapping[str, Any]) -> Recipe:
@@ -62,29 +68,22 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     at fault has its default.
     """
     found = Found()
-    sections = _sections(raw, found)
-    values = Values(sections)
-    parts = {name: _part(kind, values, found) for name, kind in PARTS.items()}
+    found.faults += _unknown_names(raw)
+    values = Values(raw)
+    parts = {name: _part(kind, values, found.faults) for name, kind in PARTS.items()}
     parts["model"] = replace(parts["model"], arguments=values.megatron)
-    _check_models(sections, found)
-    parts["selection"] = _derived_selection(parts, values)
-    parts["batch"] = _derived_batch(parts, values, found)
-    if parts["algorithm"].loss_scale_factor is None:
-        longest = float(parts["sampling"].max_tokens)
-        parts["algorithm"] = replace(parts["algorithm"], loss_scale_factor=longest)
-    if values.get("rl_config.verifier_weight")[1] is None:
-        names = parts["task"].verifier_function
-        parts["task"] = replace(parts["task"], verifier_weight=(1.0,) * len(names))
+    _fill_in(parts, values)
+    parts["batch"] = replace(parts["batch"], dispatch=_dispatch(values, found.faults))
     parts["noise"] = _checked_noise(
         parts["noise"], parts["run"].train_iters, parts["model"].dtype, found
     )
-    _check_across(parts, found)
-    found.faults += _wrong_algorithm(parts, values)
-    emulate = sections.get("emulate_npu", False)
-    if not isinstance(emulate, bool):
-        found.faults.append(f"emulate_npu = {emulate!r} must be true or false")
-    engine = str(sections.get("engine"))
-    return Recipe(engine=engine, emulate_npu=emulate is True, **parts, sections=sections), found
+    found.faults += conflicts(parts, values)
+    emulate_npu = raw.get("emulate_npu", False)
+    if not isinstance(emulate_npu, bool):
+        message = f"emulate_npu = {emulate_npu!r} must be true or false"
+        found.faults.append(Fault("value", message, "emulate_npu"))
+    recipe = Recipe(str(raw.get("engine")), emulate_npu is True, **parts, sections=raw)
+    return recipe, found
 
 
 # ---- names ----
@@ -124,258 +123,137 @@ def key_of(part: type, name: str) -> str | None:
     return f"{part.section}.{name}" if hasattr(part, "section") else None
 
 
-def _unknown_key(key: Any, section: str) -> str:
-    """The sentence for an unknown key, with the nearest known ones of its section and of all."""
-    near = [
-        name.removeprefix(f"{section}.")
-        for name in nearest(f"{section}.{key}", {}, {"": TOP_LEVEL, **known_keys()})
-    ]
-    return f"unknown key in {section}: {key!r}" + (
-        f", did you mean {' or '.join(map(repr, near))}?" if near else ""
-    )
+def _unknown_key(name: Any, section: str) -> Fault:
+    """The fault of an unknown key, with the nearest known ones of its section and of all."""
+    near = nearest(f"{section}.{name}", {}, {"": TOP_LEVEL, **known_keys()})
+    names = [key.removeprefix(f"{section}.") for key in near]
+    message = f"unknown key in {section}: {name!r}{guess(names)}"
+    return Fault("unknown", message, f"{section}.{name}")
 
 
-def _sections(raw: Mapping[str, Any], found: Found) -> dict[str, Any]:
-    """`raw` with an empty mapping for every section that is missing or none; faults for unknown
-    sections and keys.
-    """
-    sections = {str(name): value for name, value in raw.items()}
-    for name in sorted(sections.keys() - set(TOP_LEVEL)):
-        found.faults.append(
-            "section 'gsm8k' is called 'task' now"
-            if name == "gsm8k"
-            else unknown("section", name, TOP_LEVEL)
-        )
-    sections.setdefault(
-        "task", sections.pop("gsm8k", None)
-    )  # the config of an earlier run can still be read
-    for name in ("model", *UPSTREAM_SECTIONS, *OWN_SECTIONS):
-        value = sections.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            found.faults.append(f"section {name} must be a mapping, not {value!r}")
-        sections[name] = dict(value) if isinstance(value, Mapping) else {}
-    for name, known in known_keys().items():
-        given = at(name, sections)
-        if isinstance(given, Mapping):
-            found.faults += [_unknown_key(key, name) for key in given if key not in known]
-        elif given is not None:
-            found.faults.append(f"{name} = {given!r} must be dict")
-    return sections
-
-
-def _check_models(sections: Mapping[str, Any], found: Found) -> None:
-    """Faults of a section model that is none, and of a named model that is not in it."""
-    models = sections["model"]
-    if not all(isinstance(sizes, Mapping) for sizes in models.values()):
-        found.faults.append(f"section model = {models!r} must be a mapping of names to sizes")
-    for section in ("megatron_training", "actor_config"):
-        name = sections[section].get("model")
+def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Fault]:
+    """Faults of sections, keys and models that nobody knows, and of sections that are none."""
+    for name in raw:
+        if name not in TOP_LEVEL:
+            yield Fault("unknown", unknown("section", name, TOP_LEVEL), str(name))
+    for name in ("model", *known_keys()):
+        section = at(name, raw)
+        if section is None:
+            continue
+        if not isinstance(section, Mapping):
+            yield Fault("value", f"section {name} = {section!r} must be a mapping", name)
+        elif name != "model":
+            yield from (_unknown_key(key, name) for key in section if key not in known_keys()[name])
+    models = Values(raw).section("model")
+    for name, sizes in models.items():
+        if not isinstance(sizes, Mapping):
+            message = f"model.{name} = {sizes!r} must be a mapping of sizes"
+            yield Fault("value", message, f"model.{name}")
+    for key in ("megatron_training.model", "actor_config.model"):
+        name = at(key, raw)
         if name is not None and name not in map(str, models):
-            found.faults.append(f"{section}.model: {unknown('model', name, map(str, models))}")
+            yield Fault("unknown", f"{key}: {unknown('model', name, map(str, models))}", key)
 
 
 # ---- values ----
 
 
-def _part(kind: type, values: Values, found: Found) -> Any:
+def _part(kind: type, values: Values, faults: list[Fault]) -> Any:
     """The part `kind`; a fault for each value that is of the wrong type or out of range, and its
     default instead.
     """
     given, places = {}, {}
-    for field_name, info in kind.__pydantic_fields__.items():
-        if (key := key_of(kind, field_name)) is None:
+    for name, info in kind.__pydantic_fields__.items():
+        if (key := key_of(kind, name)) is None:
             continue
-        places[field_name], value = values.get(key)
+        places[name], value = values.get(key)
         extra = info.json_schema_extra
-        null = (
-            not extra and field_name in values.sections[kind.section]
-        )  # in a section of ours it is a value
-        if value is not None or null and info.default is not None:
-            given[field_name] = value
+        # in a section of ours null is a value
+        is_null = not extra and name in values.section(kind.section) and info.default is not None
+        if value is not None or is_null:
+            given[name] = value
         elif extra and extra["required"]:
-            found.faults.append(f"{places[field_name]} is missing")
+            faults.append(Fault("missing", f"{places[name]} is missing", places[name]))
     try:
         return kind(**given)
     except ValidationError as error:
-        wrong = {
-            each["loc"][0]: each for each in reversed(error.errors())
-        }  # of each field the first
-        for field_name, each in wrong.items():
-            words = [
-                f", or {other['ctx']['expected']}"
-                for other in error.errors()
-                if other["loc"][0] == field_name
-                and other["type"] == "literal_error" != each["type"]
-            ]
-            found.faults.append(
-                _sentence(places[field_name], field_name, given[field_name], each) + "".join(words)
-            )
-        return kind(
-            **{field_name: value for field_name, value in given.items() if field_name not in wrong}
-        )
+        errors: dict[str, list[Any]] = {}
+        for each in error.errors():
+            if each["loc"][0] in given:  # else a default that follows from a value at fault
+                errors.setdefault(each["loc"][0], []).append(each)
+        for name, of_field in errors.items():
+            faults.append(_value_fault(places[name], name, of_field))
+        return kind(**{name: value for name, value in given.items() if name not in errors})
 
 
-def _sentence(place: str, name: str, value: Any, error: Mapping[str, Any]) -> str:
-    """One of pydantic's errors in our words."""
-    kind, limits, item = error["type"], error.get("ctx") or {}, error["input"]
-    if value is None:
-        return f"{place} may not be null"
-    if isinstance(item, bool) and kind in ("string_type", "literal_error"):
-        return f"{place} = {item} must be a word: YAML reads yes, no, on and off as true or false, but not in quotes"
-    if kind == "literal_error":
-        choices = [
-            choice.strip("' ") for choice in limits["expected"].replace(" or ", ", ").split(", ")
-        ]
-        return f"{place}: {unknown(name, item, choices)}"
-    for index in error["loc"][1:]:
-        if isinstance(index, int):  # else of a number or a word, the number
-            place, value = f"{place}[{index}]", item
-    if kind == "finite_number":
-        return f"{place} = {value} must be finite"
-    if bound := next((word for word in BOUNDS if word in limits), None):
-        return f"{place} = {value} must be {BOUNDS[bound]} {limits[bound]:g}"
-    if kind == "value_error":
-        return f"{place} = {value!r} {limits['error']}"
-    wanted = TYPES.get(kind, error["msg"][0].lower() + error["msg"][1:])
-    return f"{place} = {value!r} must be {wanted}"
+def _value_fault(place: str, name: str, errors: Sequence[Mapping[str, Any]]) -> Fault:
+    """The fault of the value at `place`, by pydantic's errors: one, or one for each type of a
+    union.
+    """
+    first, value = errors[0], errors[0]["input"]
+    indices = [f"[{index}]" for index in first["loc"][1:] if isinstance(index, int)]
+    item = place + "".join(indices)
+    is_word = first["type"] in ("literal_error", "string_type")
+    fix = YES_AND_NO if is_word and isinstance(value, bool) else ""
+    if first["type"] == "literal_error":
+        choices = re.findall("'([^']+)'", first["ctx"]["expected"])
+        return Fault("unknown", f"{place}: {unknown(name, value, choices)}", place, fix)
+    rules = [_rule(each) for each in errors if each["input"] is value]
+    return Fault("value", f"{item} = {value!r} must be {', or '.join(rules)}", place, fix)
 
 
-def _derived_batch(parts: Mapping[str, Any], values: Values, found: Found) -> Any:
-    """The batch with what follows where a key is left out."""
-    batch, sampling = parts["batch"], parts["sampling"]
-    longest = sampling.max_prompt_length + sampling.max_tokens
-    trained = parts["selection"].filter_groups_train_batch_size
-    prompts = trained if parts["selection"].filter_groups_enable else batch.global_batch_size
-    follows = {
-        "mini_batch_size": ("rl_config.mini_batch_size", prompts),
-        "seq_length": ("megatron.seq_length", longest),
-        "max_model_len": ("generate_config.max_model_len", longest),
-    }
-    derived = {name: value for name, (key, value) in follows.items() if values.get(key)[1] is None}
-    dispatch = {}
-    for name in DISPATCH:
-        place, dispatch[name] = values.get(f"rl_config.{name}")
-        if dispatch[name] is not None and (type(dispatch[name]) is not int or dispatch[name] < 1):
-            found.faults.append(
-                f"{place} = {dispatch[name]!r} must be a whole number of at least 1"
-            )
-            dispatch[name] = None
-    return replace(batch, **derived, dispatch=dispatch)
+def _rule(error: Mapping[str, Any]) -> str:
+    """The rule that a value breaks, as `must be` goes on."""
+    if words := RULES.get(error["type"]):
+        return words.format(**error.get("ctx", {}))
+    return re.sub("^(Value error, must|Input should) be ", "", error["msg"])
 
 
-def _derived_selection(parts: Mapping[str, Any], values: Values) -> Any:
-    """The selection with what follows where a key is left out."""
-    follows = {
-        "filter_groups_train_batch_size": parts["batch"].global_batch_size,
-        "rollout_max_tokens": parts["sampling"].max_tokens,
-    }
-    return replace(
-        parts["selection"],
-        **{
-            name: value
-            for name, value in follows.items()
-            if values.get(f"rl_config.{name}")[1] is None
-        },
+def _fill_in(parts: dict[str, Any], values: Values) -> None:
+    """Give keys that are left out the value that follows from another part's."""
+    sampling, selection = parts["sampling"], parts["selection"]
+    prompts = parts["batch"].global_batch_size
+    selection = parts["selection"] = _followed(
+        selection,
+        values,
+        filter_groups_train_batch_size=prompts,
+        rollout_max_tokens=sampling.max_tokens,
     )
-
-
-# ---- across fields ----
-
-
-def _check_across(parts: Mapping[str, Any], found: Found) -> None:
-    """Faults of values that do not go together."""
-    batch, sampling, evaluation, optimizer = (
+    if selection.filter_groups_enable:
+        prompts = selection.filter_groups_train_batch_size
+    parts["batch"] = _followed(
         parts["batch"],
-        parts["sampling"],
-        parts["evaluation"],
-        parts["optimizer"],
+        values,
+        mini_batch_size=prompts,
+        seq_length=sampling.longest,
+        max_model_len=sampling.longest,
     )
-    names, weights = len(parts["task"].verifier_function), len(parts["task"].verifier_weight)
-    if names != weights or not names:
-        found.faults.append(
-            f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
-            "long as each other, of at least one"
-        )
-    if sampling.max_prompt_length + sampling.max_tokens > batch.max_model_len:
-        found.faults.append(
-            f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
-            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = {batch.max_model_len}"
-        )
-    if batch.samples_per_prompt < 2:
-        found.faults.append(
-            f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
-            "compares the answers to one prompt"
-        )
-    if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
-        found.faults.append(
-            "eval.temperature = 0 with eval.samples_per_problem = "
-            f"{evaluation.samples_per_problem}: it must be above 0, or 0 (greedy) with 1 sample"
-        )
-    if optimizer.min_lr > optimizer.lr:
-        found.faults.append(
-            f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = "
-            f"{optimizer.min_lr}"
-        )
+    parts["algorithm"] = _followed(
+        parts["algorithm"], values, loss_scale_factor=float(sampling.max_tokens)
+    )
 
 
-def _wrong_algorithm(parts: Mapping[str, Any], values: Values) -> Iterator[str]:
-    """Faults of options of the algorithm that exclude each other."""
-    algorithm, correction, selection = parts["algorithm"], parts["correction"], parts["selection"]
-    batch, max_tokens = parts["batch"], parts["sampling"].max_tokens
-    if correction.method == "sequence_tis" and algorithm.loss_mode == "cispo":
-        yield (
-            "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO "
-            "weighs each token by a ratio of its own, and an answer's would undo its bound. Take "
-            "token_tis, or loss_mode=vanilla"
-        )
-    if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
-        yield (
-            "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
-            "the rewards, and pays for the reference: set init_kl_coef above 0, or "
-            "use_kl_in_reward=false"
-        )
-    if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
-        yield (
-            "rl_config.token_level_loss = true with algorithm.loss_agg_mode = "
-            f"{algorithm.loss_agg_mode!r}: leave one of them out; token_level_loss is token-mean"
-        )
-    if selection.overlong_buffer_enable and not 1 <= selection.overlong_buffer <= max_tokens:
-        yield (
-            f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
-            f"must be between 1 and sampling max_tokens = {max_tokens}: it is the tokens before "
-            "the limit that cost reward. rl_config.overlong_buffer_enable=false switches it off"
-        )
-    if selection.overlong_buffer_enable and selection.rollout_max_tokens != max_tokens:
-        yield (
-            f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
-            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out"
-        )
-    if not selection.filter_groups_enable:
-        return
-    if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
-        yield (
-            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a "
-            "step asks is not known before, so neither is how many steps are a pass over the "
-            "data. Give a number of steps"
-        )
-    wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
-    if 0 < batches * batch.global_batch_size < wanted:
-        yield (
-            f"rl_config.filter_groups_train_batch_size = {wanted} prompts cannot come from "
-            f"filter_groups_max_batches = {batches} batches of megatron_training.global_batch_size "
-            f"= {batch.global_batch_size}"
-        )
-    if wanted % batch.mini_batch_size:
-        yield (
-            f"rl_config.filter_groups_train_batch_size = {wanted} prompts must be a multiple of "
-            f"rl_config.mini_batch_size = {batch.mini_batch_size}"
-        )
-    metric = selection.filter_groups_metric
-    if metric is not None and metric not in parts["task"].verifier_function:
-        yield (
-            "rl_config.filter_groups_metric: "
-            + unknown("verifier of verifier_function", metric, parts["task"].verifier_function)
-        )
+def _followed(part: Any, values: Values, **follows: Any) -> Any:
+    """`part` with the values of `follows` whose keys are left out."""
+    for name, value in follows.items():
+        if values.get(key_of(type(part), name))[1] is None:
+            part = replace(part, **{name: value})
+    return part
+
+
+def _dispatch(values: Values, faults: list[Fault]) -> dict[str, int | None]:
+    sizes = {}
+    for name in DISPATCH:
+        place, size = values.get(f"rl_config.{name}")
+        if size is not None and (type(size) is not int or size < 1):
+            message = f"{place} = {size!r} must be a whole number of at least 1"
+            faults.append(Fault("value", message, place))
+            size = None
+        sizes[name] = size
+    return sizes
+
+
+# ---- noise ----
 
 
 def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:
@@ -391,7 +269,7 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
     except (ValueError, TypeError, OSError) as error:
-        found.faults.append(f"aqn: {error}")
+        found.faults.append(Fault("value", f"aqn: {error}", "aqn"))
         return noise
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")

@@ -13,31 +13,25 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
-from mindspeed_qerl.recipe.fields import AS_KINDS, AS_NAMES, Float, Names, Size, key, part
+from mindspeed_qerl.recipe.features import (
+    MAX_STEPS,
+    Correction,
+    HardwareError,
+    Noise,
+    Quantization,
+)
+from mindspeed_qerl.recipe.fields import AS_NAMES, Float, Names, Size, key, part
 from mindspeed_qerl.recipe.layout import Layout
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-HARDWARE_ERRORS = (
-    "gaussian",
-    "bf16_blocks",
-    "reordered",
-    "silu_table",
-)  # local/hardware_error.py has the formulas
-ROLLOUT_FORMATS = (
-    "none",
-    "int8_w8a8",
-    "fp8",
-    "mxfp8",
-    "mxfp4",
-    "nvfp4",
-)  # quantization/formats.py has the numerics
-DISPATCH = tuple(
-    f"{name}_dispatch_size"
-    for name in "actor_rollout actor_logprob ref reward adv actor_update".split()
+DISPATCH = (
+    "actor_rollout_dispatch_size",
+    "actor_logprob_dispatch_size",
+    "ref_dispatch_size",
+    "reward_dispatch_size",
+    "adv_dispatch_size",
+    "actor_update_dispatch_size",
 )
-Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
-MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
 
 
 @part
@@ -48,31 +42,31 @@ class Model:
 
     path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
-    load: str | None = key(
-        "megatron.load"
-    )  # base weights in Megatron's format; the local engine reads `path`'s
+    # base weights in Megatron's format; the local engine reads `path`'s
+    load: str | None = key("megatron.load")
     arguments: Mapping[Any, Any] = Field(default_factory=dict)
 
 
 @part
 class Batch:
-    """Sizes count prompts, but micro-batch and dispatch sizes answers; None follows from the
-    others.
+    """Sizes count prompts, but micro-batch and dispatch sizes answers. `seq_length` and
+    `max_model_len` of a config that leaves them out are the longest prompt and answer.
     """
 
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
-    mini_batch_size: Size = key("rl_config.mini_batch_size", 64)  # left out: the global batch
+    mini_batch_size: Size = key(
+        "rl_config.mini_batch_size", default_factory=lambda batch: batch["global_batch_size"]
+    )
     samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=1)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
     actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
     epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
-    dispatch: Mapping[str, int | None] = Field(
-        default_factory=dict
-    )  # the keys DISPATCH; None: upstream's default
+    # the keys DISPATCH; None: upstream's default
+    dispatch: Mapping[str, int | None] = Field(default_factory=dict)
     guarantee_order: bool = key("rl_config.guarantee_order", True)
-    seq_length: Size = key("megatron.seq_length", 2560)  # left out: prompt and answer
-    max_model_len: Size = key("generate_config.max_model_len", 2560)  # left out: prompt and answer
+    seq_length: Size = key("megatron.seq_length", 2560)
+    max_model_len: Size = key("generate_config.max_model_len", 2560)
     max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)
     use_remove_padding: bool = key("rl_config.use_remove_padding", False)
     reset_attention_mask: bool = key("megatron.reset_attention_mask", False)
@@ -112,15 +106,13 @@ class Algorithm:
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
-    loss_scale_factor: Float | None = Field(
-        None, gt=0
-    )  # of seq-mean-token-sum-norm; None: sampling max_tokens
+    # of seq-mean-token-sum-norm; None: sampling max_tokens
+    loss_scale_factor: Float | None = Field(None, gt=0)
     mask_truncated_completions: bool = False  # TRL's: answers that were cut off are not trained
     clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
     clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
-    clip_ratio_low: Float = key(
-        "rl_config.clip_ratio_low", 0.2, ge=0
-    )  # DAPO's: ratio in [1 - low, 1 + high]
+    # DAPO's: ratio in [1 - low, 1 + high]
+    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)
     clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
     clip_ratio_c: Float | None = Field(None, gt=1)  # dual clip; None: off
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
@@ -150,29 +142,24 @@ class Algorithm:
 @part
 class Selection:
     """Which groups are trained, and what length costs: DAPO's dynamic sampling and overlong
-    shaping.
+    shaping. Of a config that leaves them out, `filter_groups_train_batch_size` is the global batch
+    and `rollout_max_tokens` sampling max_tokens.
     """
 
     filter_groups_enable: bool = key("rl_config.filter_groups_enable", False)
-    filter_groups_metric: str | None = key(
-        "rl_config.filter_groups_metric"
-    )  # a verifier; None: the whole reward
-    filter_groups_max_batches: int = key(
-        "rl_config.filter_groups_max_batches", 1
-    )  # 0 or less: no limit
-    filter_groups_train_batch_size: Size = key(
-        "rl_config.filter_groups_train_batch_size", 1
-    )  # prompts trained a step
+    # a verifier; None: the whole reward
+    filter_groups_metric: str | None = key("rl_config.filter_groups_metric")
+    # 0 or less: no limit, on the local engine only
+    filter_groups_max_batches: int = key("rl_config.filter_groups_max_batches", 1)
+    # prompts trained a step
+    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 1)
     overlong_buffer_enable: bool = key("rl_config.overlong_buffer_enable", False)
-    overlong_buffer: int = key(
-        "rl_config.overlong_buffer", 0, ge=0
-    )  # tokens before rollout_max_tokens that cost
+    # tokens before rollout_max_tokens that cost
+    overlong_buffer: int = key("rl_config.overlong_buffer", 0, ge=0)
     overlong_buffer_penalty_factor: Float = key(
         "rl_config.overlong_buffer_penalty_factor", 1.0, ge=0
     )
-    rollout_max_tokens: Size = key(
-        "rl_config.rollout_max_tokens", 128
-    )  # left out: sampling max_tokens
+    rollout_max_tokens: Size = key("rl_config.rollout_max_tokens", 128)
 
 
 @part
@@ -194,9 +181,8 @@ class Optimizer:
         "megatron.recompute_granularity"
     )
     recompute_method: Literal["block", "uniform"] | None = key("megatron.recompute_method")
-    recompute_num_layers: Size | None = key(
-        "megatron.recompute_num_layers"
-    )  # of each pipeline stage; None: all
+    # of each pipeline stage; None: all
+    recompute_num_layers: Size | None = key("megatron.recompute_num_layers")
 
 
 @part
@@ -207,9 +193,13 @@ class Sampling:
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
     temperature: Float = key("sampling_config.temperature", 1.0, gt=0)
-    max_prompt_length: Size = key(
-        "rl_config.max_prompt_length", 512
-    )  # tokens; rows with longer prompts are left out
+    # tokens; rows with longer prompts are left out
+    max_prompt_length: Size = key("rl_config.max_prompt_length", 512)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and answer."""
+        return self.max_prompt_length + self.max_tokens
 
 
 @part
@@ -235,108 +225,6 @@ class LoRA:
 
 
 @part
-class Noise:
-    """AQN: noise on the RMSNorm weights of the rollout model (docs/aqn.md)."""
-
-    section: ClassVar[str] = "aqn"
-    enabled: bool = False
-    schedule: Literal[KINDS] = "exponential"
-    sigma_start: Float = 0.05
-    sigma_end: Float = 0.0005
-    num_stages: int = Field(10, le=MAX_STEPS)
-    targets: Any = "auto"
-    exclude: Names = ()
-    restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
-    multipliers: Mapping[Any, Any] | None = (
-        None  # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
-    )
-    multipliers_file: str | None = (
-        None  # more of them, YAML or JSON: a measured profile {layer: multiplier}
-    )
-    seed: int | None = None  # None: the run's
-    factors: tuple[tuple[str, float], ...] = key(
-        None, ()
-    )  # the multipliers of both, as `NoiseInjector` takes them
-
-    def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
-        """The schedule over a run of `total_steps`; ValueError if a value is out of range.
-
-        Args:
-            epoch: steps of one pass over the training rows; None: not known yet, the whole run
-                counts as one.
-        """
-        restart = epoch or total_steps if self.restart_every == "epoch" else self.restart_every
-        return NoiseSchedule(
-            kind=self.schedule,
-            sigma_start=self.sigma_start,
-            sigma_end=self.sigma_end,
-            num_stages=self.num_stages,
-            total_steps=total_steps,
-            restart_every=restart,
-        )
-
-
-@part
-class Correction:
-    """Importance weights for answers that another policy sampled (algorithm/corrections.py)."""
-
-    section: ClassVar[str] = "rollout_correction"
-    method: Literal["none", "token_tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
-    cap: Float = Field(2.0, ge=1)  # below 1 even answers of the policy itself would count for less
-    floor: Float = Field(0.5, ge=0, le=1)  # of icepop and geometric_mask
-    warn_below: Float = Field(
-        0.5, ge=0, le=1
-    )  # effective sample size of tokens that is warned of, with AQN on
-
-
-@part
-class Quantization:
-    """What the linear layers of the rollout model are rounded to (docs/quantization.md); training
-    is not.
-    """
-
-    section: ClassVar[str] = "rollout_quantization"
-    format: Literal[ROLLOUT_FORMATS] = "none"
-    lora: Literal["merged", "beside"] = (
-        "merged"  # the merged weights at each sync; the base alone, as QeRL does
-    )
-    ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantised
-    evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
-    probe_answers: int = Field(
-        0, ge=0
-    )  # of each step, by which the effects of format and noise are told apart
-
-    @property
-    def enabled(self) -> bool:
-        return self.format != "none"
-
-
-@part
-class HardwareError:
-    """Which side of a run on the local engine computes as other hardware would, and how
-    (docs/hardware_error.md).
-    """
-
-    section: ClassVar[str] = "hardware_error"
-    rollout: Kinds = ()
-    training: Kinds = ()
-    evaluation: Kinds = ()
-    gaussian_std: Float = Field(0.05, gt=0, lt=1)  # relative error of each element
-    block: Size = 64  # length of the blocks that are summed
-
-    def arguments(
-        self, side: Literal["rollout", "training", "evaluation"]
-    ) -> dict[str, Any] | None:
-        """For `HardwareErrorMode`; None if this side computes as it is."""
-        kinds = getattr(self, side)
-        return (
-            {"kinds": kinds, "gaussian_std": self.gaussian_std, "block": self.block}
-            if kinds
-            else None
-        )
-
-
-@part
 class Task:
     """Rows with prompts and gold answers; whether there is such a reward is the task's to say
     (tasks/rewards.py).
@@ -347,12 +235,12 @@ class Task:
     test_file: str = ""
     prompt: Literal["chat", "plain"] = "chat"
     allow_overlap: bool = False  # test questions among the training questions
-    data_path: str = key(
-        "megatron.data_path", ""
-    )  # the packed training rows that upstream's trainer reads
+    # the packed training rows that upstream's trainer reads
+    data_path: str = key("megatron.data_path", "")
     verifier_function: Names = key("rl_config.verifier_function", ("gsm8k",))
     verifier_weight: Annotated[tuple[Float, ...], AS_NAMES] = key(
-        "rl_config.verifier_weight", (1.0,)
+        "rl_config.verifier_weight",
+        default_factory=lambda task: (1.0,) * len(task["verifier_function"]),
     )
 
     @property
@@ -383,9 +271,8 @@ class Run:
 
     section: ClassVar[str] = "run"
     train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
-    save_interval: Size | None = key(
-        "megatron.save_interval"
-    )  # steps; there is always one after the last
+    # steps; there is always one after the last
+    save_interval: Size | None = key("megatron.save_interval")
     seed: int = key("megatron.seed", 1, ge=0)
     root: str = "runs"
     name: str | None = None
@@ -393,10 +280,9 @@ class Run:
     tensorboard: bool = True
     wandb_project: str | None = None
     rollout_samples: int = Field(8, ge=0)
-    prove_every: Size = (
-        50  # steps from one proof that the adapters are in the rollout engine to the next
-    )
-    accepted_checks: Names = ()  # checks of the preflight that may fail (docs/preflight.md)
+    # steps from one proof that the adapters are in the rollout engine to the next
+    prove_every: Size = 50
+    accepted_checks: Names = ()  # checks of the preflight that may fail (docs/troubleshooting.md)
 
 
 @part
@@ -430,7 +316,7 @@ class Npu:
 
 @part
 class Rehearsal:
-    """Try a config for NPUs here (docs/rehearsal.md): a narrow model made below `models`; the
+    """Try a config for NPUs here (docs/ascend.md): a narrow model made below `models`; the
     fewest `layers` are one on each stage, or two of its virtual stages.
     """
 
@@ -477,23 +363,23 @@ class Recipe:
         `Noise.noise_schedule`.
         """
         noise = self.noise
-        return (
-            dict(
-                schedule=noise.noise_schedule(self.run.train_iters, epoch),
-                targets=noise.targets,
-                exclude=noise.exclude,
-                multipliers=noise.factors,
-                seed=self.run.seed if noise.seed is None else noise.seed,
-            )
-            if noise.enabled
-            else None
-        )
+        if not noise.enabled:
+            return None
+        return {
+            "schedule": noise.noise_schedule(self.run.train_iters, epoch),
+            "targets": noise.targets,
+            "exclude": noise.exclude,
+            "multipliers": noise.factors,
+            "seed": self.run.seed if noise.seed is None else noise.seed,
+        }
 
     @property
     def data_files(self) -> dict[str, str]:
         """The files whose hashes a run keeps, by label, as far as both engines have them."""
-        profile = self.noise.enabled and self.noise.multipliers_file
-        return {"test": self.task.test_file, **({"aqn_multipliers": profile} if profile else {})}
+        files = {"test": self.task.test_file}
+        if self.noise.enabled and self.noise.multipliers_file:
+            files["aqn_multipliers"] = self.noise.multipliers_file
+        return files
 
 
 PARTS: dict[str, type] = {

@@ -12,11 +12,11 @@ from mindspeed_qerl.recipe.types import PARTS, Recipe
 
 
 def to_config(recipe: Recipe) -> dict[str, Any]:
-    """The sections of `recipe`: as they were read, with every value that the recipe holds, also
-    where a key was left out. So no engine's own default comes between.
+    """The config of `recipe`: as it was read, with every value that the recipe holds, also where a
+    key was left out. So no engine's own default comes between.
     """
-    sections = copy.deepcopy(dict(recipe.sections))
-    values = Values(sections)
+    config = copy.deepcopy(dict(recipe.sections))
+    values = Values(config)
     for name, kind in PARTS.items():
         if name == "lora" and not recipe.lora.targets:
             continue
@@ -25,7 +25,7 @@ def to_config(recipe: Recipe) -> dict[str, Any]:
                 _put(values, key, getattr(getattr(recipe, name), field))
     for name, size in recipe.batch.dispatch.items():
         _put(values, f"rl_config.{name}", size)
-    return {**sections, "engine": recipe.engine, "emulate_npu": recipe.emulate_npu}
+    return {**config, "engine": recipe.engine, "emulate_npu": recipe.emulate_npu}
 
 
 def _put(values: Values, key: str, value: Any) -> None:
@@ -34,12 +34,19 @@ def _put(values: Values, key: str, value: Any) -> None:
     """
     place, before = values.get(key)
     section, _, last = place.rpartition(".")
-    value = list(value) if isinstance(value, tuple) else value
     if last == "num_layer_list":
         value = ",".join(map(str, value)) or None
-    if value is None and before is None or value == before:
+    elif isinstance(value, tuple):
+        value = list(value)
+    elif isinstance(value, Mapping):
+        value = dict(value)
+    if value == before:
         return
-    target = values.sections
-    for step in ("megatron_training",) if section.startswith("model.") else section.split("."):
-        target = target.setdefault(step, {})
-    target[last] = dict(value) if isinstance(value, Mapping) else value
+    if section.startswith("model."):
+        section = "megatron_training"
+    target: Any = values.config
+    for step in section.split("."):
+        if target.get(step) is None:
+            target[step] = {}
+        target = target[step]
+    target[last] = value

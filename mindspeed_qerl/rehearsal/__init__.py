@@ -1,5 +1,5 @@
 """Rehearse a config for NPUs on this machine: its layout and arithmetic with a narrow model, for a
-few steps (docs/rehearsal.md).
+few steps (docs/ascend.md).
 """
 
 from mindspeed_qerl.rehearsal.prepare import prepare

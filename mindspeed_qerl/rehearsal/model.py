@@ -35,18 +35,21 @@ def narrow(shape: ModelShape, layout: Layout, layers: int) -> ModelShape:
     their top-k stay.
     """
     widths = math.lcm(layout.tp, layout.infer_tp)
-    shared, expert = shape.shared_expert_intermediate_size, shape.moe_intermediate_size
+    hidden = shape.num_attention_heads * HEAD_DIM
+    if family_of(shape).own_head_dim:
+        hidden = 2 * HEAD_DIM
+    # as many times an expert's width as in the real model, to a multiple that is divided
+    shared = shape.shared_expert_intermediate_size
+    if shared:
+        shared = EXPERT_WIDTH * widths * math.ceil(shared / shape.moe_intermediate_size / widths)
     return replace(
         shape,
         num_hidden_layers=layers,
         head_dim=HEAD_DIM,
-        hidden_size=2 * HEAD_DIM
-        if family_of(shape).own_head_dim
-        else shape.num_attention_heads * HEAD_DIM,
+        hidden_size=hidden,
         intermediate_size=shape.intermediate_size and EXPERT_WIDTH * widths,
         moe_intermediate_size=shape.moe_intermediate_size and EXPERT_WIDTH,
-        shared_expert_intermediate_size=shared
-        and EXPERT_WIDTH * widths * math.ceil(shared / expert / widths),
+        shared_expert_intermediate_size=shared,
         vocab_size=math.lcm(VOCABULARY, widths),
         max_position_embeddings=4096,
     )
@@ -57,22 +60,17 @@ def make_model(shape: ModelShape, rows: Sequence[Row], root: Path) -> Path:
     tokenizer learns from the messages of `rows`, and the numbers that it says are their commonest
     answers.
     """
-    task = hashlib.sha256(
-        json.dumps([(row.messages, row.answer) for row in rows]).encode()
-    ).hexdigest()
-    recipe = json.dumps({"version": VERSION, "task": task, **asdict(shape)}, sort_keys=True)
-    directory = root / f"{shape.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    rows_text = json.dumps([(row.messages, row.answer) for row in rows])
+    task = hashlib.sha256(rows_text.encode()).hexdigest()
+    made_of = json.dumps({"version": VERSION, "task": task, **asdict(shape)}, sort_keys=True)
+    directory = root / f"{shape.name}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory
+    size = f"{shape.num_hidden_layers} layers, {shape.hidden_size} wide"
+    print(f"Making {directory}: {size}, random weights", flush=True)
     with new_directory(directory) as making:
-        print(
-            f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
-            "random weights",
-            flush=True,
-        )
-        tokenizer = train_tokenizer(
-            [turn["content"] for row in rows for turn in row.messages], shape.vocab_size
-        )
+        texts = [turn["content"] for row in rows for turn in row.messages]
+        tokenizer = train_tokenizer(texts, shape.vocab_size)
         _random_model(shape, tokenizer, [row.answer for row in rows]).save_pretrained(making)
         tokenizer.save_pretrained(making)
     return directory
@@ -132,19 +130,14 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
         common = {f" {answer}" for answer, _ in Counter(answers).most_common(8)}
         numbers = [token for token in range(len(tokenizer)) if tokenizer.decode([token]) in common]
         empty = [{"role": "user", "content": ""}]
-        last = tokenizer.apply_chat_template(empty, add_generation_prompt=True, return_dict=False)[
-            -1
-        ]
+        prompt = tokenizer.apply_chat_template(empty, add_generation_prompt=True, return_dict=False)
         direction = torch.nn.functional.normalize(torch.randn(shape.hidden_size), dim=0)
         embedding = model.get_input_embeddings().weight
-        embedding[last] += 4 * direction
-        embedding[numbers] += (
-            8 * direction
-        )  # tied: more than the last token, which is likest to itself
-        for (
-            name,
-            weight,
-        ) in model.named_parameters():  # many layers of random additions would drown it
+        embedding[prompt[-1]] += 4 * direction
+        # tied: more than the last token, which is likest to itself
+        embedding[numbers] += 8 * direction
+        # many layers of random additions would drown it
+        for name, weight in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
                 weight /= shape.num_hidden_layers
         if not shape.tie_word_embeddings:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
 from mindspeed_qerl.ascend.limits import faults_of_values, unfilled_blocks
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
-from mindspeed_qerl.layout.rules import broken
+from mindspeed_qerl.layout.rules import layout_faults
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found
-from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
+from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import read_rows
@@ -30,8 +31,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         found: by the reader of `recipe`.
 
     Raises:
-        ConfigError: what is wrong with `recipe` itself, every fault found: a layout that cannot
-            exist, a misspelt name, missing data, what the engine of NPUs would refuse.
+        ConfigError: all that is wrong with `recipe` itself: a layout that cannot exist, a misspelt
+            name, missing data, what the engine of NPUs would refuse.
     """
     engine, settings = engine_of(recipe), recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
@@ -41,26 +42,26 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += faults_of_values(recipe)
     found.faults += unfilled_blocks(recipe, plan.shape) if plan else []
     if not recipe.lora.targets:
-        found.faults.append(
-            "megatron_training.lora_target_modules is empty. Known: linear_qkv, linear_proj, "
-            "linear_fc1, linear_fc2"
-        )
+        key = "megatron_training.lora_target_modules"
+        message = f"{key} is empty. Known: {', '.join(LORA_TARGETS)}"
+        found.faults.append(Fault("unsupported", message, key))
     layers = plan and layers_to_rehearse(plan, settings.layers)
     if plan and settings.layers != "all" and layers % plan.layout.pp:
-        found.faults.append(
+        message = (
             f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
             f"{plan.layout.pp}"
         )
+        found.faults.append(Fault("conflict", message, "rehearsal.layers"))
     if engine.UPSTREAM and not recipe.emulate_npu:
-        found.faults.append(
+        message = (
             "rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
             "engine=local, which needs no upstream"
         )
+        found.faults.append(Fault("conflict", message, "rehearsal.enabled"))
     found.raise_faults()
     shape = narrow(plan.shape, plan.layout, layers)
-    if (
-        not engine.UPSTREAM
-    ):  # what it would refuse once the model is made; of the model it reads config.json alone
+    # what the local engine would refuse once the model is made; of it it reads config.json alone
+    if not engine.UPSTREAM:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
             small = engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))
@@ -76,17 +77,20 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
             f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
             f"{error}"
         ) from error
-    return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
+    small = engine.rehearsed(_small(recipe, directory), shape, rows, directory)
+    return replace(small, sections=to_config(small)), found
 
 
-def layers_to_rehearse(plan: Plan, asked: int | str) -> int:
+def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
     """The number that rehearsal.layers means: "fewest" are those that each rank needs to do what it
     will do; the layers of these models are all of one kind.
     """
-    if asked == "all":
+    if layers == "all":
         return plan.shape.num_hidden_layers
+    if layers != "fewest":
+        return layers
     virtual = plan.layout.layers_per_virtual_stage
-    return plan.layout.pp * (2 * virtual if virtual else 1) if asked == "fewest" else asked
+    return plan.layout.pp * (2 * virtual if virtual else 1)
 
 
 def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
@@ -94,11 +98,9 @@ def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
     try:
         plan = plan_of(recipe)
     except ConfigError as error:
-        found.faults += str(error).splitlines()
+        found.faults += [Fault("model", str(fault)) for fault in error.faults]
         return None
-    found.faults += [
-        f"layout: {rule.message} ({rule.rule}; {rule.source})" for rule in broken(plan)
-    ]
+    found.faults += layout_faults(plan)
     return plan
 
 
@@ -112,36 +114,29 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
     """`recipe` with the model in `directory`, few steps and short answers, and gsm8k where no
     verifier is left.
     """
-    settings, noise = recipe.rehearsal, recipe.noise
-    longest = recipe.sampling.max_prompt_length + settings.max_tokens
-    kept = [
-        verifier
-        for verifier in recipe.task.verifiers
-        if verifier[0] not in upstream_verifiers(recipe)
-    ]
+    settings, noise, layout = recipe.rehearsal, recipe.noise, recipe.layout
+    length = recipe.sampling.max_prompt_length + settings.max_tokens
+    batched = max(length, recipe.batch.max_num_batched_tokens)
+    lacking = upstream_verifiers(recipe)
+    kept = [verifier for verifier in recipe.task.verifiers if verifier[0] not in lacking]
     names, weights = zip(*kept or [("gsm8k", 1.0)])
     if noise.enabled:  # the first stage has no noise: at least the last step must have some
         noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
+    if settings.layers != "all":
+        layout = replace(layout, num_layer_list=())
+    root = Path(recipe.run.root) / "rehearsals"
     return replace(
         recipe,
         noise=noise,
+        layout=layout,
         model=replace(recipe.model, path=str(directory)),
-        layout=replace(
-            recipe.layout,
-            num_layer_list=recipe.layout.num_layer_list if settings.layers == "all" else (),
-        ),
         batch=replace(
-            recipe.batch,
-            seq_length=longest,
-            max_model_len=longest,
-            max_num_batched_tokens=max(longest, recipe.batch.max_num_batched_tokens),
+            recipe.batch, seq_length=length, max_model_len=length, max_num_batched_tokens=batched
         ),
         sampling=replace(recipe.sampling, max_tokens=settings.max_tokens),
         task=replace(recipe.task, verifier_function=names, verifier_weight=weights),
         evaluation=replace(
             recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems
         ),
-        run=replace(
-            recipe.run, train_iters=settings.steps, root=str(Path(recipe.run.root) / "rehearsals")
-        ),
+        run=replace(recipe.run, train_iters=settings.steps, root=str(root)),
     )

@@ -23,7 +23,8 @@ class RouteRecorder:
 
     Args:
         runner: vLLM's model runner, v1 (vllm/v1/worker/gpu_model_runner.py;
-            vllm_ascend/worker/model_runner_v1.py). max_len: most tokens of a request.
+            vllm_ascend/worker/model_runner_v1.py).
+        max_len: most tokens of a request.
     """
 
     def __init__(self, runner: Any, routers: Routers, max_len: int):
@@ -79,9 +80,7 @@ class RouteRecorder:
                 f"layer {layer} chose experts twice in one forward pass: its routes cannot be "
                 "recorded"
             )
-        if (
-            not self.chosen
-        ):  # the batch is put together by now, and not yet changed for the next pass
+        if not self.chosen:  # the batch is complete by now, and not yet changed for the next pass
             batch = self.runner.input_batch
             self.starts = {
                 request: int(batch.num_computed_tokens_cpu[row])
@@ -128,16 +127,15 @@ class RouteRecorder:
         the request whose positions were not all computed (its prompt's from a prefix cache?).
         """
         by_answer = {answer_of(request): request for request in self.routes}
-        found = []
+        routes: list[list[np.ndarray]] = []
         for output in outputs:
-            found.append([])
+            routes.append([])
             for answer in output.outputs:
-                request, tokens = (
-                    by_answer.get((output.request_id, answer.index)),
-                    len(output.prompt_token_ids),
-                )
-                tokens += max(len(answer.token_ids) - 1, 0)
-                known = self.known[request][:tokens] if request else np.zeros(tokens, dtype=bool)
+                request = by_answer.get((output.request_id, answer.index), "")
+                tokens = len(output.prompt_token_ids) + max(len(answer.token_ids) - 1, 0)
+                known = np.zeros(tokens, dtype=bool)
+                if request:
+                    known = self.known[request][:tokens]
                 if not known.all():
                     raise RuntimeError(
                         f"request {output.request_id}, answer {answer.index}: no routes for "
@@ -145,5 +143,5 @@ class RouteRecorder:
                         f"{np.argmin(known)}. Were they read from a prefix cache, or was the "
                         "request aborted?"
                     )
-                found[-1].append(self.routes[request][:tokens].copy())
-        return found
+                routes[-1].append(self.routes[request][:tokens].copy())
+        return routes

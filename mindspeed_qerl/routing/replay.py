@@ -22,10 +22,11 @@ class MicroBatch:
     position by position. Tensor parallel ranks all have all of them.
 
     Attributes:
-        routes: [rows, layers, top_k], integers; None: nothing is replayed, only recorded. known:
-            bool [rows], False where a token keeps the trainer's own choice: padding, and a
-            sequence's last token. chosen: what each of this rank's layers computed with, int64
-            [rows or this rank's share of them, top_k].
+        routes: [rows, layers, top_k], integers; None: nothing is replayed, only recorded.
+        known: bool [rows], False where a token keeps the trainer's own choice: padding, and a
+            sequence's last token.
+        chosen: what each of this rank's layers computed with, int64 [rows or this rank's share of
+            them, top_k].
     """
 
     routes: torch.Tensor | None
@@ -74,9 +75,9 @@ class RouteReplay:
 
     Args:
         model: its routers are megatron-core's TopKRouter, whoever patched it: this goes on each
-            object, last. tp_rank, tp_size: tensor parallel ranks decide for a share of the rows
-            each (sequence parallelism), or each for
-            all (dispatcher alltoall_seq).
+            object, last.
+        tp_rank, tp_size: tensor parallel ranks decide for a share of the rows each (sequence
+            parallelism), or each for all (dispatcher alltoall_seq).
     """
 
     def __init__(self, model: nn.Module, routers: Routers, tp_rank: int = 0, tp_size: int = 1):
@@ -222,7 +223,8 @@ def routing_metrics(counts: Mapping[int, Counts], routers: Routers) -> dict[str,
     otherwise, in all and by layer. RuntimeError that names a layer where other tokens were replayed
     than in the first one.
 
-    >>> routing_metrics({0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}, Routers((0, 1), experts=8, top_k=2))
+    >>> routers = Routers((0, 1), experts=8, top_k=2)
+    >>> routing_metrics({0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}, routers)
     {'routing/replayed_tokens': 3, 'routing/native_tokens': 1, 'routing/flipped': 0.25, \
 'routing/flipped/layer_0': 0.5, 'routing/flipped/layer_1': 0.0}
     """

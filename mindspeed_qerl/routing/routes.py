@@ -55,7 +55,8 @@ def routes_fault(routes: np.ndarray | None, tokens: int, routers: Routers) -> st
     ):
         if wrong.any():
             token, layer = np.argwhere(wrong)[0]
-            return f"layer {routers.layers[layer]} sends token {token} to {what}: {routes[token, layer].tolist()}"
+            experts = routes[token, layer].tolist()
+            return f"layer {routers.layers[layer]} sends token {token} to {what}: {experts}"
     return None
 
 

@@ -1,6 +1,6 @@
 """Whether the numbers of a run can be true, for both engines: each function takes what a run knows
-of itself and returns the sentence for what it cannot be, or None; `StepChecks` asks them of every
-step. docs/faults.md has the faults that they were tried on.
+of itself and returns a sentence for what cannot be, or None; `StepChecks` asks them of every step.
+docs/results.md has the faults that they were tried on.
 """
 
 import math
@@ -13,29 +13,25 @@ from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 
-# k3 between two correct implementations, noise off, nats per token (docs/faults.md says how they
-# were measured).
+# k3 between two correct implementations, noise off, nats per token (measured:
+# docs/troubleshooting.md, Wrong numbers).
 MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 # bfloat16: 3e-5 to 2e-3 here; 6e-4 in Qwen3-8B, 1.5e-3 in Qwen3-30B-A3B (arXiv 2510.11370).
 UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
-# bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model (docs/faults.md)
+# bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model
 MOST_K3_ROUTED = 0.5
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
-# k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3 (docs/faults.md)
+# k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3
 LEAST_K3 = 3e-4
-NOISY_STEPS = (
-    4  # after so many chance is small: one norm of 128 weights gives 1 +- 0.06 in a single step
-)
-MOST_NOISE_OF_A_STEP = (
-    1.5  # rounding gives up to 1.15 of any sigma (docs/faults.md), the rest is for chance
-)
+NOISY_STEPS = 4  # after which chance is small: one norm of 128 weights gives 1 +- 0.06 in one step
+# rounding gives up to 1.15 of any sigma, the rest is for chance
+MOST_NOISE_OF_A_STEP = 1.5
 # resolutions: the rank rounds base + update to the weights' dtype, and the proof rounds its own
 ROUNDINGS = 2
 # of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1
 LOST_SHARE = 0.1
-VISIBLE_SHARE = (
-    0.5  # of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
-)
+# of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
+VISIBLE_SHARE = 0.5
 BETWEEN = "k3 between the policy that sampled and the one that is trained"
 DIFFERENT = (
     "Usual causes: the temperature of sampling is missing in the trainer's log-probs, the rollout "
@@ -61,16 +57,19 @@ def mismatch_fault(
 
     Args:
         k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers,
-            0 for none. sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16".
-            other_arithmetic: one of the two sides is
-            meant to compute otherwise (hardware_error, rollout_quantization), so that only the
-            lower bound holds. routed: the model has experts.
+            0 for none.
+        sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16". other_arithmetic: one
+            of the two sides is meant to compute otherwise (hardware_error, rollout_quantization),
+            so that only the lower bound holds. routed: the model has experts.
 
-    >>> mismatch_fault(2e-13, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
-    >>> mismatch_fault(7.7e-3, noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)[:66]
+    >>> normal = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
+    >>> mismatch_fault(2e-13, **normal)
+    >>> mismatch_fault(7.7e-3, **normal)[:66]
     'k3 between the policy that sampled and the one that is trained is '
     """
-    most = MOST_K3 if dtype == "float32" else MOST_K3_ROUTED if routed else MOST_K3_BF16
+    most = MOST_K3_ROUTED if routed else MOST_K3_BF16
+    if dtype == "float32":
+        most = MOST_K3
     if not noise and not other_arithmetic and not k3 <= most:  # NaN is not <= either
         return (
             f"{BETWEEN} is {k3:.3g} nats per token with the noise off, in {dtype} at most {most:g} "
@@ -192,17 +191,15 @@ def ends_fault(
     >>> tokens, mask = np.array([[5, 7, 2], [5, 7, 8]]), np.array([[True, True], [True, True]])
     >>> ends_fault(tokens, mask, np.array([True, False]), ends={2})
     """
-    last = mask.shape[1] - np.argmax(
-        mask[:, ::-1], axis=1
-    )  # the token that the last True speaks of
-    found = tokens[np.arange(len(tokens)), last]
-    wrong = np.flatnonzero(finished & mask.any(1) & ~np.isin(found, list(ends)))
+    last = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)  # where the last True is, plus 1
+    last_tokens = tokens[np.arange(len(tokens)), last]
+    wrong = np.flatnonzero(finished & mask.any(1) & ~np.isin(last_tokens, list(ends)))
     if not ends or not len(wrong):
         return None
     return (
         f"the last trained token of {len(wrong)} of {finished.sum()} answers that ended by "
         f"themselves is none of the end tokens {sorted(ends)}: the first one's is "
-        f"{found[wrong[0]]}. Where an answer ends would not be learnt"
+        f"{last_tokens[wrong[0]]}. Where an answer ends would not be learnt"
     )
 
 
@@ -241,14 +238,15 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
 
 
 def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What a proof of the sync, the rollout engine's weights against base + (alpha / r) B A, says
-    is wrong, by target.
+    """The targets whose weights in the rollout engine are not base + (alpha / r) B A, a sentence
+    for each.
 
     Args:
         movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
             the weights, and `lost`, the largest share of one tensor's move that did not arrive.
 
-    >>> sync_faults({"linear_qkv": dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)})
+    >>> entry = dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
+    >>> sync_faults({"linear_qkv": entry})
     []
     """
     return [
@@ -263,7 +261,7 @@ def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether every target moved so far that its arrival can be seen; arguments as `sync_faults`."""
+    """Whether every target moved far enough for its arrival to show; arguments: `sync_faults`."""
     return all(
         entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()
     )
@@ -272,15 +270,16 @@ def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
 def logprobs_fault(
     logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray, text: Callable[[np.ndarray], str]
 ) -> str | None:
-    """Whether the log probabilities of the tokens to train are some; names the answer that has one
-    that is none.
+    """Whether the log probabilities of the tokens to train are valid; names the first answer that
+    has an invalid one.
 
     Args:
         logprobs: [answers, length], of the trained model. mask: bool, and tokens: int, of the same
             shape; the token that each speaks of. text: words for an answer's tokens.
 
     >>> tokens = np.array([[7, 8, 9]])
-    >>> logprobs_fault(np.array([[-0.1, math.nan, 5.0]]), np.array([[True, True, False]]), tokens, str)[:81]
+    >>> logprobs, mask = np.array([[-0.1, math.nan, 5.0]]), np.array([[True, True, False]])
+    >>> logprobs_fault(logprobs, mask, tokens, str)[:81]
     "the trained model gave nan as the log probability of token 2 of 2 of the answer '"
     """
     wrong = impossible(logprobs) & mask
@@ -296,8 +295,8 @@ def logprobs_fault(
 
 
 def impossible(logprobs: np.ndarray) -> np.ndarray:
-    """Which log probabilities are none, of the same shape: NaN, -infinity, or above 0 by more than
-    rounding.
+    """Which values cannot be log probabilities, bool of the same shape: NaN, -infinity, or above 0
+    by more than rounding.
 
     >>> impossible(np.array([-0.1, 1e-6, 0.5, math.nan, -math.inf]))
     array([False, False,  True,  True,  True])
@@ -306,25 +305,19 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 
 
 class StepChecks:
-    """The checks of one run, step by step, with what they keep: the noise so far, and what was
-    warned of.
-    """
+    """The checks of one run, step by step; keeps the noise so far, and the warnings given."""
 
     def __init__(self, recipe: Recipe, epoch: int, routed: bool):
         """epoch: steps of one pass over the training rows. routed: the model has experts."""
         self.recipe, self.epoch, self.routed = recipe, epoch, routed
-        self.noise: list[
-            tuple[float, float]
-        ] = []  # std of each step with noise, expected and measured
+        # std of each step with noise, expected and measured
+        self.noise: list[tuple[float, float]] = []
         self.warned: set[str] = set()
 
     def resume(self, earlier: Iterable[Mapping[str, float]]) -> None:
-        """Take up the metrics of the steps before this start."""
-        self.noise = [
-            (row["aqn/expected_std"], row["aqn/measured_std"])
-            for row in earlier
-            if row.get("aqn/expected_std")
-        ]
+        """Continue after steps with the metrics `earlier`."""
+        noisy = [row for row in earlier if row.get("aqn/expected_std")]
+        self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"]) for row in noisy]
 
     def check(
         self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0
@@ -335,41 +328,35 @@ class StepChecks:
             values: metrics of `step`, by our names. tokens: to be trained in each epoch. routes:
                 tokens whose routes are to be replayed in each epoch.
         """
-        recipe, noise, dtype = (
-            self.recipe,
-            values.get("aqn/expected_std", 0.0),
-            self.recipe.model.dtype,
-        )
+        recipe, dtype = self.recipe, self.recipe.model.dtype
+        std = values.get("aqn/expected_std", 0.0)
         faults, warnings = [], {"effective sample size": self._uneven(values)}
         if recipe.noise.enabled:
-            if noise:
-                self.noise.append((noise, values["aqn/measured_std"]))
-            nominal = recipe.noise.noise_schedule(recipe.run.train_iters, self.epoch).sigma(
-                step - 1
-            )
-            faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
+            if std:
+                self.noise.append((std, values["aqn/measured_std"]))
+            schedule = recipe.noise.noise_schedule(recipe.run.train_iters, self.epoch)
+            sigma = values.get("aqn/sigma", 0.0)
+            faults.append(noise_fault(sigma, schedule.sigma(step - 1), self.noise))
         if tokens:
-            k3, hardware = values["mismatch/k3"], recipe.hardware_error
+            k3, sensitivity = values["mismatch/k3"], values["mismatch/sensitivity"]
+            hardware, epochs = recipe.hardware_error, recipe.batch.epochs
             other = bool(hardware.rollout or hardware.training or recipe.quantization.enabled)
+            replayed = values.get("routing/replayed_tokens", 0)
             faults += [
-                mismatch_fault(
-                    k3, noise, values["mismatch/sensitivity"], dtype, other, self.routed
-                ),
+                mismatch_fault(k3, std, sensitivity, dtype, other, self.routed),
                 loss_fault(values, recipe.algorithm),
-                tokens_fault(values["selection/trained_tokens"], tokens, recipe.batch.epochs),
-                replay_fault(values.get("routing/replayed_tokens", 0), routes, recipe.batch.epochs),
+                tokens_fault(values["selection/trained_tokens"], tokens, epochs),
+                replay_fault(replayed, routes, epochs),
             ]
-            warnings["mismatch"] = mismatch_warning(k3, noise, dtype, other)
+            warnings["mismatch"] = mismatch_warning(k3, std, dtype, other)
         if faults := [fault for fault in faults if fault]:
             raise EngineError(f"step {step} cannot be right:\n" + "\n".join(faults))
-        new = {of: warning for of, warning in warnings.items() if warning and of not in self.warned}
+        new = {name: text for name, text in warnings.items() if text and name not in self.warned}
         self.warned |= new.keys()
         return list(new.values())
 
     def _uneven(self, values: Mapping[str, float]) -> str | None:
-        """With noise on and no correction, importance weights that nobody applies and that are
-        uneven.
-        """
+        """A warning of uneven importance weights, with noise on and no correction to apply them."""
         correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
         sigma = values.get("aqn/sigma")
         if not sigma or correction.method != "none" or size >= correction.warn_below:
@@ -378,5 +365,5 @@ class StepChecks:
             f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the "
             f"tokens (below rollout_correction.warn_below = {correction.warn_below:g}): the policy "
             "that samples is far from the one that is trained. rollout_correction=token_tis "
-            "weighs the tokens (docs/algorithms.md)"
+            "weights the tokens (docs/algorithms.md)"
         )

@@ -1,65 +1,68 @@
 """Metrics of a run: written while it trains, read back by anything.
 
-`metrics.jsonl` has one row per training step 1..T. Names, all optional, times in seconds, fractions
+`metrics.jsonl` has one row per training step 1..T. Names, all optional; times in seconds, fractions
 in 0..1:
 
-    reward/mean  reward/std  reward/groups_with_signal      the last: fraction of groups whose
-    rewards differ reward/kl                                               KL to the base model that
-    is taken off a reward, nats an
-                                                            answer, before its coefficient (absent:
-                                                            not in the reward)
-    response/length_mean  response/truncated_fraction       tokens; fraction cut off at the length
-    limit loss/policy  loss/kl  loss/entropy  loss/total          as the optimizer gets them, before
-    their coefficients grad_norm  lr clip_fraction  clip_fraction_low  clip_fraction_high    of
-    tokens whose ratio was clipped, below, above entropy/mean  entropy/first_tokens
-    of a token's distribution, nats; of an answer's first 8 selection/sampled_groups
-    selection/trained_groups      prompts asked, and those whose answers were trained
-    selection/trained_tokens                                in the loss, once in each epoch
-    mismatch/k1  mismatch/k3                                KL of rollout to training policy, nats
-    per token, estimated mismatch/mean_abs_prob_diff  mismatch/max_abs_prob_diff of the sampled
-    tokens mismatch/sensitivity                                    of k3: mean of (1 - p_trained)^2
-    mismatch/ratio_mean  mismatch/effective_sample_size     of r = p_trained / p_sampled; (sum r)^2
-    / (N sum r^2) mismatch/effective_sample_size_of_answers               of the products of r over
-    an answer rollout_correction/truncated_fraction                   of tokens or answers whose
-    weight is the cap (absent: off) rollout_correction/masked_fraction                      of those
-    whose weight is 0 routing/captured_tokens                                 whose routes the
-    rollout recorded, of all answers routing/replayed_tokens  routing/native_tokens          in the
-    updates: sent where it was recorded, and those that
-                                                            chose for themselves (absent: nothing is
-                                                            replayed)
-    routing/flipped  routing/flipped/layer_<number>         of the replayed choices, those that the
-                                                            trainer would have made otherwise
-    aqn/sigma  aqn/stage  aqn/layers                        nominal noise, its stage, noisy layers
-    (absent: AQN off) aqn/expected_std                                        sigma, scaled by
-    multipliers aqn/measured_std  aqn/changed_fraction                  of (noisy - clean) weights
-    quantization/weight_error                               ||rounded - synced|| / ||synced|| of the
-    rollout's linear quantization/weight_error/layer_<number>                weights (absent:
-    nothing is quantised) quantization/k3  quantization/effective_sample_size     between the synced
-    policy and the quantised one (absent:
-                                                            rollout_quantization.probe_answers is 0)
-    quantization/noise_k3  quantization/together_k3         the same of the noise alone, and of
-                                                            both, and their effective sample sizes
-                                                            (absent: no noise in this step)
-    quantization/equivalent_sigma                           of the noise that has the format's k3,
-    by k3 ~ sigma^2 time/rollout  time/reward  time/logprobs  time/update  time/sync  time/probe
-    time/step                                               the whole step, these parts included,
-    without evaluation verifier/<name>/mean
+    reward/mean, reward/std
+    reward/groups_with_signal        fraction of groups whose rewards differ
+    reward/kl                        KL to the base model that is taken off a reward, nats per
+                                     answer, before its coefficient
+    response/length_mean             tokens
+    response/truncated_fraction      cut off at the length limit
+    loss/policy, loss/kl, loss/entropy, loss/total
+                                     before their coefficients; total: as the optimizer gets it
+    grad_norm, lr
+    clip_fraction                    of tokens whose ratio was clipped; clip_fraction_low: below,
+                                     clip_fraction_high: above
+    entropy/mean                     of a token's distribution, nats; entropy/first_tokens: of the
+                                     first 8 of each answer
+    selection/sampled_groups         prompts asked; selection/trained_groups: those trained
+    selection/trained_tokens         in the loss, once in each epoch
+    mismatch/k1, mismatch/k3         estimates of KL from rollout to training policy, nats a token
+    mismatch/mean_abs_prob_diff, mismatch/max_abs_prob_diff
+                                     of the sampled tokens
+    mismatch/sensitivity             of k3: mean of (1 - p_trained)^2
+    mismatch/ratio_mean              of r = p_trained / p_sampled
+    mismatch/effective_sample_size   (sum r)^2 / (N sum r^2); ..._of_answers: of the products of r
+                                     over an answer
+    rollout_correction/truncated_fraction
+                                     of tokens or answers whose weight is the cap
+    rollout_correction/masked_fraction
+                                     of those whose weight is 0
+    routing/captured_tokens          whose routes the rollout recorded
+    routing/replayed_tokens          in the updates, sent where the rollout sent them;
+                                     routing/native_tokens: those that chose for themselves
+    routing/flipped                  of the replayed choices, those that the trainer would have made
+                                     otherwise; routing/flipped/layer_<number>: of one layer
+    aqn/sigma, aqn/stage, aqn/layers nominal noise, its stage, norms that have it
+    aqn/expected_std                 sigma, scaled by multipliers
+    aqn/measured_std, aqn/changed_fraction
+                                     of (noisy - clean) weights
+    quantization/weight_error        ||rounded - synced|| / ||synced|| of the rollout's linear
+                                     weights; quantization/weight_error/layer_<number>
+    quantization/k3, quantization/effective_sample_size
+                                     between the synced policy and the quantised one
+    quantization/noise_k3, quantization/together_k3
+                                     the same of the noise alone, and of both
+    quantization/equivalent_sigma    of the noise that has the format's k3, by k3 ~ sigma^2
+    time/rollout, time/reward, time/logprobs, time/update, time/sync, time/probe
+    time/step                        the whole step, without evaluation
+    verifier/<name>/mean
 
 `eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), the numbers of
-gsm8k/evaluation.py, temperature, seconds. `eval_answers.jsonl` has one row per evaluation and
+tasks/evaluation.py, temperature, seconds. `eval_answers.jsonl` has one row per evaluation and
 problem: question, answer, responses, extracted, rules, scores, truncated. `rollouts.jsonl` has one
 row per sampled response of training.
 
-JSON knows no NaN or infinity. Such a value is written as null and named, so that it is valid,
-visible and not lost: `{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`.
-`read_jsonl` turns it back into the number.
+JSON has no NaN or infinity. Such a value is written as null and named:
+`{"step": 7, "loss/total": null, "nonfinite": {"loss/total": "nan"}}`. `read_jsonl` turns it back
+into the number.
 """
 
 import importlib.util
 import json
 import math
 import os
-import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -171,27 +174,23 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any
     other line that is not a JSON object raises ValueError with file and line.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except FileNotFoundError:
+    path = Path(path)
+    if not path.exists():
         return []
+    lines = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict):
-                raise TypeError("not an object")
-        except (ValueError, TypeError) as error:
-            if number == len(
-                lines
-            ):  # the empty string after the last newline, or the beginning of a row
+            nonfinite = row.pop("nonfinite", {})
+            rows.append(row | {name: float(text) for name, text in nonfinite.items()})
+        except (ValueError, TypeError, AttributeError) as error:
+            if number == len(lines):  # what follows the last newline
                 break
             raise ValueError(
                 f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
                 "Remove the line to read the rest"
             ) from error
-        row.update({name: float(text) for name, text in row.pop("nonfinite", {}).items()})
-        rows.append(row)
     return rows
 
 
@@ -217,13 +216,13 @@ def _to_line(step: int, values: dict[str, Any]) -> str:
         raise ValueError(
             f"the name {min(reserved)!r} is taken by the row itself: call the metric something else"
         )
-    nonfinite = {
-        name: str(value)
-        for name, value in values.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    }
-    marks = dict.fromkeys(nonfinite) | {"nonfinite": nonfinite} if nonfinite else {}
-    return json.dumps({"step": step, **values, **marks}, allow_nan=False) + "\n"
+    row, nonfinite = {"step": step, **values}, {}
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            row[name], nonfinite[name] = None, str(value)
+    if nonfinite:
+        row["nonfinite"] = nonfinite
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
@@ -234,32 +233,23 @@ def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
 def _discard_after(file: Path, step: int) -> None:
     """Move the rows of steps after `step` to discarded/, behind those of earlier resumptions."""
     aside = file.parent / "discarded" / file.name
-    kept = []
+    lines: dict[bool, list[str]] = {True: [], False: []}
     for row in read_jsonl(file):
         at = row.pop("step")
-        if at <= step:
-            kept.append(_to_line(at, row))
-        else:
-            aside.parent.mkdir(exist_ok=True)
-            _append(aside, at, row)
-    write_whole(file, "".join(kept))
+        lines[at <= step].append(_to_line(at, row))
+    if lines[False]:
+        aside = file.parent / "discarded" / file.name
+        aside.parent.mkdir(exist_ok=True)
+        with open(aside, "a", encoding="utf-8") as discarded:
+            discarded.writelines(lines[False])
+    write_whole(file, "".join(lines[True]))
 
 
 def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    threading.excepthook = _silent_of_tensorboard
-    return SummaryWriter(
-        log_dir=str(run.tensorboard_dir), purge_step=None if after is None else after + 1
-    )
-
-
-def _silent_of_tensorboard(thread_failed: threading.ExceptHookArgs) -> None:
-    """What ends TensorBoard's writing thread, like a full disk, the next flush raises, too, to be
-    said in words.
-    """
-    if not type(thread_failed.thread).__module__.startswith("tensorboard."):
-        threading.__excepthook__(thread_failed)
+    purge_step = None if after is None else after + 1
+    return SummaryWriter(log_dir=str(run.tensorboard_dir), purge_step=purge_step)
 
 
 def _start_wandb(run: RunDirectory, project: str) -> Any:

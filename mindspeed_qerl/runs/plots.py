@@ -1,7 +1,6 @@
-"""The pictures of a run. Each function draws from the rows a run left behind, and returns None when
-there is nothing to draw.
+"""The pictures of a run, drawn from the rows that it left behind; None where nothing was logged.
 
-`columns` is what `read_columns(metrics.jsonl)` returns, `evals` the rows of eval.jsonl. Colours are
+`columns` and `evals` are what `read_columns` returns of metrics.jsonl and eval.jsonl. Colours are
 Okabe and Ito's, which colour-blind readers can tell apart; lines that share axes also differ in
 style or marker.
 """
@@ -38,15 +37,14 @@ STYLE = {
 }
 MARKED_POINTS = 40  # series up to this length show each value as a dot
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
-BARS = 120  # longer runs show the mean of several steps per bar
+LAYER_LABELS = 12  # at most, beside the rows of the picture by layer
 
 Columns = dict[str, list[float]]
+Rows = list[dict[str, Any]]
 Panel = Callable[[Axes], None]
 
 
-def write_plots(
-    columns: Columns, evals: list[dict[str, Any]], folder: Path, title: str
-) -> list[Path]:
+def write_plots(columns: Columns, evals: Columns, folder: Path, title: str) -> list[Path]:
     """Write learning.png, exploration.png, noise.png, mismatch.png, routing.png and time.png, as
     far as there is something to draw; returns the files.
     """
@@ -71,199 +69,93 @@ def write_plots(
     return written
 
 
-def learning(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
+def learning(columns: Columns, evals: Columns) -> Figure | None:
     """Training reward by step, above held-out accuracy by updates done, with 95% intervals."""
-    rewards, scored = _finite(columns, "reward/mean"), [row for row in evals if "accuracy" in row]
+    steps, rewards = finite(columns, "reward/mean")
+    evaluated, accuracy = finite(evals, "accuracy")
 
     def draw_reward(axes: Axes) -> None:
-        _draw_series(axes, *rewards, color=BLUE)
         axes.set(title="Training reward", ylabel="mean reward")
-        if rewards[1].min() >= 0 and rewards[1].max() <= 1:
-            axes.set_ylim(-0.04, 1.19)
+        draw_series(axes, steps, rewards, BLUE)
+        _legend(axes)
+        _limit_fractions(axes, rewards)
 
     def draw_accuracy(axes: Axes) -> None:
-        steps = [row["step"] for row in scored]
-        accuracy = np.array([row["accuracy"] for row in scored])
-        margin = 1.96 * np.nan_to_num([row.get("standard_error", 0.0) for row in scored])
-        fraction = (
-            accuracy.min() >= 0 and accuracy.max() <= 1
-        )  # the mean score of a user's own reward may be anything
-        errors = np.array([margin, margin])  # below and above
-        if fraction:
-            errors = np.minimum(errors, [accuracy, 1 - accuracy])
-            axes.set_ylim(-0.04, 1.19)
-        axes.errorbar(
-            steps,
-            accuracy,
-            yerr=errors,
-            color=RED,
-            marker="o",
-            markersize=5,
-            capsize=3,
-            elinewidth=1.2,
-        )
-        for k in sorted({0, len(steps) - 1}):
-            axes.annotate(
-                f"{accuracy[k]:.1%}" if fraction else f"{accuracy[k]:.3g}",
-                (steps[k], accuracy[k] + errors[1, k]),
-                xytext=(0, 5),
-                textcoords="offset points",
-                ha="center",
-                color=RED,
-                fontsize=9,
-            )
         axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
+        low = np.array(evals.get("interval_low", accuracy))
+        high = np.array(evals.get("interval_high", accuracy))
+        bars = dict(marker="o", markersize=5, capsize=3, elinewidth=1.2)
+        margins = np.array([accuracy - low, high - accuracy])
+        axes.errorbar(evaluated, accuracy, yerr=margins, color=RED, **bars)
+        above = dict(xytext=(0, 5), textcoords="offset points", ha="center", color=RED, fontsize=9)
+        for k in {0, len(accuracy) - 1}:
+            place = evaluated[k], np.fmax(high[k], accuracy[k])
+            axes.annotate(f"{accuracy[k]:.3f}", place, **above)
+        _limit_fractions(axes, accuracy)
 
-    panels = [*([draw_reward] if len(rewards[0]) else []), *([draw_accuracy] if scored else [])]
-    return stack(panels, [*rewards[0], *(row["step"] for row in scored)])
+    panels = [draw_reward] if len(steps) else []
+    if len(evaluated):
+        panels.append(draw_accuracy)
+    return stack(panels, [*steps, *evaluated])
 
 
 def exploration(columns: Columns) -> Figure | None:
     """Noise, what it does to the entropy, and what comes of that: groups whose answers' rewards
     differ, the gradient they give, and the length of the answers.
     """
-    on = _positive(columns, "aqn/sigma")
-
-    def draw_entropy(axes: Axes) -> None:
-        for name, label, color, style in (
-            ("entropy/mean", "all tokens", BLUE, "-"),
-            ("entropy/first_tokens", "first tokens of an answer", RED, "--"),
-        ):
-            _draw_series(axes, *_finite(columns, name), color=color, linestyle=style, label=label)
-        axes.set(
-            title="Entropy of the trained policy's tokens"
-            + (" beside the noise" if len(on[0]) else ""),
-            ylabel="nats",
-        )
-        handles, labels = axes.get_legend_handles_labels()
-        if len(on[0]):
-            beside = axes.twinx()
-            handles += beside.plot(*on, "_", color="#666666", markersize=7)
-            labels += ["sigma of the noise"]
-            beside.set(yscale="log", ylabel="sigma")
-            beside.grid(visible=False)
-        axes.legend(handles, labels)
-
-    def panel(name: str, title: str, ylabel: str, color: str) -> Panel:
-        def draw(axes: Axes) -> None:
-            _draw_series(axes, *_finite(columns, name), color=color)
-            axes.set(title=title, ylabel=ylabel)
-
-        return draw
-
-    others = (
-        ("reward/groups_with_signal", "Groups whose answers' rewards differ", "fraction", GREEN),
-        ("grad_norm", "Gradient norm, before clipping", "norm", ORANGE),
-        ("response/length_mean", "Length of an answer", "tokens", BLUE),
-    )
-    panels = [panel(*words) for words in others if len(_finite(columns, words[0])[0])]
-    if not len(_finite(columns, "entropy/mean")[0]):
-        return None
-    return stack([draw_entropy, *panels], columns["step"], panel_height=2.1)
-
-
-def noise(columns: Columns) -> Figure | None:
-    """AQN: nominal standard deviation beside the measured one of (noisy - clean), above the share
-    of weights that changed at all.
-    """
-    steps, sigma = _finite(
-        columns, "aqn/expected_std" if "aqn/expected_std" in columns else "aqn/sigma"
-    )
-    if not len(steps):
-        return None
-    changed = _finite(columns, "aqn/changed_fraction")
-    on, many = sigma > 0, len(steps) > 200
-
-    def shade_off(axes: Axes) -> None:
-        # Steps without noise have no place on a log axis: say so instead of leaving a gap.
-        off = steps[~on]
-        runs = np.split(off, np.flatnonzero(np.diff(off) > 1) + 1) if len(off) else []
-        for k, run in enumerate(runs):
-            axes.axvspan(
-                run[0] - 0.5,
-                run[-1] + 0.5,
-                color="#eeeeee",
-                zorder=0,
-                linewidth=0,
-                label="off" if k == 0 else None,
-            )
-
-    def draw_sigma(axes: Axes) -> None:
-        shade_off(axes)
-        axes.set(title="Noise on the rollout model's RMSNorm weights", ylabel="standard deviation")
-        measured_steps, measured = _positive(columns, "aqn/measured_std")
-        if on.any():
-            nominal = np.where(on, sigma, np.nan)
-            axes.step(
-                steps, nominal, where="mid", color="black", linewidth=1.3, zorder=3, label="nominal"
-            )
-            if on.sum() == 1:  # a line of one point is invisible
-                axes.plot(steps, nominal, "_", color="black", markersize=14, zorder=3)
-        if len(measured):
-            axes.plot(
-                measured_steps,
-                measured,
-                "o",
-                color=ORANGE,
-                markersize=3 if many else 5,
-                label="measured, of (noisy - clean)",
-            )
-        _log_axis(axes, np.concatenate([sigma[on], measured]), "noise off at every step")
-
-    def draw_changed(axes: Axes) -> None:
-        shade_off(axes)
-        axes.plot(*changed, "-" if many else "o-", color=GREEN, markersize=3, linewidth=1.2)
-        axes.set(
-            title="Weights that the noise changed (the rest: noise lost in rounding)",
-            ylabel="fraction",
-            ylim=(-0.04, 1.06),
-        )
-
-    return stack(
-        [draw_sigma, draw_changed] if len(changed[0]) else [draw_sigma], steps, heights=(2, 1)
-    )
+    entropies = {"entropy/mean": "all tokens", "entropy/first_tokens": "first tokens of an answer"}
+    panels = [
+        *_lines(columns, "Entropy of the trained policy's tokens", "nats", entropies, beside=True),
+        *_lines(
+            columns,
+            "Groups whose answers' rewards differ",
+            "fraction",
+            {"reward/groups_with_signal": ""},
+        ),
+        *_lines(columns, "Gradient norm, before clipping", "norm", {"grad_norm": ""}),
+        *_lines(columns, "Length of an answer", "tokens", {"response/length_mean": ""}),
+    ]
+    return stack(panels, columns["step"], panel_height=2.1)
 
 
 def mismatch(columns: Columns) -> Figure | None:
     """Distance between rollout and training policy: KL estimates, above differences of token
     probabilities; log axes.
     """
+    estimates = {"mismatch/k1": "|k1|", "mismatch/k3": "k3"}
+    differences = {"mismatch/max_abs_prob_diff": "max", "mismatch/mean_abs_prob_diff": "mean"}
+    title = "|rollout - training| probability of the sampled token"
+    panels = [
+        *_lines(
+            columns, "KL between rollout and training policy", "nats per token", estimates, log=True
+        ),
+        *_lines(columns, title, "probability", differences, log=True),
+    ]
+    return stack(panels, columns["step"])
 
-    def panel(title: str, ylabel: str, names: dict[str, str]) -> Panel:
-        def draw(axes: Axes) -> None:
-            drawn = {label: _positive(columns, name) for label, name in names.items()}
-            for (label, (steps, values)), color, style in zip(
-                drawn.items(), (BLUE, RED), ("--", "-")
-            ):
-                if len(values):
-                    _draw_series(axes, steps, values, color=color, linestyle=style, label=label)
-            axes.set(title=title, ylabel=ylabel)
-            _log_axis(
-                axes,
-                np.concatenate([values for _, values in drawn.values()]),
-                "exactly 0 at every step",
-            )
 
-        return draw
+def noise(columns: Columns) -> Figure | None:
+    """AQN: nominal standard deviation beside the measured one of (noisy - clean), above the share
+    of weights that changed at all.
+    """
+    steps, nominal = finite(columns, "aqn/expected_std")
+    measured_steps, measured = _positive(columns, "aqn/measured_std")
+    on = nominal > 0
 
-    series = {
-        ("KL between rollout and training policy", "nats per token"): {
-            "|k1|": "mismatch/k1",
-            "k3": "mismatch/k3",
-        },
-        ("|rollout - training| probability of the sampled token", "probability"): {
-            "max": "mismatch/max_abs_prob_diff",
-            "mean": "mismatch/mean_abs_prob_diff",
-        },
-    }
-    return stack(
-        [
-            panel(*words, names)
-            for words, names in series.items()
-            if any(len(_finite(columns, name)[0]) for name in names.values())
-        ],
-        columns["step"],
-    )
+    def draw_std(axes: Axes) -> None:
+        title = "Noise on the rollout model's RMSNorm weights (no line: off)"
+        axes.set(title=title, ylabel="standard deviation")
+        levels = np.where(on, nominal, np.nan)
+        # the marker shows a single step, whose line is invisible
+        style = dict(color="black", linewidth=1.3, marker="_", markersize=4, zorder=3)
+        axes.step(steps, levels, where="mid", label="nominal", **style)
+        label = "measured, of (noisy - clean)"
+        axes.plot(measured_steps, measured, "o", color=ORANGE, markersize=4, label=label)
+        _log_axis(axes, np.concatenate([nominal[on], measured]), "noise off at every step")
+
+    title = "Weights that the noise changed (the rest: noise lost in rounding)"
+    changed = _lines(columns, title, "fraction", {"aqn/changed_fraction": ""})
+    return stack([draw_std, *changed] if len(steps) else [], columns["step"], heights=(2, 1))
 
 
 def routing(columns: Columns) -> Figure | None:
@@ -272,106 +164,55 @@ def routing(columns: Columns) -> Figure | None:
     """
     prefix = "routing/flipped/layer_"
     layers = sorted(int(name.removeprefix(prefix)) for name in columns if name.startswith(prefix))
-    steps, shares = _finite(columns, "routing/flipped")
-    if not layers or not len(steps):
-        return None
-    of_layers = np.array([columns[f"{prefix}{layer}"] for layer in layers])[
-        :, np.isin(columns["step"], steps)
-    ]
-    shown, sigmas = 100 * shares, _positive(columns, "aqn/sigma")
-
-    def draw_all(axes: Axes) -> None:
-        _draw_series(axes, steps, shown, color=BLUE, label="all layers")
-        axes.set(
-            title="Replayed choices of experts that the trainer would have made otherwise",
-            ylabel="percent",
-        )
-        axes.set_ylim(bottom=0)
-        if len(sigmas[0]):
-            beside = axes.twinx()
-            marks = beside.plot(*sigmas, "_", color="#666666", markersize=7)
-            beside.set(yscale="log", ylabel="sigma")
-            beside.grid(visible=False)
-            axes.legend([*axes.get_lines()[-1:], *marks], ["all layers", "sigma of the noise"])
+    shares = np.ma.masked_invalid([columns[f"{prefix}{layer}"] for layer in layers])
+    steps = np.array(columns["step"])
 
     def draw_layers(axes: Axes) -> None:
-        edges = np.append(steps - 0.5, steps[-1] + 0.5)
-        colors = axes.pcolormesh(
-            edges, np.arange(len(layers) + 1) - 0.5, 100 * of_layers, cmap="viridis", vmin=0
-        )
-        axes.figure.colorbar(
-            colors, ax=axes, label="percent", orientation="horizontal", fraction=0.08, aspect=60
-        )
         axes.set(title="The same by layer", ylabel="layer")
-        axes.set_yticks(
-            range(0, len(layers), -(-len(layers) // 12)), layers[:: -(-len(layers) // 12)]
-        )
+        colors = axes.pcolormesh(steps, range(len(layers)), shares, cmap="viridis", vmin=0)
+        below = dict(orientation="horizontal", fraction=0.08, aspect=60)
+        axes.figure.colorbar(colors, ax=axes, label="fraction", **below)
+        every = math.ceil(len(layers) / LAYER_LABELS)
+        axes.set_yticks(range(0, len(layers), every), layers[::every])
         axes.grid(visible=False)
 
-    return stack([draw_all, draw_layers], columns["step"], heights=(1, 2))
+    title = "Replayed choices of experts that the trainer would have made otherwise"
+    labels = {"routing/flipped": "all layers"}
+    panels = _lines(columns, title, "fraction", labels, beside=True)
+    return stack([*panels, draw_layers] if panels else [], steps, heights=(1, 2))
 
 
-def time_per_part(columns: Columns, evals: list[dict[str, Any]]) -> Figure | None:
+def time_per_part(columns: Columns, evals: Columns) -> Figure | None:
     """Seconds per step, stacked by part; see `seconds_per_part`."""
     steps, parts = np.array(columns["step"]), seconds_per_part(columns, evals)
-    if not parts:
-        return None
-    per_bar = -(-len(steps) // BARS)
-    starts = np.arange(0, len(steps), per_bar)
-    counts = np.diff(np.append(starts, len(steps)))
-    centers = np.add.reduceat(steps, starts) / counts
+    edges = np.repeat(steps, 2) + np.tile([-0.5, 0.5], len(steps))
 
     def draw(axes: Axes) -> None:
-        bottom = np.zeros(len(starts))
-        for part, seconds in parts.items():
-            height = np.add.reduceat(seconds, starts) / counts
-            axes.bar(
-                centers,
-                height,
-                bottom=bottom,
-                width=0.85 * per_bar,
-                color=PART_COLORS[part],
-                label=part,
-                linewidth=0,
-            )
-            bottom += height
-        if (
-            len(bottom) > 2 and bottom[0] > 2 * bottom[1:].max()
-        ):  # warm-up in step 1 would flatten all the others
-            axes.set_ylim(0, 1.2 * bottom[1:].max())
-            axes.annotate(
-                f"{bottom[0]:.3g} s (cut off)",
-                (centers[0] + 0.43 * per_bar, 1.0),
-                xytext=(4, -3),
-                va="top",
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                fontsize=9,
-                color="#444444",
-            )
-        unit = "seconds per step" if per_bar == 1 else f"seconds per step, mean of {per_bar}"
-        axes.set(title="Time per part of a step", ylabel=unit)
+        heights = [np.repeat(seconds, 2) for seconds in parts.values()]
+        colors = [PART_COLORS[part] for part in parts]
+        axes.stackplot(edges, heights, labels=parts, colors=colors, linewidth=0)
+        if len(steps) > 2:
+            axes.set_ylim(0, 1.1 * sum(heights)[2:].max())
+        title = "Time per part of a step (the first, with its warm-up, may be cut off)"
+        axes.set(title=title, ylabel="seconds per step")
         axes.grid(axis="x", visible=False)
-        handles, labels = axes.get_legend_handles_labels()
         # in the order of the stack
-        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
-    return stack([draw], steps, panel_height=3.6)
+    return stack([draw] if parts and len(steps) else [], steps, panel_height=3.6)
 
 
-def seconds_per_part(columns: Columns, evals: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+def seconds_per_part(columns: Columns, evals: Columns) -> dict[str, np.ndarray]:
     """Seconds of each part by step (0 where it was not run): the named parts, "other" for the rest
     of time/step, and "eval" for the evaluation after the step. Empty when no times were logged.
     """
-    parts = {
-        part: np.nan_to_num(columns[f"time/{part}"])
-        for part in TIME_PARTS
-        if f"time/{part}" in columns
-    }
+    logged = {part: columns[name] for part in TIME_PARTS if (name := f"time/{part}") in columns}
+    parts = {part: np.nan_to_num(seconds) for part, seconds in logged.items()}
     if "time/step" in columns:
         parts["other"] = np.fmax(0.0, np.subtract(columns["time/step"], sum(parts.values())))
-        seconds_at = {row["step"]: row.get("seconds", 0.0) for row in evals}
-        parts["eval"] = np.array([seconds_at.get(step, 0.0) for step in columns["step"]])
+        parts["eval"] = np.zeros(len(columns["step"]))
+        for step, seconds in zip(*finite(evals, "seconds")):
+            parts["eval"][np.equal(columns["step"], step)] = seconds
     return parts
 
 
@@ -390,21 +231,17 @@ def stack(
     figure = Figure(figsize=(8, 0.7 + panel_height * len(panels)), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
     ratios = heights[: len(panels)] or (1,) * len(panels)
-    all_axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)[
-        :, 0
-    ]
-    for axes, draw in zip(all_axes, panels, strict=True):
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=ratios)
+    for axes, draw in zip(grid[:, 0], panels, strict=True):
         draw(axes)
     first, last = min(steps), max(steps)
     margin = max(0.7, 0.045 * (last - first))
-    all_axes[-1].set(xlabel="training step", xlim=(first - margin, last + margin))
-    all_axes[-1].xaxis.set_major_locator(
-        MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1)
-    )
+    axes.set(xlabel="training step", xlim=(first - margin, last + margin))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
     return figure
 
 
-def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
+def finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of one metric where it is a finite number."""
     steps = np.array(columns["step"])
     values = np.array(columns.get(name, [math.nan] * len(steps)), dtype=float)
@@ -414,15 +251,8 @@ def _finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 def _positive(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, |values|) of one metric without its zeros, for a log axis."""
-    steps, values = _finite(columns, name)
+    steps, values = finite(columns, name)
     return steps[values != 0], abs(values[values != 0])
-
-
-def half_window(points: int) -> int:
-    """Neighbours on either side that a long series is averaged over, together a twentieth of it; 0
-    for a short one.
-    """
-    return points // 40 if points > SMOOTHED_POINTS else 0
 
 
 def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
@@ -435,7 +265,45 @@ def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
-def _draw_series(
+def _lines(
+    columns: Columns,
+    title: str,
+    ylabel: str,
+    labels: dict[str, str],
+    log: bool = False,
+    beside: bool = False,
+) -> list[Panel]:
+    """A panel of metrics by step, `labels` by name; none where no metric has a finite number.
+
+    Args:
+        log: absolute values on a log axis. beside: sigma of the noise on an axis to the right.
+    """
+    read = _positive if log else finite
+    series = {label: read(columns, name) for name, label in labels.items()}
+
+    def draw(axes: Axes) -> None:
+        axes.set(title=title, ylabel=ylabel)
+        styles = zip((BLUE, RED), ("-", "--"))
+        for (label, (steps, values)), (color, style) in zip(series.items(), styles):
+            if len(steps):
+                draw_series(axes, steps, values, color, style, label)
+        if log:
+            drawn = np.concatenate([values for _, values in series.values()])
+            _log_axis(axes, drawn, "exactly 0 at every step")
+            return
+        steps, sigma = _positive(columns, "aqn/sigma")
+        if beside and len(steps):
+            right = axes.twinx()
+            right.set(yscale="log", ylabel="sigma")
+            right.grid(visible=False)
+            right.plot(steps, sigma, "_", color="#666666", markersize=7)
+            axes.plot([], [], "_", color="#666666", markersize=7, label="sigma of the noise")
+        _legend(axes)
+
+    return [draw] if any(len(finite(columns, name)[0]) for name in labels) else []
+
+
+def draw_series(
     axes: Axes,
     steps: np.ndarray,
     values: np.ndarray,
@@ -443,41 +311,39 @@ def _draw_series(
     linestyle: str = "-",
     label: str = "",
 ) -> None:
-    if half := half_window(len(steps)):
+    """A line by step; a long one pale, with the mean over a twentieth of its points on top."""
+    style = dict(color=color, linestyle=linestyle)
+    if len(steps) > SMOOTHED_POINTS:
+        half = len(steps) // 40
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(
-            steps,
-            moving_mean(values, half),
-            color=color,
-            linestyle=linestyle,
-            label=", ".join(filter(None, [label, f"mean of {2 * half + 1} steps"])),
-        )
+        smoothed = f"mean of {2 * half + 1} steps"
+        values, label = moving_mean(values, half), f"{label}, {smoothed}" if label else smoothed
+    elif len(steps) <= MARKED_POINTS:
+        style |= dict(marker="o", markersize=3.5)
+    axes.plot(steps, values, **style, label=label or None)
+
+
+def _limit_fractions(axes: Axes, values: np.ndarray) -> None:
+    """The axis of a fraction; a reward of the user's own may be any number."""
+    if values.min() >= 0 and values.max() <= 1:
+        axes.set_ylim(-0.04, 1.19)
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[1]:
         axes.legend()
-    else:
-        marker = "o" if len(steps) <= MARKED_POINTS else None
-        axes.plot(
-            steps,
-            values,
-            color=color,
-            linestyle=linestyle,
-            marker=marker,
-            markersize=3.5,
-            label=label or None,
-        )
 
 
 def _log_axis(axes: Axes, values: np.ndarray, nothing: str) -> None:
-    """A legend, and a log scale with at least a decade around `values`; a sentence instead when
-    there are none.
+    """A legend, and a log scale with at least a decade around `values`; the sentence `nothing`
+    instead when there are none.
     """
     if not len(values):
-        axes.text(
-            0.5, 0.5, nothing, transform=axes.transAxes, ha="center", va="center", color="#666666"
-        )
+        middle = dict(transform=axes.transAxes, ha="center", va="center", color="#666666")
+        axes.text(0.5, 0.5, nothing, **middle)
         axes.set_yticks([])
         return
+    low, high = values.min(), values.max()
     axes.set_yscale("log")
-    axes.set_ylim(
-        min(values.min() / 2, values.max() / 10), max(values.max() * 2, values.min() * 10)
-    )
+    axes.set_ylim(min(low / 2, high / 10), max(high * 2, low * 10))
     axes.legend()

@@ -15,9 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-RECENT_STEPS = (
-    20  # the ETA follows the pace of these, so that a slow first step does not spoil it for long
-)
+# the ETA follows the pace of these, so that a slow first step does not spoil it for long
+RECENT_STEPS = 20
 
 
 class Progress:
@@ -85,17 +84,12 @@ class Progress:
 
     def evaluated(self, step: int, result: dict[str, float]) -> None:
         """An evaluation after `step` updates is done."""
-        error = (
-            f" ± {result['standard_error']:.3f}"
-            if math.isfinite(result.get("standard_error", math.nan))
-            else ""
-        )
-        self._accuracy = f"accuracy {result['accuracy']:.3f}{error} at {step}"
+        accuracy = f"accuracy {result['accuracy']:.3f}"
+        if math.isfinite(result.get("standard_error", math.nan)):
+            accuracy += f" ± {result['standard_error']:.3f}"
+        self._accuracy = f"{accuracy} at {step}"
         if not self._live:
-            self.message(
-                f"{self._title} | held-out accuracy {result['accuracy']:.3f}{error} after {step} "
-                "steps"
-            )
+            self.message(f"{self._title} | held-out {accuracy} after {step} steps")
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -110,18 +104,17 @@ class Progress:
         return "-:--:--" if pace is None else _hours((self._total - self._step) * pace)
 
     def _facts(self) -> list[str]:
-        reward, sigma, pace = (
-            self._metrics.get("reward/mean"),
-            self._metrics.get("aqn/sigma"),
-            self.seconds_per_step,
-        )
-        facts = [
-            None if reward is None else f"reward {reward:.3f}",
-            self._accuracy,
-            None if sigma is None else f"sigma {sigma:.1e}" if sigma else "sigma off",
-            None if pace is None else f"{pace:.2f} s/step",
-        ]
-        return [fact for fact in facts if fact]
+        reward, sigma = self._metrics.get("reward/mean"), self._metrics.get("aqn/sigma")
+        facts = []
+        if reward is not None:
+            facts.append(f"reward {reward:.3f}")
+        if self._accuracy:
+            facts.append(self._accuracy)
+        if sigma is not None:
+            facts.append(f"sigma {sigma:.1e}" if sigma else "sigma off")
+        if (pace := self.seconds_per_step) is not None:
+            facts.append(f"{pace:.2f} s/step")
+        return facts
 
     def _render(self) -> Group:
         bar = Table.grid(
@@ -131,21 +124,16 @@ class Progress:
             padding=(0, 1),
             expand=True,
         )
-        reached = f"{self._step}/{self._total}  {_hours(self._clock() - self._started)}  ETA {self._eta()}"
+        passed = _hours(self._clock() - self._started)
+        reached = f"{self._step}/{self._total}  {passed}  ETA {self._eta()}"
         bar.add_row(
             Text(self._title, style="bold", overflow="ellipsis"),
             ProgressBar(total=max(self._total, 1), completed=self._step),
             Text(reached, style="cyan"),
         )
-        return Group(
-            bar,
-            Text.assemble(
-                (self._phase, "yellow"),
-                *(f"  {fact}" for fact in self._facts()),
-                no_wrap=True,
-                overflow="ellipsis",
-            ),
-        )
+        facts = "".join(f"  {fact}" for fact in self._facts())
+        phase = (self._phase, "yellow")
+        return Group(bar, Text.assemble(phase, facts, no_wrap=True, overflow="ellipsis"))
 
 
 def _hours(seconds: float) -> str:

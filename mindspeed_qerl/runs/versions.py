@@ -33,13 +33,13 @@ def _installed() -> dict[str, str]:
     """
     # Ray adds folders within its own to sys.path, whose packages would be there or not as it is
     # imported or not.
-    paths = [
-        path
-        for path in sys.path
-        if not {"site-packages", "dist-packages"} & set(Path(path).parent.parts)
-    ]
-    found = (dist.metadata for dist in importlib.metadata.distributions(path=paths))
-    packages = {metadata["Name"]: metadata["Version"] for metadata in found if metadata["Name"]}
+    inside = {"site-packages", "dist-packages"}
+    paths = [path for path in sys.path if not inside & set(Path(path).parent.parts)]
+    packages = {}
+    for distribution in importlib.metadata.distributions(path=paths):
+        metadata = distribution.metadata
+        if metadata["Name"]:
+            packages[metadata["Name"]] = metadata["Version"]
     return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
 
 
@@ -47,29 +47,20 @@ def git_state(source: Path) -> dict[str, Any] | None:
     """{"commit", "dirty": tracked files are changed} when `source` is the top of a git checkout,
     else None (an installed package, or no git).
     """
-    if not (
-        source / ".git"
-    ).exists():  # site-packages inside somebody else's checkout must not be mistaken for ours
+    # site-packages inside somebody else's checkout must not be mistaken for ours
+    if not (source / ".git").exists():
         return None
     # Without optional locks `git status` does not touch the index, so it cannot get in the way of a
-    # commit being made.
-    command = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        str(source),
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--untracked-files=no",
-    ]  # files that git does not track are results, data and notes
+    # commit being made; files that git does not track are results, data and notes.
+    command = ["git", "--no-optional-locks", "-C", str(source), "status"]
+    options = ["--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(
+            [*command, *options], check=True, capture_output=True, text=True, timeout=30
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    headers, changes = [
-        [line for line in answer.stdout.splitlines() if line.startswith("#") == is_header]
-        for is_header in (True, False)
-    ]
-    commit = headers[0].removeprefix("# branch.oid ")
-    return {"commit": None if commit == "(initial)" else commit, "dirty": bool(changes)}
+    lines = answer.stdout.splitlines()
+    commit = lines[0].removeprefix("# branch.oid ")
+    is_dirty = not all(line.startswith("#") for line in lines)
+    return {"commit": None if commit == "(initial)" else commit, "dirty": is_dirty}

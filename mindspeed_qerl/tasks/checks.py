@@ -1,7 +1,7 @@
 """What is looked at in a task's files before a run: faults of the kind that leaves every curve
 plausible.
 
-Each check returns sentences: faults, which refuse the run, and warnings, which it says and goes on.
+Each check returns faults, which refuse the run, and warnings, which are sentences.
 """
 
 import unicodedata
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.recipe import types as recipe
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
 from mindspeed_qerl.tasks.packed import rows_of_labels
@@ -19,38 +19,39 @@ from mindspeed_qerl.tasks.rewards import first_reward, is_reward, load_reward, t
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 
-def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[str]:
+def missing_files(task: recipe.Task, keys: Iterable[str], quickstart: bool = False) -> list[Fault]:
     """A fault for each of the `keys` of section task whose file is not there."""
-    example = (
-        ", or for the quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
-        if quickstart
-        else ""
-    )
-    return [
-        f"task.{key} = {getattr(task, key)!r}: no such file. Make it with `python "
-        f"tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`{example}; of your own: "
-        "docs/own_task.md"
-        for key in keys
-        if not Path(getattr(task, key)).is_file()
-    ]
+    fix = "Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`"
+    if quickstart:
+        tiny = "python tools/make_tiny_model.py --output models/tiny_qwen3_moe"
+        fix += f", or for the quickstart `{tiny}`"
+    fix += "; of your own: docs/own_task.md"
+    faults = []
+    for key in keys:
+        file = getattr(task, key)
+        if not Path(file).is_file():
+            faults.append(Fault("file", f"task.{key} = {file!r}: no such file", f"task.{key}", fix))
+    return faults
 
 
 def unknown_rewards(
     verifiers: Iterable[tuple[str, float]], others: Iterable[str] = ()
-) -> list[str]:
+) -> list[Fault]:
     """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names
     `others`, nor to be imported.
     """
     faults = []
     for name, _ in verifiers:
+        if name in others:
+            continue
         try:
-            name in others or load_reward(name, others)
+            load_reward(name, others)
         except ConfigError as error:
-            faults.append(str(error))
+            faults.append(Fault("data", str(error), "rl_config.verifier_function"))
     return faults
 
 
-def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[str], list[str]]:
+def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[Fault], list[str]]:
     """(faults, warnings) of a task whose files are there, before anything heavy starts.
 
     Args:
@@ -67,7 +68,7 @@ def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[str
 
 def check_rows(
     train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str], allow_overlap: bool = False
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[Fault], list[str]]:
     """(faults, warnings) of the rows that are trained on and tested with, for rewards of the names
     `verifiers`.
     """
@@ -76,17 +77,16 @@ def check_rows(
     shared = [row for row in test if normalised(row.question) in first_of]
     if shared:
         twin = first_of[normalised(shared[0].question)]
-        found = (
+        message = (
             f"{len(shared):,} of {len(test):,} test questions are training questions too, the "
             f"first {_cut(shared[0].question)} ({shared[0].where} and {twin.where})"
         )
         if allow_overlap:
-            warnings.append(f"{found}; task.allow_overlap = true")
+            warnings.append(f"{message}; task.allow_overlap = true")
         else:
-            faults.append(
-                f"{found}: the test would measure memory. Take them out of one file, or set "
-                "task.allow_overlap=true"
-            )
+            message += ": the test would measure memory"
+            fix = "Take them out of one file, or set task.allow_overlap=true"
+            faults.append(Fault("data", message, "task.test_file", fix))
     elif train and len(test) > len(train):
         warnings.append(
             f"the test file has more rows ({len(test):,}) than the training file ({len(train):,}): "
@@ -96,7 +96,8 @@ def check_rows(
     if set(verifiers) & set(METHOD_OF_VERIFIER):
         for name, rows in (("training", train), ("test", test)):
             more_faults, more_warnings = _golds(name, rows)
-            faults, warnings = faults + more_faults, warnings + more_warnings
+            faults += more_faults
+            warnings += more_warnings
     return faults, warnings
 
 
@@ -114,16 +115,21 @@ def _duplicates(rows: Sequence[Row]) -> list[str]:
     repeated = {question: count for question, count in counts.items() if count > 1}
     if not repeated:
         return []
-    kinds = [
-        f"{questions:,} {'is' if questions == 1 else 'are'} there {count:,} times"
-        for count, questions in sorted(Counter(repeated.values()).items())
+    kinds = []
+    for count, questions in sorted(Counter(repeated.values()).items()):
+        verb = "is" if questions == 1 else "are"
+        kinds.append(f"{questions:,} {verb} there {count:,} times")
+    if len(kinds) > 4:
+        kinds[2:-1] = ["..."]
+    return [
+        (
+            f"{len(rows):,} training rows hold {len(counts):,} different questions: "
+            f"{', '.join(kinds)}, the first {_cut(next(iter(repeated)))}"
+        )
     ]
-    shown = kinds if len(kinds) <= 4 else [*kinds[:2], "...", kinds[-1]]
-    found = f"{len(rows):,} training rows hold {len(counts):,} different questions"
-    return [f"{found}: {', '.join(shown)}, the first {_cut(next(iter(repeated)))}"]
 
 
-def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def _golds(name: str, rows: Sequence[Row]) -> tuple[list[Fault], list[str]]:
     """(faults, warnings): gold answers that GSM8K's verifiers cannot read, and those that are no
     integers.
     """
@@ -136,35 +142,31 @@ def _golds(name: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
         else:
             if not number.lstrip("-").isdigit():
                 fractions.append(row)
-    count = f"of {len(rows):,} {name} rows have an answer that is"
-    way_out = (
-        "GSM8K's verifiers want one: use another, or convert the file with tools/convert_gsm8k.py"
-    )
-    faults = (
-        [f"{len(unreadable):,} {count} no number: {_listed(unreadable)}. {way_out}"]
-        if unreadable
-        else []
-    )
-    question = "Is the point a decimal point?"
-    warnings = (
-        [f"{len(fractions):,} {count} no integer: {_listed(fractions)}. {question}"]
-        if fractions
-        else []
-    )
+    faults, warnings = [], []
+    have = f"of {len(rows):,} {name} rows have an answer that is"
+    if unreadable:
+        message = f"{len(unreadable):,} {have} no number: {_listed(unreadable)}"
+        fix = (
+            "GSM8K's verifiers want one: use another, or convert the file with "
+            "tools/convert_gsm8k.py"
+        )
+        faults.append(Fault("data", message, "rl_config.verifier_function", fix))
+    if fractions:
+        message = f"{len(fractions):,} {have} no integer: {_listed(fractions)}"
+        warnings.append(f"{message}. Is the point a decimal point?")
     return faults, warnings
 
 
 def _listed(rows: Sequence[Row]) -> str:
-    return ", ".join(f"{_cut(row.answer)} ({row.where})" for row in rows[:3]) + (
-        ", ..." if len(rows) > 3 else ""
-    )
+    answers = [f"{_cut(row.answer)} ({row.where})" for row in rows[:3]]
+    return ", ".join([*answers, "..."] if len(rows) > 3 else answers)
 
 
 def _cut(text: str) -> str:
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str], list[str]]:
+def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[Fault], list[str]]:
     """(faults, warnings) of the prompts of a task: two questions with the same token ids, a prompt
     that does not hold its question, and, as a warning, words that the tokenizer does not know.
 
@@ -172,28 +174,28 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[str],
     gives back of it: a tokenizer that lower-cases is no fault.
     """
     lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
-    asked = [_last_asked(row) if chat else row.prompt for row in task.rows]
+    questions = [row.last_turn if chat else row.prompt for row in task.rows]
     unreadable = [tokenizer.unk_token_id in ids for ids in task.prompts]
     first_with: dict[tuple[int, ...], str] = {}
-    for row, text, ids, unknown in zip(task.rows, asked, task.prompts, unreadable):
+    for row, text, ids, unknown in zip(task.rows, questions, task.prompts, unreadable):
         other = first_with.setdefault(tuple(ids), text)
         if not unknown and other != text and normalised(other) != normalised(text):
-            same = (
-                f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token ids"
+            message = (
+                f"{_cut(text)} ({row.where}) and {_cut(other)} become the same {len(ids)} token "
+                f"ids: {lost}"
             )
-            return [f"{same}: {lost}. Use the tokenizer that the model was trained with"], []
-    for row, text, prompt in zip(task.rows, asked, tokenizer.batch_decode(task.prompts)):
+            fix = "Use the tokenizer that the model was trained with"
+            return [Fault("data", message, fix=fix)], []
+    for row, text, prompt in zip(task.rows, questions, tokenizer.batch_decode(task.prompts)):
         if text not in prompt:
             given_back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
             if normalised(given_back) not in normalised(prompt):
-                return [
-                    f"{row.where}: {lost}. Asked is {_cut(text)}, the prompt reads {prompt[:200]!r}"
-                ], []
+                message = (
+                    f"{row.where}: {lost}. The question is {_cut(text)}, the prompt reads "
+                    f"{prompt[:200]!r}"
+                )
+                return [Fault("data", message)], []
     if not any(unreadable):
         return [], []
-    count = f"{sum(unreadable):,} of {len(asked):,} prompts"
+    count = f"{sum(unreadable):,} of {len(questions):,} prompts"
     return [], [f"{count} hold words that the tokenizer does not know: is it the right one?"]
-
-
-def _last_asked(row: Row) -> str:
-    return next(turn["content"] for turn in reversed(row.messages) if turn["role"] == "user")

@@ -23,18 +23,18 @@ def evaluate_answers(
     """The score of `n` answers to each row, by the reward called `verifier`.
 
     Args:
-        rows: of the task. texts: the answers, in the order of the rows. truncated: which were cut
-            off at the length limit.
+        rows: of the task.
+        texts: the answers, in the order of the rows.
+        truncated: which were cut off at the length limit.
 
     Returns:
-        numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
-            problems (NaN for one problem), interval_low and interval_high (95%, `interval`), with n
-            > 1 also pass@n (the mean of each problem's best score), n_problems,
-            samples_per_problem, truncated_fraction; and for GSM8K's verifiers, which find a number
-            in an answer, with n > 1 maj@n, and rule/<name> for each of the verifier's RULES: the
-            fraction of answers it found; and per problem its question, answer, responses, and for
-            each response its score and whether it was truncated, and for GSM8K's verifiers what was
-            extracted and by which rule.
+        Numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
+        problems (NaN for one problem), interval_low and interval_high (95%, `interval`),
+        n_problems, samples_per_problem, truncated_fraction; with n > 1 pass@n (the mean of each
+        problem's best score); for GSM8K's verifiers, which find a number in an answer, rule/<name>
+        (the fraction of answers that this one of `RULES` found) and with n > 1 maj@n.
+        And per problem its question, answer, responses, for each response its score and whether it
+        was truncated, and for GSM8K's verifiers what was extracted and by which rule.
 
     Raises:
         ValueError: the numbers of rows, texts and flags do not fit. ConfigError: an unknown
@@ -45,19 +45,20 @@ def evaluate_answers(
             f"{len(rows)} problems with {n} answers each need as many texts and flags, not "
             f"{len(texts)} and {len(truncated)}"
         )
-    answered = [row for row in rows for _ in range(n)]
+    answered = [rows[i // n] for i in range(len(texts))]
     scores = call_reward(verifier, load_reward(verifier), texts, answered).reshape(-1, n)
-    parts = [slice(i * n, (i + 1) * n) for i in range(len(rows))]
-    answers = [
-        {
-            "question": row.question,
-            "answer": row.answer,
-            "responses": list(texts[part]),
-            "scores": of_row.tolist(),
-            "truncated": list(map(bool, truncated[part])),
-        }
-        for row, part, of_row in zip(rows, parts, scores)
-    ]
+    answers = []
+    for i, row in enumerate(rows):
+        part = slice(i * n, (i + 1) * n)
+        answers.append(
+            {
+                "question": row.question,
+                "answer": row.answer,
+                "responses": list(texts[part]),
+                "scores": scores[i].tolist(),
+                "truncated": list(map(bool, truncated[part])),
+            }
+        )
     per_problem = scores.mean(1)
     low, high = interval(scores)
     result = {
@@ -72,16 +73,15 @@ def evaluate_answers(
     if n > 1:
         result[f"pass@{n}"] = scores.max(1).mean()
     if verifier in METHOD_OF_VERIFIER:
-        found = [extract_with_rule(text, METHOD_OF_VERIFIER[verifier]) for text in texts]
-        for answer, part in zip(answers, parts):
-            extracted, rules = zip(*found[part])
-            answer |= {"extracted": list(extracted), "rules": list(rules)}
+        extracted = [extract_with_rule(text, METHOD_OF_VERIFIER[verifier]) for text in texts]
+        for i, answer in enumerate(answers):
+            numbers, rules = zip(*extracted[i * n : (i + 1) * n])
+            answer |= {"extracted": list(numbers), "rules": list(rules)}
         if n > 1:
-            result[f"maj@{n}"] = np.mean(
-                [majority_score(answer["extracted"], answer["scores"]) for answer in answers]
-            )
-        counts = Counter(rule for _, rule in found)
-        result |= {f"rule/{rule}": counts[rule] / len(found) for rule in RULES if counts[rule]}
+            majorities = [majority_score(row["extracted"], row["scores"]) for row in answers]
+            result[f"maj@{n}"] = np.mean(majorities)
+        counts = Counter(rule for _, rule in extracted)
+        result |= {f"rule/{rule}": counts[rule] / len(extracted) for rule in RULES if counts[rule]}
     return result, answers
 
 

@@ -7,21 +7,26 @@ DIR/gsm8k_train_packed_{field}_document.{bin,idx} for every field it finds
 every problem, in the order of the source:
 
     input_ids   the prompt: the chat template applied to the row's messages, with the header of the
-    assistant's turn labels      without special tokens; all that the reward process, which decodes
-    them, gets to know of a row.
-                GSM8K (`convert_packed`): the canonical gold answer, "72", to verify against. Any
-                other task (`pack_rows`): the number of the row, "0" for the first, in
+                assistant's turn
+    labels      without special tokens; all that the reward process, which decodes them, gets to
+                know of a row. GSM8K (`convert_packed`): the canonical gold answer, "72". Any other
+                task (`pack_rows`): the number of the row, "0" for the first, in
                 DIR/NAME_rows.jsonl, which holds all columns, so that a reward gets any answer
                 exactly, and its whole row.
 
 .bin is the tokens of all rows as int32, one after the other. .idx is, little-endian
 (indexed_dataset.py:749-812):
 
-    offset     type          content 0          9 bytes       MMIDIDX, two zeros 9          uint64
-    version: 1 17         uint8         type of the tokens: 4 = int32 18         uint64        n,
-    the number of rows 26         uint64        n + 1 34         int32[n]      length of each row in
-    tokens 34 + 4n    int64[n]      where each row begins in .bin, in bytes 34 + 12n   int64[n+1]
-    where each document begins, and the end: 0, 1, ..., n, since a document is a row
+    offset     type          content
+    0          9 bytes       MMIDIDX, two zeros
+    9          uint64        version: 1
+    17         uint8         type of the tokens: 4 = int32
+    18         uint64        n, the number of rows
+    26         uint64        n + 1
+    34         int32[n]      length of each row in tokens
+    34 + 4n    int64[n]      where each row begins in .bin, in bytes
+    34 + 12n   int64[n+1]    where each document begins, and the end: 0, 1, ..., n, since a document
+                             is a row
 """
 
 import json
@@ -29,7 +34,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +54,8 @@ class PackedSplit:
     data_path: Path
     files: list[str]  # a line on each, for the terminal
     prompt_lengths: list[int]  # in tokens
-    prompts_with_unknown: (
-        int  # prompts that hold the tokenizer's unknown token: the model cannot read a part of them
-    )
+    # prompts that hold the tokenizer's unknown token: the model cannot read a part of them
+    prompts_with_unknown: int
 
     def dropped(self, max_prompt_length: int) -> int:
         """How many rows MindSpeed-RL leaves out: it keeps prompts shorter than `max_prompt_length`
@@ -131,34 +134,26 @@ def _pack(
     """Write {name: (rows, label of each)} with the files {name: content} of `others`, all of them
     or none.
     """
-    for name in splits:
+    packed, contents = [], {}
+    for name, (rows, labels) in splits.items():
         check_data_path(output / name)
-    encoded = {name: _encode(tokenizer, *split, progress) for name, split in splits.items()}
-    contents = {name: _contents(name, fields) | others for name, fields in encoded.items()}
-    _refuse_other_files(output, contents)
-    write_together(
-        output,
-        {
-            name: partial(Path.write_bytes, data=data)
-            for files in contents.values()
-            for name, data in files.items()
-        },
-    )
-    return [
-        PackedSplit(
-            output / name,
-            [described(output / file, len(fields["labels"])) for file in contents[name]],
-            prompt_lengths=list(map(len, fields["input_ids"])),
-            prompts_with_unknown=sum(
-                tokenizer.unk_token_id in prompt for prompt in fields["input_ids"]
-            ),
-        )
-        for name, fields in encoded.items()
-    ]
+        fields = _encode(tokenizer, rows, labels, progress)
+        files = _contents(name, fields) | others
+        _refuse_other_files(output, name, files)
+        contents |= files
+        prompts_of_split = fields["input_ids"]
+        unknown = sum(tokenizer.unk_token_id in prompt for prompt in prompts_of_split)
+        lengths = [len(prompt) for prompt in prompts_of_split]
+        packed.append(PackedSplit(output / name, list(files), lengths, unknown))
+    write_together(output, contents)
+    for split in packed:
+        count = len(split.prompt_lengths)
+        split.files[:] = [described(output / file, count) for file in split.files]
+    return packed
 
 
 def read_packed_rows(data_path: str | Path) -> list[Row] | None:
-    """The rows that the labels of `data_path` count; None if its labels are the answers themselves."""
+    """The rows that the labels of `data_path` count; None if its labels are the answers."""
     path = Path(f"{data_path}_rows.jsonl")
     return read_rows(path) if path.exists() else None
 
@@ -209,9 +204,8 @@ def indexed_format(rows: list[list[int]]) -> tuple[bytes, bytes]:
     tokens = np.array([token for row in rows for token in row], "<i4")
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, INT32, len(rows), len(rows) + 1)
     documents = np.arange(len(rows) + 1, dtype="<i8")
-    return tokens.tobytes(), header + lengths.tobytes() + (
-        ends - 4 * lengths
-    ).tobytes() + documents.tobytes()
+    index = [header, lengths.tobytes(), (ends - 4 * lengths).tobytes(), documents.tobytes()]
+    return tokens.tobytes(), b"".join(index)
 
 
 def read_packed(prefix: str) -> tuple[Any, Any]:
@@ -282,9 +276,8 @@ def _encode(
     from tqdm import tqdm
 
     fields, now = {"input_ids": [], "labels": []}, datetime.now()  # one date for all rows
-    for row, label in zip(
-        tqdm(rows, desc="tokenising", unit=" rows", disable=not progress), labels
-    ):
+    bar = tqdm(rows, desc="tokenising", unit=" rows", disable=not progress)
+    for row, label in zip(bar, labels):
         fields["input_ids"].append(prompts.chat_ids(tokenizer, row, now))
         ids = tokenizer.encode(label, add_special_tokens=False)
         decoded = tokenizer.decode(ids, skip_special_tokens=True)
@@ -308,17 +301,15 @@ def _contents(name: str, fields: dict[str, list[list[int]]]) -> dict[str, bytes]
     return contents
 
 
-def _refuse_other_files(output: Path, contents: dict[str, dict[str, bytes]]) -> None:
+def _refuse_other_files(output: Path, name: str, files: Mapping[str, bytes]) -> None:
     """MindSpeed-RL reads every field beside ours too, such as the attention_mask of an earlier run
     of its preprocessor; and rows that an earlier packing counted would be taken for the labels'
     own.
     """
-    for name, files in contents.items():
-        for path in sorted(
-            [*output.glob(f"{name}_packed_*_document*"), *output.glob(f"{name}_rows.jsonl")]
-        ):
-            if path.name not in files:
-                raise ValueError(
-                    f"{path} was not written by this tool, and would be read as a part of the same "
-                    "data: remove it or choose another output folder"
-                )
+    there = [*output.glob(f"{name}_packed_*_document*"), *output.glob(f"{name}_rows.jsonl")]
+    for path in sorted(there):
+        if path.name not in files:
+            raise ValueError(
+                f"{path} was not written by this tool, and would be read as a part of the same "
+                "data: remove it or choose another output folder"
+            )

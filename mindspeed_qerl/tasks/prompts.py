@@ -16,8 +16,10 @@ class Prompts:
     date of `at` (`chat_ids`).
 
     Attributes:
-        rows, prompts: as many of both. total: how many rows there were. dropped: how many of them
-        are left out, because their prompt has more than `max_prompt_length` tokens.
+        rows, prompts: as many of both.
+        total: how many rows there were.
+        dropped: how many of them are left out, because their prompt has more than
+            `max_prompt_length` tokens.
 
     Raises:
         ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be
@@ -50,12 +52,10 @@ class Prompts:
                 f"every prompt of {path} is longer than rl_config.max_prompt_length = "
                 f"{max_prompt_length} tokens"
             )
-        self.rows, self.prompts = [rows[i] for i in kept], [prompts[i] for i in kept]
-        self.total, self.dropped, self.max_prompt_length = (
-            len(rows),
-            len(rows) - len(kept),
-            max_prompt_length,
-        )
+        self.rows = [rows[i] for i in kept]
+        self.prompts = [prompts[i] for i in kept]
+        self.total, self.dropped = len(rows), len(rows) - len(kept)
+        self.max_prompt_length = max_prompt_length
 
     def digest(self) -> str:
         """SHA-256 of the token ids."""
@@ -95,9 +95,9 @@ def check_vocabulary(tokenizer: Any, rows: Sequence[Row], prompts: Sequence[Sequ
     embedding of.
     """
     file = Path(tokenizer.name_or_path or "/", "config.json")
-    vocabulary = (
-        json.loads(file.read_text(encoding="utf-8")).get("vocab_size") if file.is_file() else None
-    )
+    if not file.is_file():
+        return
+    vocabulary = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
     for row, ids in zip(rows, prompts):
         if vocabulary and max(ids, default=0) >= vocabulary:
             token = tokenizer.decode([max(ids)])
@@ -138,7 +138,7 @@ def chat_ids(tokenizer: Any, row: Row, at: datetime | None = None) -> list[int]:
 
 
 def plain_ids(tokenizer: Any, row: Row) -> list[int]:
-    """Token ids of the row's plain prompt, without special tokens. ConfigError if the row has none."""
+    """Token ids of the row's plain prompt, without special tokens; ConfigError without one."""
     if row.prompt is None:
         raise ConfigError(
             f"{row.where}: its messages are a conversation, which has no plain form. Give a column "

@@ -11,6 +11,7 @@ import asyncio
 import copy
 import importlib
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -29,18 +30,13 @@ from mindspeed_qerl.tasks.rows import Row
 
 Reward = Callable[..., Any]
 OURS = ("responses", "answers", "rows")
+# Other libraries' forms, each known by a parameter.
+FORMS = {"trl": "completions", "verl, batched": "solution_strs", "verl": "solution_str"}
 # Parameters of other libraries' rewards: a function that has one is not called by position.
-FOREIGN = {
-    "completions",
-    "completion",
-    "completion_ids",
-    "prompts",
-    "prompt",
-    "data_source",
-    "data_sources",
-    "solution_str",
-    "solution_strs",
-}
+FOREIGN = {"completion", "completion_ids", "prompts", "prompt", "data_source", "data_sources"}
+FOREIGN |= set(FORMS.values())
+# What can be iterated and is no list of scores.
+NO_LISTS = (str, bytes, Mapping, AbstractSet)
 
 
 class RewardError(ConfigError):
@@ -77,31 +73,25 @@ def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
     if not is_reward(name):
         path, _, function = name.rpartition(".")
         known = unknown("verifier", name, {*VERIFIERS, *others})
-        raise ConfigError(
-            f"rl_config.verifier_function: {known}. Your own is written "
-            f"{f'{path}:{function}' if path else 'module:function'}"
-        )
+        own = f"{path or 'module'}:{function if path else 'function'}"
+        raise ConfigError(f"rl_config.verifier_function: {known}. Your own is written {own}")
     path, _, function = name.partition(":")
     module = _import(name, path)
-    found, file = getattr(module, function, None), getattr(module, "__file__", None) or path
-    if found is None:
-        functions = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        ]
+    reward = getattr(module, function, None)
+    file = getattr(module, "__file__", None) or path
+    if reward is None:
+        functions = inspect.getmembers(module, callable)
+        nearest = unknown(f"function in {file}:", function, dict(functions))
+        raise ConfigError(f"verifier {name!r}: {nearest}")
+    if not callable(reward):
+        kind = type(reward).__name__
         raise ConfigError(
-            f"verifier {name!r}: {unknown(f'function in {file}:', function, functions)}"
+            f"verifier {name!r}: {function} in {file} is no function but of type {kind}"
         )
-    if not callable(found):
-        raise ConfigError(
-            f"verifier {name!r}: {function} in {file} is no function but of type "
-            f"{type(found).__name__}"
-        )
-    if not inspect.isclass(found):
-        return found
+    if not inspect.isclass(reward):
+        return reward
     try:
-        return _made(found).__call__
+        return _made(reward).__call__
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"verifier {name!r}: {function} in {file} is a class, and {function}() failed: "
@@ -116,7 +106,7 @@ def _made(cls: type) -> Any:
 
 
 def _import(name: str, path: str) -> Any:
-    if path.endswith(".py") or not all(part.isidentifier() for part in path.split(".")):
+    if not all(part.isidentifier() for part in path.split(".")) or path.endswith(".py"):
         raise ConfigError(
             f"verifier {name!r}: {path!r} is not a module. Write it as in an import, "
             "my_package.my_module:my_reward"
@@ -126,14 +116,14 @@ def _import(name: str, path: str) -> Any:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
-        if error.name and (path == error.name or path.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"verifier {name!r}: no module {error.name!r}. Start from the folder that holds it "
-                f"(this is {os.getcwd()}), or put that folder on PYTHONPATH"
-            ) from error
-        raise ConfigError(
-            f"verifier {name!r}: its module needs one that is missing: {error}"
-        ) from error
+        if error.name and f"{path}.".startswith(f"{error.name}."):
+            fault = (
+                f"no module {error.name!r}. Start from the folder that holds it (this is "
+                f"{os.getcwd()}), or put that folder on PYTHONPATH"
+            )
+        else:
+            fault = f"its module needs one that is missing: {error}"
+        raise ConfigError(f"verifier {name!r}: {fault}") from error
     except (Exception, SystemExit) as error:  # whatever a user's module does
         raise ConfigError(
             f"verifier {name!r}: importing {path} failed: {_describe(error)}"
@@ -150,7 +140,8 @@ def score(
 
     Args:
         verifiers: (name, weight) of each. responses, rows: N decoded answers, and the row that each
-            of them answers. load: what finds a reward by its name.
+            of them answers.
+        load: what finds a reward by its name.
 
     Returns:
         float64 [N] of weight times reward, summed; and by name the rewards themselves, float64 [N].
@@ -163,9 +154,9 @@ def score(
     >>> score([("gsm8k", 1.0), ("gsm8k_strict", 0.5)], ["it is 4", "#### 4"], [row, row])[0]
     array([1. , 1.5])
     """
-    scores = {
-        name: call_reward(name, load(name), responses, rows, may_skip=True) for name, _ in verifiers
-    }
+    scores = {}
+    for name, _ in verifiers:
+        scores[name] = call_reward(name, load(name), responses, rows, may_skip=True)
     skipped = np.isnan([*scores.values()]).all(axis=0)
     if skipped.any():
         raise RewardError(
@@ -204,39 +195,35 @@ def call_reward(
     call = partial(_call, reward, form, parameters)
     try:
         given = call(responses, rows)
-        no_list = not isinstance(given, Iterable) or isinstance(
-            given, (str, bytes, Mapping, AbstractSet)
-        )
-        values = None if no_list else list(given)
+        is_list = isinstance(given, Iterable) and not isinstance(given, NO_LISTS)
+        values = list(given) if is_list else None
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, and the panic of a library in Rust
-        raise RewardError(
-            f"verifier {name!r} raised {_describe(error)}, {_blame(call, responses, rows)}"
-        ) from error
+        place = _blame(call, responses, rows)
+        raise RewardError(f"verifier {name!r} raised {_describe(error)}, {place}") from error
     if values is None:
         raise RewardError(
             f"verifier {name!r} returned {given!r:.80} ({type(given).__name__}) instead of a list "
             f"of {len(rows)} numbers"
         )
     if len(values) != len(rows):
-        first = (
-            f"; {_shown(len(values), responses, rows)} has none" if len(values) < len(rows) else ""
-        )
+        missing = len(values) < len(rows)
+        first = f"; {_shown(len(values), responses, rows)} has none" if missing else ""
         raise RewardError(
             f"verifier {name!r} returned {len(values)} scores for {len(rows)} responses, and must "
             f"return one for each{first}"
         )
-    scores = [_number(value) for value in values]
-    for i, value in enumerate(scores):
-        if may_skip and form == "trl" and values[i] is None:
-            scores[i] = math.nan
-        elif value is None or not math.isfinite(value):
+    scores = np.zeros(len(rows))
+    for i, value in enumerate(values):
+        skipped = value is None and may_skip and form == "trl"
+        scores[i] = math.nan if skipped else _number(value)
+        if not skipped and not math.isfinite(scores[i]):
             raise RewardError(
-                f"verifier {name!r} returned {values[i]!r:.80}, which is not a finite number, for "
+                f"verifier {name!r} returned {value!r:.80}, which is not a finite number, for "
                 f"{_shown(i, responses, rows)}"
             )
-    return np.array(scores, dtype=np.float64)
+    return scores
 
 
 def _form_of(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[str]]:
@@ -247,54 +234,53 @@ def _form_of(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some that are built in have none
         return "ours", []
-    kinds = {parameter.kind for parameter in signature.parameters.values()}
-    named = {
-        each.name: each
-        for each in signature.parameters.values()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    }
-    required = [each.name for each in named.values() if each.default is each.empty]
-    columns = list(dict.fromkeys(column for row in rows for column in row.columns))
-    everywhere = {column for column in columns if all(column in row.columns for row in rows)}
-    if set(OURS) <= named.keys() and set(required) <= set(OURS):
-        form, given, others = "ours", list(OURS), []
-    elif _takes_three(signature) and (list(named)[2:3] == ["rows"] or not named.keys() & FOREIGN):
+    parameters = signature.parameters.values()
+    named = [
+        each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
+    names = [each.name for each in named]
+    required = [each.name for each in named if each.default is each.empty]
+    if set(OURS) <= set(names) and set(required) <= set(OURS):
+        return "ours", list(OURS)
+    if _takes_three(signature) and (names[2:3] == ["rows"] or not FOREIGN & set(names)):
         return "ours", []
-    elif "completions" in named:
-        prompts = ["prompts"] if all(row.messages for row in rows) else []
-        form, given = "trl", ["completions", *prompts]
-        others = [
-            column
-            for column in columns
-            if column not in ("prompt", "completion", "completion_ids", *given)
-        ]
-    elif "solution_strs" in named:
-        form, given = "verl, batched", ["solution_strs", "ground_truths", "extra_infos"]
-        others = ["data_sources"] if "data_source" in everywhere else []
-    elif "solution_str" in named:
-        form, given = "verl", ["solution_str", "ground_truth", "extra_info"]
-        others = ["data_source"] if "data_source" in everywhere else []
-    else:
+    form = next((form for form, parameter in FORMS.items() if parameter in names), None)
+    if form is None:
         raise RewardError(
             f"verifier {name!r} takes {signature}, and is called as f(responses, answers, rows), "
             "as TRL calls f(prompts, completions, and columns by name), or as verl calls "
             "f(data_source, solution_str, ground_truth, extra_info), each with an s if it takes a "
             "batch: name its parameters so"
         )
-    lacking = [each for each in required if each not in given and each not in others]
-    lacking += [
-        each for each in required if form == "trl" and each in others and each not in everywhere
-    ]
-    if lacking:
-        column = lacking[0].removesuffix("s") if form == "verl, batched" else lacking[0]
-        row = next((row for row in rows if column not in row.columns), rows[0])
-        raise RewardError(
-            f"verifier {name!r} takes {lacking[0]!r}, and {row.where or 'a row'} has no such "
-            f"column, but {', '.join(row.columns)}. It can take {', '.join(given)} and those: "
-            "rename or add the column, or give the parameter a default"
-        )
-    takes_any = form != "ours" and inspect.Parameter.VAR_KEYWORD in kinds
-    return form, [each for each in [*given, *others] if takes_any or each in named]
+    plural = "s" if form == "verl, batched" else ""
+    given, columns = _offered(form, plural, rows)
+    for parameter in required:
+        column = parameter.removesuffix(plural)
+        without = [row for row in rows if column not in row.columns]
+        if parameter not in given and (parameter not in columns or without):
+            row = without[0] if without else rows[0]
+            raise RewardError(
+                f"verifier {name!r} takes {parameter!r}, and {row.where or 'a row'} has no such "
+                f"column, but {', '.join(row.columns)}. It can take {', '.join(given)} and those: "
+                "rename or add the column, or give the parameter a default"
+            )
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return form, [each for each in (*given, *columns) if takes_any or each in names]
+
+
+def _offered(form: str, plural: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """What a foreign form is given of the responses and rows, and which columns, by name."""
+    if form == "trl":
+        columns = dict.fromkeys(itertools.chain.from_iterable(row.columns for row in rows))
+        given = ["completions"]
+        if all(row.messages for row in rows):
+            given.append("prompts")
+        hidden = {"prompt", "completion", "completion_ids", *given}
+        return given, [column for column in columns if column not in hidden]
+    given = [f"{name}{plural}" for name in ("solution_str", "ground_truth", "extra_info")]
+    if all("data_source" in row.columns for row in rows):
+        return given, [f"data_source{plural}"]
+    return given, []
 
 
 def _takes_three(signature: inspect.Signature) -> bool:
@@ -302,13 +288,11 @@ def _takes_three(signature: inspect.Signature) -> bool:
     hide any.
     """
     kinds = [parameter.kind for parameter in signature.parameters.values()]
-    if kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
-        return False
     try:
         signature.bind(*OURS)
     except TypeError:
         return False
-    return True
+    return kinds != [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _call(
@@ -322,69 +306,65 @@ def _call(
     columns = [copy.deepcopy(row.columns) for row in rows]
     if form == "ours":
         values = [list(responses), [row.answer for row in rows], columns]
-        return _awaited(reward(**dict(zip(OURS, values))) if parameters else reward(*values))
-    if form == "trl":
-        known = {name: [of_row.get(name) for of_row in columns] for name in parameters}
-        known |= _of_trl(responses, rows, texts=inspect.ismethod(reward))
-        return _awaited(reward(**{name: known[name] for name in parameters}))
-    known = {
-        "solution_str": list(responses),
-        "data_source": [of_row.get("data_source") for of_row in columns],
-        "extra_info": [of_row.get("extra_info") or {} for of_row in columns],
-        "ground_truth": [_verl_gold(of_row, row) for of_row, row in zip(columns, rows)],
-    }
-    if form == "verl, batched":
-        given = _awaited(reward(**{name: known[name.removesuffix("s")] for name in parameters}))
+        if not parameters:
+            return _awaited([reward(*values)])[0]
+        known = dict(zip(OURS, values))
+    elif form == "trl":
+        known = {name: [row.get(name) for row in columns] for name in parameters}
+        known |= _conversations(responses, rows, texts=inspect.ismethod(reward))
     else:
-        given = [reward(**{name: known[name][i] for name in parameters}) for i in range(len(rows))]
-        given = asyncio.run(_together(given)) if any(map(inspect.isawaitable, given)) else given
-    if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        return given
-    return [
-        value["score"] if isinstance(value, Mapping) and "score" in value else value
-        for value in given
-    ]
+        known = _verl_values(responses, rows, columns)
+    if form == "verl, batched":
+        known = {f"{name}s": values for name, values in known.items()}
+    known = {name: known[name] for name in parameters}
+    if form != "verl":
+        return _awaited([reward(**known)])[0]
+    return _awaited([reward(**dict(zip(known, values))) for values in zip(*known.values())])
 
 
-def _of_trl(responses: Sequence[str], rows: Sequence[Row], texts: bool) -> dict[str, list]:
+def _verl_values(
+    responses: Sequence[str], rows: Sequence[Row], columns: Sequence[dict[str, Any]]
+) -> dict[str, list]:
+    values = {"solution_str": list(responses), "data_source": [], "extra_info": []}
+    values["ground_truth"] = []
+    for row, copied in zip(rows, columns):
+        values["data_source"].append(copied.get("data_source"))
+        values["extra_info"].append(copied.get("extra_info") or {})
+        reward_model = copied.get("reward_model")
+        gold = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+        values["ground_truth"].append(row.answer if gold is None else gold)
+    return values
+
+
+def _conversations(responses: Sequence[str], rows: Sequence[Row], texts: bool) -> dict[str, list]:
     """TRL's `prompts` and `completions`: messages where a row's prompt is messages, unless `texts`
-    are asked for, as by ms-swift's classes.
+    are expected, as by ms-swift's classes.
     """
-    known = {"prompts": [], "completions": []}
+    prompts, completions = [], []
     for response, row in zip(responses, rows):
         prompt = row.columns.get("prompt")
         is_text = isinstance(prompt, str)
-        known["prompts"].append(prompt if is_text else copy.deepcopy(row.messages))
-        known["completions"].append(
-            response if is_text or texts else [{"role": "assistant", "content": response}]
-        )
-    return known
+        prompts.append(prompt if is_text else copy.deepcopy(row.messages))
+        spoken = [{"role": "assistant", "content": response}]
+        completions.append(response if is_text or texts else spoken)
+    return {"prompts": prompts, "completions": completions}
 
 
-def _verl_gold(columns: dict[str, Any], row: Row) -> Any:
-    of_verl = columns.get("reward_model")
-    given = of_verl.get("ground_truth") if isinstance(of_verl, dict) else None
-    return row.answer if given is None else given
+def _awaited(values: list[Any]) -> list[Any]:
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*values)
+
+    return asyncio.run(gather()) if any(map(inspect.isawaitable, values)) else values
 
 
-def _awaited(given: Any) -> Any:
-    async def wait() -> Any:
-        return await given
-
-    return asyncio.run(wait()) if inspect.isawaitable(given) else given
-
-
-async def _together(calls: Sequence[Any]) -> list[Any]:
-    return list(await asyncio.gather(*calls))
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, (str, bytes)):
-        return None
+def _number(value: Any) -> float:
+    """NaN for what is no number; verl's dicts hold theirs as `score`."""
+    if isinstance(value, Mapping):
+        value = value.get("score")
     try:
-        return float(value)
+        return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return None
+        return math.nan
 
 
 def _blame(call: Callable[..., Any], responses: Sequence[str], rows: Sequence[Row]) -> str:
@@ -396,24 +376,25 @@ def _blame(call: Callable[..., Any], responses: Sequence[str], rows: Sequence[Ro
             raise
         except BaseException:  # noqa: BLE001  it is the row that is looked for
             return f"on {_shown(i, responses, rows)}"
-    return f"on {len(rows)} responses together, and on none of them alone; the first is {_shown(0, responses, rows)}"
+    first = _shown(0, responses, rows)
+    return f"on {len(rows)} responses together, and on none of them alone; the first is {first}"
 
 
 def _shown(index: int, responses: Sequence[str], rows: Sequence[Row]) -> str:
     row = rows[index]
-    cut = {"question": row.question, "answer": row.answer, "response": responses[index]}
-    texts = [
-        f"{name} {text if len(text) <= 200 else text[:197] + '...'!r}" for name, text in cut.items()
-    ]
-    return f"row {index}{f' ({row.where})' if row.where else ''}: " + ", ".join(texts)
+    where = f" ({row.where})" if row.where else ""
+    parts = (("question", row.question), ("answer", row.answer), ("response", responses[index]))
+    return f"row {index}{where}: " + ", ".join(f"{name} {_cut(text)}" for name, text in parts)
+
+
+def _cut(text: str) -> str:
+    return repr(text if len(text) <= 200 else text[:197] + "...")
 
 
 def _describe(error: BaseException) -> str:
     """The error in one line, and the line of the user's code that raised it."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<frozen")
-    ]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen"):
+            place = f" ({Path(frame.filename).name}:{frame.lineno})"
     return f"{type(error).__name__}: {error}{place}"

@@ -2,9 +2,11 @@
 
 A file is .jsonl or .parquet, and each of its rows has
 
-    prompt      what is asked, as text, or as messages [{"role": "user", "content": "..."}, ...],
-    for the chat template messages    the same messages under another name; where both are there, a
-    `prompt` of text is the plain form answer      a text or number; the reward compares with it
+    prompt    what is asked, as text, or as messages [{"role": "user", "content": "..."}, ...], for
+              the chat template
+    messages  the same messages under another name; where both are there, a `prompt` of text is the
+              plain form
+    answer    a text or number; the reward compares with it
 
 and more columns if you like: the reward gets them all. Rows of verl and TRL are such rows: the
 answer may also be `reward_model.ground_truth`, or one of `GOLDS`. GSM8K's converted rows
@@ -35,10 +37,9 @@ class Row:
     """One row of a task.
 
     Attributes:
-        messages: what a chat template is applied to, each with "role" and "content". prompt: what a
-            model without a chat template reads; None if `messages` are a conversation, which has no
-            plain
-            form.
+        messages: what a chat template is applied to, each with "role" and "content".
+        prompt: what a model without a chat template reads; None if `messages` are a conversation,
+            which has no plain form.
         question: what is asked, for records and checks: the prompt, or all turns of a conversation.
         answer: what is right.
         columns: the row as it stands in the file, for the reward.
@@ -51,6 +52,11 @@ class Row:
     answer: str
     columns: dict[str, Any]
     where: str = ""
+
+    @property
+    def last_turn(self) -> str:
+        """The last that the user says."""
+        return next(turn["content"] for turn in self.messages[::-1] if turn["role"] == "user")
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -79,7 +85,8 @@ def row_of(columns: dict[str, Any], where: str = "") -> Row:
 
     >>> row_of({"prompt": "2+2?", "answer": 4, "level": 1}).messages
     [{'role': 'user', 'content': '2+2?'}]
-    >>> row_of({"prompt": [{"role": "user", "content": "2+2?"}], "reward_model": {"ground_truth": "4"}}).answer
+    >>> turn = {"role": "user", "content": "2+2?"}
+    >>> row_of({"prompt": [turn], "reward_model": {"ground_truth": "4"}}).answer
     '4'
     """
     answer = _gold(columns)
@@ -87,53 +94,46 @@ def row_of(columns: dict[str, Any], where: str = "") -> Row:
     messages = columns.get(conversation)
     if messages is None and columns.get("prompt") is None:
         raise ValueError(
-            "neither column 'prompt' nor column 'messages'; the row has "
-            f"{', '.join(map(str, columns))}. tools/convert_gsm8k.py makes such rows of GSM8K's own"
+            f"neither column 'prompt' nor column 'messages'; {_has(columns)}. "
+            "tools/convert_gsm8k.py makes such rows of GSM8K's own"
         )
-    plain = next(
-        (
-            name
-            for name in ("prompt", "question")
-            if name != conversation and columns.get(name) is not None
-        ),
-        None,
-    )
+    plain = "question" if columns.get("question") is not None else None
+    if conversation == "messages" and columns.get("prompt") is not None:
+        plain = "prompt"
     if plain:
         check_text(columns, plain)
     if messages is None:
         messages = [{"role": "user", "content": columns["prompt"]}]
     _check_messages(messages, conversation)
+    prompt = None
     if plain:
         question = columns[plain]
         prompt = question if plain == "prompt" else plain_prompt(question)
-        return Row(messages, prompt, question, answer, columns, where)
-    if len(messages) == 1:
-        question = messages[0]["content"]
-        return Row(messages, question, question, answer, columns, where)
-    question = "\n".join(f"{turn['role']}: {turn['content'] or ''}" for turn in messages)
-    return Row(messages, None, question, answer, columns, where)
+    elif len(messages) == 1:
+        question = prompt = messages[0]["content"]
+    else:
+        question = "\n".join(f"{turn['role']}: {turn['content'] or ''}" for turn in messages)
+    return Row(messages, prompt, question, answer, columns, where)
 
 
 def _gold(columns: dict[str, Any]) -> str:
     """The answer of a row as text; ValueError if there is none."""
-    found = {"answer": columns.get("answer")}
+    values = {"answer": columns.get("answer")}
     if isinstance(columns.get("reward_model"), dict):
-        found["reward_model.ground_truth"] = columns["reward_model"].get("ground_truth")
-    found |= {name: columns.get(name) for name in GOLDS}
-    name = next((name for name, value in found.items() if value is not None), None)
+        values["reward_model.ground_truth"] = columns["reward_model"].get("ground_truth")
+    values |= {name: columns.get(name) for name in GOLDS}
+    name = next((name for name, value in values.items() if value is not None), None)
     if name is None:
         raise ValueError(
-            "column 'answer' is missing; the row has "
-            f"{', '.join(map(str, columns)) or 'no columns'}. Known too: "
+            f"column 'answer' is missing; {_has(columns)}. Known too: "
             f"reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the reward "
             "does not read it"
         )
-    value = found[name]
+    value = values[name]
     if isinstance(value, Real | Decimal) and not isinstance(value, bool) and math.isfinite(value):
         return str(int(value)) if value == int(value) else format(Decimal(str(value)), "f")
-    if name == "reward_model.ground_truth" and isinstance(
-        value, list | dict
-    ):  # as verl's rewards compare with
+    # as verl's rewards compare with
+    if name == "reward_model.ground_truth" and isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)
     if name == "completion" and isinstance(value, list):
         _check_turns(value, name)
@@ -163,10 +163,7 @@ def _check_turns(messages: Any, column: str) -> None:
             f"column {column!r}: expected a list of {{role, content}}, both of them text, got "
             f"{str(messages)[:80]}"
         )
-    try:
-        "".join(turn["role"] + (turn["content"] or "") for turn in turns).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"column {column!r}: not valid Unicode text ({error.reason})") from None
+    _check_unicode("".join(turn["role"] + (turn["content"] or "") for turn in turns), column)
 
 
 def _is_turn(turn: dict[str, Any]) -> bool:
@@ -182,20 +179,25 @@ def _is_turn(turn: dict[str, Any]) -> bool:
 def check_text(row: dict[str, Any], column: str) -> None:
     """ValueError unless `row[column]` is a text that a file can hold and that is not blank."""
     if column not in row:
+        raise ValueError(f"column {column!r} is missing; {_has(row)}")
+    text = row[column]
+    if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f"column {column!r} is missing; the row has {', '.join(map(str, row)) or 'no columns'}"
+            f"column {column!r}: expected a non-empty string, got {str(text)[:80]!r} "
+            f"({type(text).__name__})"
         )
-    if not isinstance(row[column], str) or not row[column].strip():
-        kind = type(row[column]).__name__
-        raise ValueError(
-            f"column {column!r}: expected a non-empty string, got {str(row[column])[:80]!r} "
-            f"({kind})"
-        )
+    _check_unicode(text, column)
+
+
+def _has(columns: dict[str, Any]) -> str:
+    return f"the row has {', '.join(map(str, columns)) or 'no columns'}"
+
+
+def _check_unicode(text: str, column: str) -> None:
+    """JSON can spell half of a surrogate pair, no file can hold it."""
     try:
-        row[column].encode()
-    except (
-        UnicodeEncodeError
-    ) as error:  # JSON can spell half of a surrogate pair, no file can hold it
+        text.encode()
+    except UnicodeEncodeError as error:
         raise ValueError(f"column {column!r}: not valid Unicode text ({error.reason})") from None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend import contract, engine, imports
+from mindspeed_qerl.ascend import contract, engine
 from mindspeed_qerl.ascend.contract import (
     ENTRIES,
     PINS,
@@ -88,18 +88,13 @@ def test_what_does_not_change_the_code_changes_no_digest():
     ("old", "new", "seen"),
     [
         ("tp: int = 1", "tp: int = 2", {"Worker.build", "Worker"}),
-        ("tp: int = 1", "tp: float = 1", {"Worker.build", "Worker"}),
         ("tp > 1", "tp >= 1", {"Worker.build", "Worker"}),
         (":02d", ":03d", {"Worker.build", "Worker"}),
         ("self.config = config", "self.configs = config", {"Worker.__init__", "Worker"}),
         ("npus=0.7", "npus=0.5", {"Worker"}),
-        ("(Base, Mixin)", "(Mixin, Base)", {"Worker"}),
         ("def build", "def built", {"Worker.build", "Worker"}),
         ('"a": ', '"b": ', {"REGISTRY"}),
-        ("int = 4", "int = 5", {"LIMIT"}),
         ("SPEED = 2", "SPEED = 3", {"SPEED"}),
-        ("SPEED = 1", "SPEED = 3", {"SPEED"}),
-        ("return inner()", "return inner", {"registry"}),
         ("return REGISTRY", "return dict(REGISTRY)", {"registry.inner", "registry"}),
         ("import os\n", "import os.path as os\n", set()),
     ],
@@ -325,13 +320,6 @@ def test_the_engine_names_what_is_missing_and_how_to_get_it(monkeypatch):
         EngineError, match=r"vllm-ascend cannot be imported here\. .*NPUs install vllm-ascend "
     ):
         engine.check_upstream()
-    try:
-        importlib.import_module("no_such_package.part")
-    except ImportError as error:
-        assert f"by {sys.executable}: No module named 'no_such_package'" in imports.of_the_driver(
-            error
-        )
-        assert "pip install no_such_package " in imports.of_the_driver(error)
 
 
 @pytest.fixture
@@ -356,12 +344,6 @@ def test_the_tool_says_what_changed_and_what_is_not_there(checkout):
     assert f"MindSpeed-RL in {checkout} is {version}; 0 of " in done.stdout
     assert "\n  gone cli/train_grpo.py:1 train: we start this task" in done.stdout
     assert "\nvllm-ascend is not there, so not compared\n" in done.stdout
-
-
-def test_the_tool_refuses_a_missing_folder(checkout):
-    done = run_tool("--mindspeed-rl", checkout, "--mindspeed-llm", checkout / "nowhere")
-    assert done.returncode == 2
-    assert f"{checkout}/nowhere holds no folder mindspeed_llm" in done.stderr
 
 
 def test_a_new_pin_is_one_command(checkout, tool, tmp_path, monkeypatch, capsys):

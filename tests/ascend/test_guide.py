@@ -1,7 +1,7 @@
 """docs/ascend.md typed from its first command to its last, in one shell: every file and folder that
 a command names is in this repository or was made by a command before it. What would install,
-convert or train only looks at its paths. docs/hangs.md goes by what is really printed, and by the
-time-outs that are really set.
+convert or train only looks at its paths. docs/troubleshooting.md goes by what is really printed,
+and by the timeouts that are really set.
 """
 
 import re
@@ -48,7 +48,8 @@ python() {
     done
 }
 bash() { needs "$1"; }
-make() { needs "$2/Makefile"; }
+make() { [[ $1 != -C ]] || needs "$2/Makefile"; }
+ray() { :; }
 source() { :; }
 apt() { :; }
 ulimit() { :; }
@@ -99,19 +100,14 @@ def test_every_path_is_there_when_it_is_named(tmp_path):
     )
 
 
-def test_the_page_on_hangs_has_our_lines_and_clocks():
-    page = (ROOT / "docs" / "hangs.md").read_text()
-    sources = "\n".join(
-        (ROOT / name).read_text()
-        for name in (
-            "mindspeed_qerl/ascend/engine.py",
-            "mindspeed_qerl/preflight/__init__.py",
-            "examples/grpo/launch.sh",
-            "examples/grpo/processes.sh",
-        )
-    )
-    headings = "\n".join(re.findall("^## .*", page, re.MULTILINE))
-    phases = re.findall(r"`([\w ]+) \.\.\.`", headings)
+def test_troubleshooting_has_our_lines_and_timeouts():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    files = [*(ROOT / "examples" / "grpo").glob("*.sh")]
+    for room in ("ascend", "preflight", "runs"):
+        files += (ROOT / "mindspeed_qerl" / room).glob("*.py")
+    sources = "\n".join(file.read_text() for file in files)
+    hangs = page[page.index("\n## Hangs\n") : page.index("\n## Wrong numbers\n")]
+    phases = re.findall(r"`([\w ]+) \.\.\.`", hangs)
     assert len(phases) == 5 and all(f'phase("{phase}")' in sources for phase in phases)
     for line in (
         "asking npu-smi, CANN and Ray at once, for at most",
@@ -123,7 +119,18 @@ def test_the_page_on_hangs_has_our_lines_and_clocks():
         "its launcher has gone",
     ):
         assert line in page and line in sources, line
-    clocks = dict(re.findall(r"^\| `([\w.]+)` \| (\d+) s", page, re.MULTILINE))
+    timeouts = dict(re.findall(r"^\| `([\w.]+)` \| (\d+) s", page, re.MULTILINE))
     ours = npu_environment() | {"npu.peer_timeout": str(Npu.peer_timeout)}
     ours |= dict(re.findall(r"\b(\w+_TIMEOUT)=\$\{\1:-(\d+)\}", sources))
-    assert clocks == {name: ours[name] for name in clocks} and len(clocks) == 5
+    assert timeouts == {name: ours[name] for name in timeouts} and len(timeouts) == 5
+
+
+def test_modules_that_comments_name_are_there():
+    """Of the rooms of this package; MindSpeed-LLM has a folder tasks/posttrain."""
+    package = ROOT / "mindspeed_qerl"
+    rooms = [room.name for room in package.iterdir() if room.is_dir()]
+    named = re.compile(rf"(?<![\w/.-])((?:{'|'.join(rooms)})/[\w/]+\.py)\b")
+    for room in ("ascend", "layout", "runs", "local", "families", "recipe"):
+        for file in (package / room).glob("*.py"):
+            for path in named.findall(file.read_text()):
+                assert "posttrain" in path or (package / path).exists(), (file.name, path)

@@ -1,15 +1,18 @@
 """Too few NPUs or CPUs are an error in seconds with the counts, where upstream would wait for ever."""
 
 import re
+import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import ray
 
 from mindspeed_qerl.ascend import cluster as of_ray
-from mindspeed_qerl.ascend import engine
+from mindspeed_qerl.ascend import ray_session
 from mindspeed_qerl.ascend.cluster import check_free, check_resources
 from mindspeed_qerl.ascend.limits import needed_cpus
 from mindspeed_qerl.common.errors import EngineError
@@ -32,6 +35,7 @@ def cluster():
     ray.shutdown()
 
 
+@cache
 def asked(npus: int, cpus_per_npu: int) -> Recipe:
     return read_recipe(
         compose(
@@ -92,51 +96,30 @@ def test_npus_that_another_job_holds(cluster, tmp_path):
     check_resources(asked(12, 4))
 
 
-def test_a_node_that_shows_more_dies_than_the_run_has_there(monkeypatch):
-    """Of the clusters that upstream's groups fit into, and those they do not (launcher.py:64-104)."""
-    found = dict(
-        resources={"NPU": 16.0, "CPU": 200.0},
-        available={"NPU": 16.0, "CPU": 200.0},
-        nodes=2,
-        jobs=[],
-        npus=[8, 8],
-        cpus=[100, 100],
-    )
-    monkeypatch.setattr(of_ray, "look", lambda: found)
-    for count, fits in ((8, True), (4, True), (16, False), (12, False)):
-        acl = SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda count=count: (count, 0)))
-        monkeypatch.setitem(sys.modules, "acl", acl)
-        if fits:
-            check_free(asked(16, 4), patience=0)
-        else:
-            with pytest.raises(
-                EngineError, match=f"this node shows {count} dies to CANN.* the nodes have 8, 8"
-            ):
-                check_free(asked(16, 4), patience=0)
-
-
 @pytest.mark.parametrize(
-    ("cpus", "fits"), [([43, 33], True), ([32, 44], True), ([42, 42], False), ([76, 31], False)]
+    "dies, cpus, fault",
+    [
+        (8, (100, 100), None),
+        (4, (100, 100), None),
+        (16, (100, 100), "this node shows 16 dies to CANN.* the nodes have 8, 8"),
+        (12, (100, 100), "this node shows 12 dies to CANN.* the nodes have 8, 8"),
+        # eight ranks of 4 on each, a reward process, and the transfer dock's 10 on one of them; the
+        # nodes together have the 76 that are counted for one machine
+        (8, (43, 33), None),
+        (8, (32, 44), None),
+        (8, (42, 42), "the nodes have 42, 42 CPUs free; their ranks reserve 32, 32, .*cpus=76"),
+        (8, (76, 31), "the nodes have 76, 31 CPUs free; .* the transfer dock 10 on one .*cpus=76"),
+    ],
 )
-def test_cpus_that_no_single_node_has(cpus, fits, monkeypatch):
-    """Eight ranks of 4 on each node, a reward process, and the transfer dock's 10 on one; the nodes
-    together have the 76 that are counted for one machine.
-    """
+def test_two_nodes_that_upstreams_groups_fit_into_and_others(dies, cpus, fault, monkeypatch):
+    """launcher.py:64-104: as many NPUs on one node as the driver's node shows."""
     sums = {"NPU": 16.0, "CPU": float(sum(cpus))}
-    found = dict(resources=sums, available=sums, nodes=2, jobs=[], npus=[8, 8], cpus=cpus)
-    monkeypatch.setattr(of_ray, "look", lambda: found)
-    monkeypatch.setitem(
-        sys.modules, "acl", SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda: (8, 0)))
-    )
-    if fits:
+    nodes = dict(resources=sums, available=sums, nodes=2, jobs=[], npus=[8, 8], cpus=list(cpus))
+    monkeypatch.setattr(of_ray, "look", lambda: nodes)
+    acl = SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda: (dies, 0)))
+    monkeypatch.setitem(sys.modules, "acl", acl)
+    with pytest.raises(EngineError, match=fault) if fault else nullcontext():
         check_free(asked(16, 4), patience=0)
-    else:
-        with pytest.raises(
-            EngineError,
-            match=rf"the nodes have {cpus[0]}, {cpus[1]} CPUs free; their ranks reserve "
-            r"32, 32, .* the transfer dock 10 on one .*--num-cpus=76",
-        ):
-            check_free(asked(16, 4), patience=0)
 
 
 def test_the_first_ranks_are_on_the_drivers_node(monkeypatch):
@@ -153,25 +136,8 @@ def test_the_first_ranks_are_on_the_drivers_node(monkeypatch):
         ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]}
     )
     asked = []
-    ordered = of_ray.this_node_first(lambda *args: asked.append(args) or ["a", "b", "c"])
+    ordered = ray_session.this_node_first(lambda *args: asked.append(args) or ["a", "b", "c"])
     assert ordered(6, 4, 2, 3) == ["b", "a", "c"] and asked == [(6, 4, 2, 3)]
-
-
-def test_a_package_of_upstreams_that_is_missing(tmp_path, monkeypatch):
-    """One line, and the file that asks for it."""
-    (tmp_path / "cli").mkdir()
-    (tmp_path / "mindspeed_rl").mkdir()
-    (tmp_path / "mindspeed_rl" / "__init__.py").write_text("")
-    (tmp_path / "cli" / "train_grpo.py").write_text("import no_such_tensordict\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mindspeed_rl", raising=False)
-    with pytest.raises(
-        EngineError,
-        match=r"No module named 'no_such_tensordict' \(asked for by .*/train_grpo.py\). "
-        r"pip install no_such_tensordict # in the version",
-    ) as error:
-        engine.load_upstream(asked(16, 4), None)
-    assert "\n" not in str(error.value)
 
 
 def test_too_few_cpus_for_the_placement(cluster):
@@ -184,3 +150,29 @@ def test_too_few_cpus_for_the_placement(cluster):
     ):
         check_resources(asked(12, 10))
     check_resources(asked(12, 9))
+
+
+@pytest.mark.parametrize("fails", ["Ray does not start", "the run is interrupted", ""])
+def test_sigterm_and_ray_are_left_as_they_were(fails, monkeypatch, tmp_path):
+    """Ray's own start replaces the handler, whether it succeeds or not."""
+    ended, before = [], signal.getsignal(signal.SIGTERM)
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path / "session"))
+    (tmp_path / "session").mkdir()
+    (tmp_path / "session" / "worker-1.err").write_text("an error")
+
+    def start(recipe, environment):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if fails == "Ray does not start":
+            raise EngineError(fails)
+
+    monkeypatch.setattr(ray_session, "start_ray", start)
+    monkeypatch.setattr(ray_session, "other_nodes", dict)
+    monkeypatch.setattr(ray_session.private_ray, "stop", lambda: ended.append(True))
+    monkeypatch.setattr(ray._private.worker.global_worker, "node", node, raising=False)
+    expected = pytest.raises(EngineError, match=fails) if fails else nullcontext()
+    with expected, ray_session.ray_session(None, {}, tmp_path):
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        if fails:
+            raise EngineError(fails)
+    assert ended == [True] and signal.getsignal(signal.SIGTERM) is before
+    assert (tmp_path / "worker-1.err").exists() == (fails != "Ray does not start")

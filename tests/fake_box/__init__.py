@@ -29,7 +29,7 @@ import yaml
 
 from mindspeed_qerl.ascend import contract
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.software import VERSIONS
+from mindspeed_qerl.preflight.table import TABLE
 from tests.fake_box.npu_smi import table
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +46,12 @@ UNSHARE = [
 ]
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
+# distribution -> pinned version
+PACKAGES = {
+    row.name: row.verdict.keywords["pin"]
+    for row in TABLE
+    if "pin" in getattr(row.verdict, "keywords", {})
+}
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
 OF_THE_HOST = {
@@ -144,9 +150,11 @@ def start(
 
     Args:
         environment: that of the command, given to it as `in_box` completes it; os.environ by
-            default. sourced: CANN's and NNAL's environment is sourced before, and jemalloc
-            preloaded, as a launcher does. within: words before the box's own command, as those of
-            network.joined, for a box without a network.
+            default.
+        sourced: CANN's and NNAL's environment is sourced before, and jemalloc preloaded, as a
+            launcher does.
+        within: words before the box's own command, as those of network.joined, for a box without a
+            network.
     """
     plan = _make(box, folder)
     if sourced:
@@ -251,10 +259,7 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
-    for name, version in {
-        **{name: pin for name, (pin, _) in VERSIONS.items()},
-        **box.packages,
-    }.items():
+    for name, version in {**PACKAGES, **box.packages}.items():
         if version is not None:
             info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
             info.mkdir()

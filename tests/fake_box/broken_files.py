@@ -9,9 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.rehearsal.model import train_tokenizer
 from mindspeed_qerl.tasks.packed import indexed_format
-from mindspeed_qerl.tasks.prompts import chat_ids
 from mindspeed_qerl.tasks.rows import read_rows
 
 Breaking = Callable[[Path, Path, Path], Any]
@@ -84,11 +82,8 @@ def empty_labels(model: Path, base: Path, data: Path) -> None:
 
 
 def packed_test_split(model: Path, base: Path, data: Path) -> None:
-    """With a tokenizer that can read them back."""
     rows = read_rows(data / "test_chat.parquet")
-    tokenizer = train_tokenizer([row.question for row in rows], 600)
-    tokenizer.save_pretrained(model)
-    write_packed(data / model.name, "input_ids", [chat_ids(tokenizer, row) for row in rows])
+    write_packed(data / model.name, "input_ids", [[number] for number, _ in enumerate(rows)])
     write_packed(data / model.name, "labels", [[1]] * len(rows))
 
 

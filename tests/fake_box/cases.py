@@ -1,11 +1,12 @@
 """Broken boxes that the real tools/preflight.py is tried on (test_checks.py), as data;
-docs/cases.md shows them.
+docs/troubleshooting.md lists them.
 """
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.fake_box import GB, ROOT, Box
 from tests.fake_box.broken_files import (
@@ -50,6 +51,18 @@ class Case:
     options: tuple[str, ...] = ("--own-ray",)
     besides: tuple[str, ...] = ()  # checks that may say something too
 
+    @property
+    def alone(self) -> bool:
+        """Whether it changes the whole command or the whole box, so that no other case fits in."""
+        whole = any(words in self.before for words in ("set --", "exec", "PYTHONPATH", "mount"))
+        config_json = self.besides == OF_CONFIG_JSON
+        return whole or config_json or self.config != THIRTY or self.check == "npu-smi"
+
+    def changes(self) -> dict[str, Any]:
+        """What its box has otherwise than a healthy one."""
+        values = vars(self.box).items()
+        return {name: value for name, value in values if value != getattr(HEALTHY, name)}
+
 
 def of_npus(*arguments, **more) -> Case:
     """A case after which NPUs are missing, which `ranks` sums up."""
@@ -62,7 +75,7 @@ def exported(name: str, value: str, state: str, found: str, **more) -> Case:
     return Case(f"{name}={value}", name, state, found, f"unset {name}", shell={name: value}, **more)
 
 
-OF_CONFIG_JSON = ("Qwen3", "config.json")  # which transformers reads
+OF_CONFIG_JSON = ("config.json",)  # which transformers reads
 
 
 def importing(done: str, module: str, error: str, fix: str, **more) -> Case:
@@ -83,7 +96,7 @@ NPUS = [
         "one die has gone altogether",
         "npu-smi",
         FAILED,
-        "one chip of NPU 1 is missing",
+        "15 dies",
         "vendor",
         Box(lost=(3,)),
     ),
@@ -101,7 +114,7 @@ NPUS = [
         "npu-smi",
         FAILED,
         "the run would use davinci3, of the first 12",
-        "--device=/dev/davinci4",
+        "--device=/dev/davinciN",
         Box(sick={3: "Alarm"}),
         TWELVE,
     ),
@@ -109,7 +122,7 @@ NPUS = [
         "a sick die that is not needed",
         "npu-smi",
         PASSED,
-        "the run does not use it",
+        "the first 12 that are mapped are healthy and free",
         "",
         Box(sick={13: "Critical"}),
         TWELVE,
@@ -118,7 +131,7 @@ NPUS = [
         "58 of 64 GB of a die are held",
         "npu-smi",
         FAILED,
-        "The plan's 26.9 GB do not fit into the 6.9 GB",
+        "The plan needs 26.9 GB of the 6.9 GB that are left",
         "npu-smi info",
         Box(used={5: 59000, 6: 3000}),
     ),
@@ -126,7 +139,7 @@ NPUS = [
         "12 of 64 GB of a die are held",
         "npu-smi",
         WARNING,
-        "The plan's 26.9 GB fit beside it",
+        "The plan needs 26.9 GB of the 56.1 GB that are left",
         "npu-smi info",
         Box(used={5: 12000}),
         besides=("processes on the dies",),
@@ -187,7 +200,7 @@ NPUS = [
         "acl cannot start a device: 507033",
         "CANN",
         FAILED,
-        "gives error 507033: a device cannot be started",
+        "gives error 507033",
         "~/ascend/log/debug/plog",
         Box(acl_error=507033),
     ),
@@ -196,7 +209,7 @@ NPUS = [
         "CANN",
         FAILED,
         "15 of the 16 devices come up",
-        "--ranks 15",
+        "--ranks N",
         Box(acl=15),
     ),
     of_npus(
@@ -390,7 +403,7 @@ HOST = [
         "must be a whole number from 1024 to 65520",
         "unset HCCL_IF_BASE_PORT",
         shell={"HCCL_IF_BASE_PORT": "65530"},
-        besides=("HCCL_IF_BASE_PORT",),
+        besides=("variables",),
     ),
     Case(
         "HCCL_IF_BASE_PORT=abc",
@@ -399,22 +412,22 @@ HOST = [
         "HCCL_IF_BASE_PORT=abc must be",
         "unset HCCL_IF_BASE_PORT",
         shell={"HCCL_IF_BASE_PORT": "abc"},
-        besides=("HCCL_IF_BASE_PORT",),
+        besides=("variables",),
     ),
     Case(
         "HCCL_IF_BASE_PORT=20000",
         "ports of HCCL",
         FAILED,
-        "20002 to 20015 are",
+        "20002 to 20015: Ray's workers too",
         "export HCCL_IF_BASE_PORT=",
         shell={"HCCL_IF_BASE_PORT": "20000"},
-        besides=("HCCL_IF_BASE_PORT",),
+        besides=("variables",),
     ),
     Case(
         "RAY_PORT=12350",
         "ports of HCCL",
         FAILED,
-        "12350 is Ray's head",
+        "12350: Ray's head",
         "export HCCL_IF_BASE_PORT=",
         shell={"RAY_PORT": "12350"},
     ),
@@ -451,6 +464,7 @@ HOST = [
         "is 10.9.9.9, which no network interface here has",
         "/etc/hosts",
         Box(files={"/etc/hosts": f"127.0.0.1 localhost\n10.9.9.9 {os.uname().nodename}\n"}),
+        besides=("GLOO_SOCKET_IFNAME",),
     ),
     Case(
         "vm.panic_on_oom=1",
@@ -489,7 +503,7 @@ HOST = [
         options=("--nodes", "2", "--own-ray"),
     ),
 ]
-SOURCED = ("CANN's paths", "NNAL", "imports of a worker", "ranks", "CANN", "Ray")
+SOURCED = ("CANN's paths", "CANN's packages", "NNAL", "imports of a worker", "ranks", "CANN", "Ray")
 CANN = [
     Case(
         "CANN's set_env.sh was not sourced",
@@ -498,6 +512,7 @@ CANN = [
         "set_env.sh was not sourced",
         "set_env.sh",
         before="unset ASCEND_HOME_PATH",
+        besides=("CANN's version",),
     ),
     Case(
         "ASCEND_HOME_PATH=/nowhere",
@@ -506,10 +521,11 @@ CANN = [
         "there is no such folder",
         "unset ASCEND_HOME_PATH",
         before="export ASCEND_HOME_PATH=/nowhere",
+        besides=("CANN's version",),
     ),
     Case(
         "PYTHONPATH without CANN's packages",
-        "CANN's paths",
+        "CANN's packages",
         FAILED,
         "was it replaced, not added to?",
         "export PYTHONPATH=",
@@ -548,10 +564,11 @@ CANN = [
         "ATB_HOME_PATH is not set",
         "nnal/atb/set_env.sh",
         Box(nnal=False),
+        besides=("NNAL's libraries",),
     ),
     Case(
         "NNAL sourced twice, for both C++ ABIs",
-        "NNAL",
+        "NNAL's libraries",
         WARNING,
         "cxx_abi_0 and cxx_abi_1",
         "In a new shell",
@@ -578,7 +595,7 @@ CANN = [
         "no g++, and no pybind11 for python3",
         "Megatron's helpers",
         FAILED,
-        "g++ is not installed here; no pybind11/",
+        "g++ is not installed here; python3: exit 1",
         "pip install pybind11",
         Box(compiled=False, without=("g++",)),
     ),
@@ -617,29 +634,40 @@ CANN = [
         )
     ),
 ]
+OTHERWISE = ("variables",)
 SHELL = [
-    exported("VLLM_ASCEND_ENABLE_NZ", "1", FAILED, "the engine would set '0'"),
-    exported("VLLM_USE_V1", "0", FAILED, "upstream's workers are written for vLLM's V1 engine"),
-    exported("VLLM_VERSION", "0.9.2", FAILED, "vllm-ascend would take the code for another vLLM"),
+    exported("VLLM_ASCEND_ENABLE_NZ", "1", FAILED, "upstream trains with 0", besides=OTHERWISE),
+    exported("VLLM_USE_V1", "0", FAILED, "written for vLLM's V1 engine", besides=OTHERWISE),
+    exported("VLLM_VERSION", "0.9.2", FAILED, "the code for another vLLM", besides=OTHERWISE),
     exported(
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
         "",
         FAILED,
         "Ray would hide all but one die",
+        besides=OTHERWISE,
     ),
     exported(
         "PYTORCH_NPU_ALLOC_CONF",
         "expandable_segments:True,max_split_size_mb:256",
         FAILED,
         "does not take them together",
+        besides=OTHERWISE,
     ),
     exported(
         "PYTORCH_NPU_ALLOC_CONF",
         "max_split_size_mb:256, expandable_segments: True",
         FAILED,
         "does not take them together",
+        besides=OTHERWISE,
     ),
-    exported("HCCL_CONNECT_TIMEOUT", "120", WARNING, "the engine would set '1800'"),
+    Case(
+        "HCCL_CONNECT_TIMEOUT=120",
+        "variables",
+        WARNING,
+        "HCCL_CONNECT_TIMEOUT is '120', the engine would set '1800'",
+        "unset NAME",
+        shell={"HCCL_CONNECT_TIMEOUT": "120"},
+    ),
     exported("ASCEND_LAUNCH_BLOCKING", "1", WARNING, "every kernel is waited for"),
     exported(
         "HCCL_SOCKET_IFNAME",
@@ -649,10 +677,8 @@ SHELL = [
     ),
     exported("GLOO_SOCKET_IFNAME", "eth7", FAILED, "no network interface of this machine is that"),
     exported("HCCL_IF_IP", "10.9.9.9", FAILED, "no network interface of this machine has it"),
-    exported("RANK_TABLE_FILE", "/nowhere/ranks.json", FAILED, "which cannot be read"),
-    exported(
-        "HCCL_OP_EXPANSION_MODE", "AIV", FAILED, "the dispatch of experts (vLLM's EP 16) waits for"
-    ),
+    exported("RANK_TABLE_FILE", "/nowhere/ranks.json", FAILED, "ranks and addresses from it"),
+    exported("HCCL_OP_EXPANSION_MODE", "AIV", FAILED, "the dispatch of experts waits for"),
     exported("OMP_PROC_BIND", "true", FAILED, "to one core"),
     exported("VLLM_PLUGINS", "lora_filesystem_resolver", FAILED, "Failed to infer device type"),
     exported(
@@ -672,7 +698,7 @@ SHELL = [
         "HCCL_OP_EXPANSION_MODE=AIV, for a model without experts",
         "HCCL_OP_EXPANSION_MODE",
         WARNING,
-        "with experts vLLM was seen",
+        "HCCL takes the vector cores",
         "unset",
         EIGHT,
         SEVEN,
@@ -682,13 +708,8 @@ SHELL = [
         "tuning variables of a recipe",
         "other variables",
         PASSED,
-        "ATB_LLM_COMM_BACKEND, VLLM_ASCEND_ENABLE_PREFETCH_MLP, "
-        "VLLM_USE_MODELSCOPE: neither the engine nor set_env.sh",
-        shell={
-            "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1",
-            "ATB_LLM_COMM_BACKEND": "lccl",
-            "VLLM_USE_MODELSCOPE": "True",
-        },
+        "VLLM_USE_MODELSCOPE; neither the engine nor set_env.sh",
+        shell={"VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1", "VLLM_USE_MODELSCOPE": "True"},
     ),
 ]
 OTHER_PLATFORM = (
@@ -875,9 +896,9 @@ FILES = [
         "shape",
         FAILED,
         "untie_embeddings_and_output_weights = True in the config",
-        "correct the model's YAML",
+        "Set untie_embeddings",
         files=config_says(tie_word_embeddings=True),
-        besides=("weights",),
+        besides=("weights", "host memory"),
     ),
     Case(
         "config.json with another rope_theta",
@@ -915,7 +936,7 @@ FILES = [
         "the base weights are pointers of git-lfs",
         "base weights",
         FAILED,
-        "16 of 16 files are pointers of git-lfs",
+        "is a pointer of git-lfs",
         "git lfs pull",
         files=pointers("base"),
     ),
@@ -1017,7 +1038,7 @@ FILES = [
         "packed prompts of the test split",
         "train and test",
         FAILED,
-        "189 of 189 test questions are among the packed training prompts",
+        "1,319 packed prompts, 7,473 training rows, 1,319 test rows: they are not",
         "Convert the data again",
         files=packed_test_split,
     ),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tests.fake_box import ROOT, Box, start
 from tests.fake_box.network import ADDRESSES
-from tests.fake_box.page import seen
 
 LAUNCHER = ROOT / "examples" / "grpo" / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
 CONFIG = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
@@ -79,11 +78,6 @@ class Nodes:
         for process in self.process.values():
             process.kill()
             process.wait()
-
-    def seen(self, done: str, rank: int, words: str) -> None:
-        """What launcher `rank` has said by now, since its start or, where that was set, the fault."""
-        line = next(line for line in self.said(rank).splitlines() if words in line)
-        seen(done, f"node {rank}: {line}", self.began[rank])
 
     def report(self, rank: int, what: str) -> None:
         print(f"node {rank}: {time.monotonic() - self.began[rank]:.1f} s: {what}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.files import TRACKER, rank_folder
-from mindspeed_qerl.layout.memory import model_parameters, training_weights
 from mindspeed_qerl.layout.plan import plan_of
+from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert

@@ -1,25 +1,56 @@
-"""The rows of docs/preflight.md through the real preflight, in fake boxes, as cases.py has them."""
+"""The cases of cases.py through the real preflight, in fake boxes: cases that do not touch each
+other share one.
+"""
 
 import json
-import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.fake_box import OF_THE_HOST, Box, run, why_not
+from tests.fake_box import OF_THE_HOST, ROOT, Box, run, why_not
 from tests.fake_box.broken_files import config_says, half, packed_test_split, pointers
 from tests.fake_box.cases import NODE, PAIR, PREFLIGHT, THIRTY, Case
-from tests.fake_box.page import GROUPS, NOT_CAUGHT, OTHERS, PAGE, escape, seen
+from tests.fake_box.page import NOT_CAUGHT, OTHERS, catalogue
 from tests.fake_box.prepared import prepare
+from tests.preflight.test_machine import section
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-FEW = {
-    "hisi_hdc is not mapped",
-    "HCCL_OP_EXPANSION_MODE=AIV",
-    "the disk of /tmp is 96 % full",
-    "libatb of the other C++ ABI",
-    "base weights of a few bytes",
-}  # in `make test` too
+HEALTHY = Case("", "", "", "")
+BOXES: list[list[Case]] = []  # cases that share one
+
+
+def together(one: Case, other: Case) -> bool:
+    """Whether two cases can be in one box: other checks, other parts of the box and of the shell,
+    nothing that changes the whole command, and one of them at most with files of its own.
+    """
+    if (one.config, one.options) != (other.config, other.options) or one.alone or other.alone:
+        return False
+    checks = {one.check, *one.besides} & {other.check} | {other.check, *other.besides} & {one.check}
+    fields = set(one.changes()) & set(other.changes())
+    return not (
+        checks or fields or one.shell.keys() & other.shell.keys() or one.files and other.files
+    )
+
+
+for case in PREFLIGHT:
+    box = next((box for box in BOXES if all(together(case, other) for other in box)), None)
+    if box is None:
+        BOXES.append(box := [])
+    box.append(case)
+
+
+def joined(cases: list[Case]) -> Case:
+    """The box, the shell and the files of all of them."""
+    first = cases[0]
+    changes = {name: value for case in cases for name, value in case.changes().items()}
+    return replace(
+        first,
+        box=replace(Box(), **changes),
+        shell={name: value for case in cases for name, value in case.shell.items()},
+        before="\n".join(case.before for case in cases if case.before),
+        files=next((case.files for case in cases if case.files), None),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +60,8 @@ def prepared(tmp_path_factory):
 
     def get(name: str) -> dict[str, str]:
         if name not in made:
-            made[name] = prepare(
-                name, tmp_path_factory.mktemp("files") / "of", 2 if name == PAIR else 1
-            )
+            folder = tmp_path_factory.mktemp("files") / "of"
+            made[name] = prepare(name, folder, 2 if name == PAIR else 1)
         return made[name]
 
     return get
@@ -45,38 +75,25 @@ def broken(case: Case, folder: Path) -> dict[str, str]:
     return files
 
 
-def look(case: Case, folder: Path, files: dict[str, str], *options: str) -> tuple[int, str, str]:
-    """Exit status and both outputs of the preflight in the box of a case."""
-    line = f'{case.before}\nexec "$@"'
+def look(case: Case, folder: Path, files: dict[str, str], *options: str) -> tuple[int, str]:
+    """Exit status and output of the preflight in the box of a case."""
+    tool = ["python", "tools/preflight.py", "--config-name", case.config, *case.options, *options]
     done = run(
         case.box,
-        [
-            "bash",
-            "-c",
-            line,
-            "bash",
-            "python",
-            "tools/preflight.py",
-            "--config-name",
-            case.config,
-            *case.options,
-            *options,
-        ],
+        ["bash", "-c", f'{case.before}\nexec "$@"', "bash", *tool],
         folder,
         {"PATH": "/usr/bin:/bin", "HOME": str(folder), **files, **case.shell},
         sourced=True,
-        timeout=200,
+        timeout=400,
     )
     assert done.stdout and "Traceback" not in done.stdout + done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
+    return done.returncode, done.stdout
 
 
 def preflight(case: Case, folder: Path, files: dict[str, str], *options: str) -> dict[str, dict]:
     """Each check of the real tools/preflight.py in that box, by name."""
-    checks = {
-        check["name"]: check
-        for check in json.loads(look(case, folder, files, "--json", *options)[1])["checks"]
-    }
+    _, output = look(case, folder, files, "--json", *options)
+    checks = {check["name"]: check for check in json.loads(output)["checks"]}
     assert not [check for check in checks.values() if "could not be checked" in check["found"]]
     return checks
 
@@ -90,54 +107,44 @@ def wrong(checks) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "case",
+    "cases",
     [
-        pytest.param(case, id=case.done, marks=[] if case.done in FEW else pytest.mark.full)
-        for case in PREFLIGHT
+        pytest.param(cases, id=cases[0].done, marks=[] if len(cases) > 4 else pytest.mark.full)
+        for cases in BOXES
     ],
 )
-def test_a_broken_box(case, prepared, tmp_path):
+def test_a_broken_box(cases, prepared, tmp_path):
+    case = joined(cases)
     files = broken(case, tmp_path / "files") if case.files else prepared(case.config)
-    began = time.monotonic()
     checks = preflight(case, tmp_path / "box", files)
-    check = checks[case.check]
-    seen(case.done, f"{check['name']} {check['state']}: {check['found']}", began)
-    assert check["state"] == case.state and case.found in check["found"], check
-    assert case.fix in check["fix"], check
-    assert wrong(checks).keys() <= {case.check, *case.besides}, wrong(checks)
+    allowed = {name for each in cases for name in (each.check, *each.besides)}
+    assert wrong(checks).keys() <= allowed, wrong(checks)
+    for each in cases:
+        check = checks[each.check]
+        assert check["state"] == each.state and each.found in check["found"], (each.done, check)
+        assert each.fix in check["fix"], (each.done, check)
 
 
 def test_the_page_has_every_case():
-    """80 at least, each once."""
-    names = [*(case.done for case in PREFLIGHT), *OTHERS, *NOT_CAUGHT]
+    """80 at least, each once; those of other tests with a file that is there. python -m
+    tests.fake_box.page prints them.
+    """
+    others = [case for cases in OTHERS.values() for case in cases]
+    names = [*(case.done for case in PREFLIGHT), *others, *NOT_CAUGHT]
     assert len(names) == len(set(names)) >= 80
-    rows = [
-        line.split(" | ")[0].removeprefix("| ")
-        for line in PAGE.read_text().splitlines()
-        if line.startswith("| ") and not line.startswith("| what")
-    ]
-    assert sorted(rows) == sorted(map(escape, names))
-    assert {case.done for group in GROUPS.values() for case in group if isinstance(case, Case)} == {
-        case.done for case in PREFLIGHT
-    }
+    assert sorted(case.done for box in BOXES for case in box) == sorted(c.done for c in PREFLIGHT)
+    assert section("cases").strip() == catalogue()
+    files = {file for cases in OTHERS.values() for file in cases.values()}
+    assert all((ROOT / "tests" / file).is_file() for file in files)
 
 
 @pytest.mark.full
 def test_two_healthy_nodes(prepared, tmp_path):
-    files, options = prepared(PAIR), ("--nodes", "2", "--own-ray")
-    healthy = Case("", "", "", "", box=NODE, config=PAIR, options=options)
-    assert wrong(preflight(healthy, tmp_path / "eight", files)) == {}
-    masked = Case(
-        "",
-        "",
-        "",
-        "",
-        box=Box(etc=NODE.etc),
-        config=PAIR,
-        options=options,
-        shell={"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"},
-    )
-    assert wrong(preflight(masked, tmp_path / "masked", files)) == {}
+    case = replace(HEALTHY, box=NODE, config=PAIR, options=("--nodes", "2", "--own-ray"))
+    assert wrong(preflight(case, tmp_path / "eight", prepared(PAIR))) == {}
+    masked = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    case = replace(case, box=Box(etc=NODE.etc), shell=masked)
+    assert wrong(preflight(case, tmp_path / "masked", prepared(PAIR))) == {}
 
 
 @pytest.mark.full
@@ -146,7 +153,7 @@ def test_what_is_needed_later_fails_only_then(tmp_path):
     them no more.
     """
     for number, breaking in enumerate((pointers("weights"), half)):
-        case = Case("", "", "", "", files=breaking)
+        case = replace(HEALTHY, files=breaking)
         files = broken(case, tmp_path / str(number))
         assert wrong(preflight(case, tmp_path / "box", files)) == {"weights": "warning"}
         next(Path(files["MODELS"]).glob("*-ep16/latest_checkpointed_iteration.txt")).unlink()
@@ -154,19 +161,11 @@ def test_what_is_needed_later_fails_only_then(tmp_path):
 
 
 @pytest.mark.full
-def test_packed_prompts_of_the_test_split_without_a_tokenizer(tmp_path):
-    """By their number; and as it may be meant."""
-    case = Case("", "", "", "", files=packed_test_split)
+def test_an_overlap_that_is_meant(tmp_path):
+    case = replace(HEALTHY, files=packed_test_split)
     files = broken(case, tmp_path / "files")
-    (Path(files["MODELS"]) / "Qwen3-30B-A3B" / "tokenizer.json").write_text("{}")
-    checks = preflight(case, tmp_path / "box", files)
-    assert wrong(checks) == {"train and test": "failed"} and checks["train and test"]["found"] == (
-        "1,319 packed prompts, as many as there are test rows; train_chat.parquet has 7,473: they "
-        "are not of one conversion"
-    )
-    assert wrong(preflight(case, tmp_path / "box", files, "task.allow_overlap=true")) == {
-        "train and test": "warning"
-    }
+    meant = wrong(preflight(case, tmp_path / "box", files, "task.allow_overlap=true"))
+    assert meant == {"train and test": "warning"}
 
 
 # ---- Ray ----
@@ -190,36 +189,21 @@ sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
 
 @pytest.mark.full
 def test_a_ray_in_which_another_job_holds_npus(prepared, tmp_path):
-    files, began = prepared(THIRTY), time.monotonic()
     (tmp_path / "holder.py").write_text(HOLDER)
+    tool = ["tools/preflight.py", "--config-name", THIRTY, "--json"]
     done = run(
         Box(),
-        [
-            "python",
-            str(tmp_path / "holder.py"),
-            "tools/preflight.py",
-            "--config-name",
-            THIRTY,
-            "--json",
-        ],
+        ["python", str(tmp_path / "holder.py"), *tool],
         tmp_path / "box",
-        {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **files},
+        {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **prepared(THIRTY)},
         sourced=True,
     )
     pid, _, output = done.stdout.partition("\n")
     checks = {check["name"]: check for check in json.loads(output)["checks"]}
     assert wrong(checks) == {"ranks": "failed", "Ray": "failed"}, done.stdout
-    seen(
-        "a Ray in which another job holds 12 of 16 NPUs",
-        f"Ray failed: {checks['Ray']['found']}",
-        began,
-    )
-    assert (
-        "one is running with 16 NPUs, of which 4 are free; the others are held by process " + pid
-        in checks["Ray"]["found"]
-        and "holder.py" in checks["Ray"]["found"]
-    )
-    assert "4 of 16 asked for" in checks["ranks"]["found"]
+    words = f"of which 4 are free; the others are held by process {pid}"
+    assert words in checks["Ray"]["found"] and "holder.py" in checks["Ray"]["found"]
+    assert "Ray 4. Lost at Ray" in checks["ranks"]["found"]
 
 
 # ---- accepted ----
@@ -227,36 +211,21 @@ def test_a_ray_in_which_another_job_holds_npus(prepared, tmp_path):
 
 @pytest.mark.full
 def test_a_check_that_is_accepted(prepared, tmp_path):
-    files, box = prepared(THIRTY), Box(cann="8.2.RC1", driver="24.1.0")
-
-    def told(box: Box, *options: str) -> tuple[int, str]:
-        status, output, _ = look(Case("", "", "", "", box=box), tmp_path / "box", files, *options)
-        return status, output
-
-    status, output = told(box)
-    assert (
-        status == 1
-        and "--accept NAME, of canns-version, driver; the run directory keeps it" in output
-    )
-    status, output = told(box, "--accept", "CANN's version", "--accept", "driver")
-    assert (
-        status == 0
-        and output.splitlines()[-1].startswith("2 accepted, ")
-        and "8.2.RC1; MindSpeed" in output
-    )
-    status, output = told(box, "run.accepted_checks=[canns-version,nnal]")
-    assert status == 1 and "1 failed, 1 accepted" in output.splitlines()[-1]
-    assert "nnal: accepted, and has not failed" in output
-    status, output = told(Box(), "--accept", "driverr")
-    assert status == 1 and "unknown check 'driverr', did you mean 'driver'" in output
-    assert told(Box(sick={3: "Alarm"}), "--accept", "npu-smi")[0] == 0
+    case = replace(HEALTHY, box=Box(cann="8.2.RC1", driver="24.1.0"))
+    files = prepared(THIRTY)
+    status, output = look(case, tmp_path / "box", files)
+    accepted = "--accept NAME, of canns-version, driver; the run directory keeps it"
+    assert status == 1 and accepted in output
+    accepted = ("--accept", "CANN's version", "--accept", "driver")
+    status, output = look(case, tmp_path / "box", files, *accepted)
+    assert status == 0 and "8.2.RC1; MindSpeed" in output
+    assert output.splitlines()[-1].startswith("2 accepted, ")
 
 
 @pytest.mark.full
 def test_what_the_engine_refuses_cannot_be_accepted(tmp_path):
-    case = Case("", "", "", "", files=config_says(rope_theta=1e7))
-    status, output, _ = look(
-        case, tmp_path / "box", broken(case, tmp_path / "files"), "--accept", "rotary base"
-    )
+    case = replace(HEALTHY, files=config_says(rope_theta=1e7))
+    files = broken(case, tmp_path / "files")
+    status, output = look(case, tmp_path / "box", files, "--accept", "rotary base")
     assert status == 1 and "rotary-base cannot be accepted" in output
     assert output.splitlines()[-1].startswith("2 failed, ")

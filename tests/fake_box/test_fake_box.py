@@ -52,38 +52,6 @@ def test_healthy_boxes_pass_whole(box, name, tmp_path):
     assert {name for name, (state, _) in checks.items() if state != "passed"} <= OF_THE_HOST, checks
 
 
-@pytest.mark.parametrize(
-    ("box", "faults"),
-    [
-        (
-            Box(lost=(3,), packages={"torch": "2.5.1", "torch_npu": None}),
-            {
-                "npu-smi": "one chip of NPU 1 is missing",
-                "torch": "2.5.1 is installed",
-                "torch_npu": "not installed",
-            },
-        ),
-        (
-            Box(sick={7: "Critical"}, acl_error=507033),
-            {"npu-smi": "NPU 3 chip 1: Critical", "CANN": "507033"},
-        ),
-        (
-            Box(smi="dcmi model initialized failed", mapped=12, cann=None, nnal=False),
-            {
-                "npu-smi": "dcmi model initialized failed",
-                "/dev/davinci*": "12 device nodes",
-                "CANN's paths": "",
-            },
-        ),
-    ],
-    ids=["lost", "sick", "no CANN"],
-)
-def test_faults_of_a_box_are_seen(box, faults, tmp_path):
-    checks = preflight(box, f"{THIRTY}_16npu", tmp_path, prepared=False)
-    for name, words in faults.items():
-        assert checks[name][0] != "passed" and words in checks[name][1]
-
-
 def test_what_is_the_boxs_own(tmp_path):
     """Devices, network, processes, memory, /tmp and commands; what is left running is told, and
     gone with the box.

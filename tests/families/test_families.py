@@ -10,13 +10,26 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import FAMILIES, NAMED_SHAPES, family_of, shape_of, shape_of_arguments
+from mindspeed_qerl.families import (
+    FAMILIES,
+    NAMED_SHAPES,
+    family_of,
+    megatron,
+    shape_of,
+    shape_of_arguments,
+)
 from mindspeed_qerl.families.base import ModelShape
-from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS, compare_with_model
-from mindspeed_qerl.layout.memory import model_parameters
+from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
+from mindspeed_qerl.layout.weights import model_parameters
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
 from rehearsal import FAMILIES as REHEARSED
+
+
+def compare_with_model(*arguments):
+    """The sentences of its faults."""
+    return [str(fault) for fault in megatron.compare_with_model(*arguments)]
+
 
 GARBAGE = (
     None,

@@ -11,9 +11,14 @@ import pytest
 import transformers
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import family_of, read_config, read_shape, shape_of
+from mindspeed_qerl.families import family_of, megatron, read_config, read_shape, shape_of
 from mindspeed_qerl.families.config import not_built, resolve, unread_by_4
-from mindspeed_qerl.families.megatron import compare_with_model
+
+
+def compare_with_model(*arguments):
+    """The sentences of its faults."""
+    return [str(fault) for fault in megatron.compare_with_model(*arguments)]
+
 
 from .public_models import MODELS, OTHERS, newer
 

@@ -27,5 +27,5 @@ from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
     ],
 )
 def test_ranks_have_whole_blocks_of_what_they_share(format, tp, shared, faults):
-    found = list(unfilled(format, NAMED_SHAPES["qwen3_30b_a3b"], tp, shared))
+    found = list(map(str, unfilled(format, NAMED_SHAPES["qwen3_30b_a3b"], tp, shared)))
     assert len(found) == len(faults) and all(fault in line for fault, line in zip(faults, found))

@@ -7,20 +7,17 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.memory import (
+from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.parts import (
     GB,
     Settings,
     adapter_weights,
     communicators,
-    estimate,
     layer_activations,
-    model_parameters,
-    rollout_weights,
-    settings_of,
-    training_weights,
 )
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.planner import new_plan
+from mindspeed_qerl.layout.weights import model_parameters, rollout_weights, training_weights
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout

@@ -14,7 +14,8 @@ import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout import planner, show
-from mindspeed_qerl.layout.memory import GB, KINDS, MOMENTS, estimate, settings_of
+from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of
+from mindspeed_qerl.layout.parts import GB
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import (
     changes,
@@ -423,7 +424,7 @@ def test_no_layout_is_explained():
                 ("+run.nme=x", "unknown key 'run.nme', did you mean 'run.name'"),
                 ("engine=locl", "unknown engine 'locl', did you mean 'local'"),
                 ("megatron_training.model=nope", "megatron_training.model: unknown model 'nope'"),
-                ("model.qwen3_30b_a3b=3", "must be a mapping of names to sizes"),
+                ("model.qwen3_30b_a3b=3", "must be a mapping of sizes"),
                 ("megatron_training.lora_target_modules=3", "lora_target_modules = 3 must be list"),
                 (
                     "rl_config.actor_resource.num_npus=1000000007",
@@ -562,46 +563,27 @@ def rules_markdown() -> str:
     """Every rule with its source."""
     lines = []
     for title, rules in (("Training", TRAINING), ("Rollout", ROLLOUT), ("Batch", BATCH)):
-        lines += [f"| {title} | source |", "|---|---|"]
+        lines += [f"**{title}**", ""]
         for rule in rules:
             repository, path = rule.source.split(" ")
-            lines.append(f"| {rule.statement} | {repository} `{path.rpartition('/')[2]}` |")
+            lines.append(f"- {rule.statement} ({repository} `{path.rpartition('/')[2]}`)")
         lines.append("")
     return "\n".join(lines)
 
 
 def memory_markdown(memories: dict) -> str:
-    """The memory of several configs side by side, GB."""
+    """What several configs need at each moment, side by side, GB."""
     lines = [
         "| GB of one rank | " + " | ".join(memories) + " |",
         "|---" * (1 + len(memories)) + "|",
     ]
-    tables = [show.parts_by_moment(memory) for memory in memories.values()]
     for moment in reversed(MOMENTS):
-        parts = [
-            part
-            for memory in memories.values()
-            for part in sorted(memory.moments[moment], key=lambda part: KINDS.index(part.kind))
-        ]
-        for name in dict.fromkeys(part.name for part in parts):
-            cells = [table.get(name, {}).get(moment) for table in tables]
-            lines.append(
-                f"| {moment}: {name} | "
-                + " | ".join(f"{part.bytes / GB:.1f}" if part else "–" for part in cells)
-                + " |"
-            )
-        lines.append(
-            f"| **{moment}** | "
-            + " | ".join(f"**{memory.total(moment) / GB:.1f}**" for memory in memories.values())
-            + " |"
-        )
-    lines.append(
-        "| answers of full length that the KV cache holds, needed | "
-        + " | ".join(
-            f"{memory.answers_at_once}, {memory.answers_needed}" for memory in memories.values()
-        )
-        + " |"
+        sums = " | ".join(f"{memory.total(moment) / GB:.1f}" for memory in memories.values())
+        lines.append(f"| {moment} | {sums} |")
+    answers = " | ".join(
+        f"{memory.answers_at_once}, {memory.answers_needed}" for memory in memories.values()
     )
+    lines.append(f"| full-length answers that fit into the KV cache, needed | {answers} |")
     return "\n".join(lines)
 
 

@@ -12,6 +12,12 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 FAMILIES = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama")
+# For engines of vLLM: a dense model with norms of q and k, and one with biases, experts and shared
+# experts. The others in `make test-full`: their layers are those of these, one by one.
+FEW_FAMILIES = [
+    family if family in ("qwen3", "qwen2_moe") else pytest.param(family, marks=pytest.mark.full)
+    for family in FAMILIES
+]
 
 
 def make_model(family, directory, **changes):
@@ -104,6 +110,16 @@ def expert_group():
 @pytest.fixture(scope="session")
 def moe_dir(model_dirs):
     return model_dirs["qwen3_moe"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The quickstart's model and data, untrained."""
+    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_model(directory, Recipe(steps=0, train_problems=64, test_problems=16))
+    return directory
 
 
 def raw_config(model_dir, data_dir, **overrides):

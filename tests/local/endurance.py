@@ -1,8 +1,8 @@
 """Disturb runs at random moments, resume them, and compare what they wrote with an unbroken run's,
 bit for bit.
 
-    python tests/local/endurance.py --kills 20 python tests/local/endurance.py --kills 300
-    --full-disks 100 --stops 50 --clock-jumps 30 --memory-limits 30
+    python tests/local/endurance.py --kills 20
+    python tests/local/endurance.py --kills 300 --full-disks 100 --stops 50
 
 A run of two ranks goes on (`run.resume=auto`) until it is finished; on the way it is disturbed
 again and again:
@@ -10,19 +10,15 @@ again and again:
     kill          SIGKILL of a process drawn from all that the run has (driver, ranks, rollout
                   engine, Ray's own), at a moment drawn between its start and its end, or in a part
                   of the loop that is drawn: checkpoint, ...
-    stop          SIGSTOP of one; half of them are woken within seconds, the others never full disk
-    the file system of the run's directory is full after a number of bytes that is drawn clock jump
-    the wall clock of all its processes jumps by up to three days, either way, and stays there
-    memory limit  a cgroup with less memory than the run takes (needs root, and cgroups of the first
-    version)
+    stop          SIGSTOP of one, which is woken within seconds, as a debugger would
+    full disk     the file system of the run's directory is full after a number of bytes
 
 Each time a run that ends must say why, in words that fit what was done to it, leave its checkpoints
 whole, and no process and nothing in the temporary directory and in /dev/shm, which are this
-script's own (unshare(1): as root, or with user namespaces; a clock is made to jump by a library
-that cc builds). What had no effect, a limit that was not reached, is not counted. Exit status 0 if
-all was made, nothing was found amiss, and every run ended with the unbroken one's metrics,
-evaluations, answers and last checkpoint. With --log FILE each disturbance is a line of JSON there,
-and those that it has are not made again.
+script's own (unshare(1): as root, or with user namespaces). A limit that was not reached is not
+counted. Exit status 0 if all was made, nothing was found amiss, and every run ended with the
+unbroken one's metrics, evaluations, answers and last checkpoint. With --log FILE each disturbance
+is a line of JSON there, and those that it has are not made again.
 """
 
 import argparse
@@ -41,7 +37,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -50,14 +45,13 @@ import psutil
 from safetensors.torch import load_file
 
 from mindspeed_qerl.common.files import checkpoint_iterations
-from mindspeed_qerl.engines.private_ray import STOPPED
 from mindspeed_qerl.local.checkpoint import folder as checkpoint_folder
 from mindspeed_qerl.local.checkpoint import read_state
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("kill", "stop", "full disk", "clock jump", "memory limit")
+KINDS = ("kill", "stop", "full disk")
 PHASES = ("rollout", "update", "sync", "checkpoint", "evaluation")
 MARK = "MSQ_ENDURANCE"  # in the environment of every process of a run
 # seconds in one part of the loop after which a run hangs, beyond those that all of it may take
@@ -65,45 +59,9 @@ HANGS = 60
 ROOM = 64 * 2**20  # bytes of the run's file system when it is not to be full
 SAYS = {  # what the reason of a run that ended must have
     "kill": "killed|died|ended without a word",
-    "stop": f"was stopped {STOPPED:.0f} s ago",
+    "stop": "nothing: it goes on when the process is woken",
     "full disk": "No space left on device",
-    "clock jump": "",
-    "memory limit": "killed|died|memory|ended without a word",
 }
-MEMORY = Path("/sys/fs/cgroup/memory")  # of cgroups' first version
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
-#include <sys/time.h>
-#include <time.h>
-static long offset(void) {
-    static const volatile long *seconds;
-    if (!seconds) seconds = mmap(0, sizeof(long), PROT_READ, MAP_SHARED, open(getenv("CLOCK_OFFSET"), O_RDONLY), 0);
-    return *seconds;
-}
-int clock_gettime(clockid_t clock, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int result = real(clock, now);
-    if (clock == CLOCK_REALTIME) now->tv_sec += offset();
-    return result;
-}
-int gettimeofday(struct timeval *now, void *zone) {
-    struct timespec precise;
-    int result = clock_gettime(CLOCK_REALTIME, &precise);
-    now->tv_sec = precise.tv_sec; now->tv_usec = precise.tv_nsec / 1000;
-    return result;
-}
-time_t time(time_t *now) {
-    struct timespec precise;
-    clock_gettime(CLOCK_REALTIME, &precise);
-    if (now) *now = precise.tv_sec;
-    return precise.tv_sec;
-}
-"""
 
 
 def command(model: Path, runs: Path) -> list[str]:
@@ -172,27 +130,12 @@ def recorded(run: RunDirectory) -> list[dict]:
     ]
 
 
-def has_cgroups() -> bool:
-    """Whether memory limits can be set here."""
-    return os.access(MEMORY, os.W_OK) and "memory:/" in Path("/proc/self/cgroup").read_text()
-
-
-@cache
-def cgroup() -> Path:
-    """This script's own."""
-    group = re.search(r"memory:/(.*)", Path("/proc/self/cgroup").read_text())[1]
-    return MEMORY / group / f"endurance{os.getpid()}"
-
-
 @dataclass
 class Place:
-    """Where one run lives: its file system, temporary directory, /dev/shm, cgroup and clock are its
-    own.
-    """
+    """Where one run lives: its file system, temporary directory and /dev/shm are its own."""
 
     folder: Path
     model: Path
-    clock: Path | None = None  # a library that gives processes another wall clock
     runs: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -200,35 +143,26 @@ class Place:
             self.folder / "runs",
             Path(tempfile.mkdtemp(prefix="e", dir="/tmp")),
         )
-        self.phase_file, self.offset_file = self.folder / "phase", self.folder / "offset"
+        self.phase_file = self.folder / "phase"
         self.runs.mkdir(parents=True)
         subprocess.run(
             ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "runs", self.runs], check=True
         )
-        self.offset_file.write_bytes(bytes(8))
         self.environment = {
             **os.environ,
             MARK: str(self.phase_file),
             "TMPDIR": str(self.temporary),
             "RAY_worker_niceness": "0",
         }
-        if self.clock:
-            self.environment |= {
-                "LD_PRELOAD": str(self.clock),
-                "CLOCK_OFFSET": str(self.offset_file),
-            }
 
     def close(self) -> None:
         subprocess.run(["umount", self.runs], check=True)
         shutil.rmtree(self.folder)
         shutil.rmtree(self.temporary)
 
-    def start(self, memory: int | None = None) -> psutil.Popen:
-        """The run, or what is left to do of it; memory: bytes that all its processes may hold."""
+    def start(self) -> psutil.Popen:
+        """The run, or what is left to do of it."""
         self.phase_file.write_text("starting")
-        if memory:
-            cgroup().mkdir()
-            (cgroup() / "memory.limit_in_bytes").write_text(str(memory))
         with open(self.folder / "output", "w") as output:
             return psutil.Popen(
                 [sys.executable, __file__, "drive", *command(self.model, self.runs)],
@@ -237,21 +171,7 @@ class Place:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=(lambda: (cgroup() / "cgroup.procs").write_text("0"))
-                if memory
-                else None,
             )
-
-    def undo(self) -> None:
-        """Room on the disk and in memory again."""
-        self.room(ROOM)
-        if has_cgroups() and cgroup().is_dir():
-            cgroup().rmdir()
-
-    def offset(self, seconds: int) -> None:
-        """The wall clock of the run's processes is wrong by so many seconds."""
-        with open(self.offset_file, "r+b") as file:
-            file.write(seconds.to_bytes(8, "little", signed=True))
 
     def room(self, size: int) -> None:
         """The file system of the runs has `size` bytes."""
@@ -326,21 +246,17 @@ class Unbroken:
 
     seconds: float
     written: int  # bytes
-    memory: int  # bytes; 0: not known
     rows: list[dict]
 
 
-def measure(place: Place, memory: bool) -> Unbroken:
+def measure(place: Place) -> Unbroken:
     started, before = time.monotonic(), place.used()
-    process = place.start(memory=2**40 if memory else None)
-    if process.wait():
+    if place.start().wait():
         raise SystemExit((place.folder / "output").read_text())
     seconds = time.monotonic() - started
-    memory = int((cgroup() / "memory.max_usage_in_bytes").read_text()) if memory else 0
-    place.undo()
     if faults := place.amiss():
         raise SystemExit("\n".join(faults))
-    return Unbroken(seconds, place.used() - before, memory, recorded(place.finished()))
+    return Unbroken(seconds, place.used() - before, recorded(place.finished()))
 
 
 def has_ended(process: psutil.Popen, seconds: float) -> bool:
@@ -383,54 +299,33 @@ def victim_of(place: Place, draw: random.Random) -> tuple[psutil.Process, str]:
 
 def disturb(
     kind: str, place: Place, draw: random.Random, unbroken: Unbroken
-) -> tuple[psutil.Popen, str | None, int | None]:
-    """Start the run, and disturb it; what was done (None if it ended before), and the process that
-    was stopped for ever.
-    """
-    memory = int(draw.uniform(0.2, 1.1) * unbroken.memory) if kind == "memory limit" else None
-    # most bytes are checkpoints': half of the disks are full before one
-    size = (
-        4096 * draw.randint(1, draw.choice([64, unbroken.written // 4096]))
-        if kind == "full disk"
-        else None
-    )
-    if size:
+) -> tuple[psutil.Popen, str | None]:
+    """Start the run, and disturb it; what was done (None if it ended before)."""
+    if kind == "full disk":
+        # most bytes are checkpoints': half of the disks are full before one
+        size = 4096 * draw.randint(1, draw.choice([64, unbroken.written // 4096]))
         place.room(place.used() + size)
-    process = place.start(memory)
-    if memory or size:
-        return (
-            process,
-            f"{memory / 2**20:,.0f} MiB" if memory else f"{size / 2**10:,.0f} KiB more",
-            None,
-        )
+        return place.start(), f"{size / 2**10:,.0f} KiB more"
+    process = place.start()
     if not (phase := moment(process, place, draw, unbroken.seconds)):
-        return process, None, None
-    if kind == "clock jump":
-        seconds = draw.randint(-3 * 86400, 3 * 86400)
-        place.offset(seconds)
-        return process, f"{seconds / 3600:+.0f} h in {phase}", None
+        return process, None
     try:
         victim, name = victim_of(place, draw)
         victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     except (psutil.NoSuchProcess, IndexError):  # it, or the run, ended in that moment
-        return process, None, None
-    if kind == "kill":
-        return process, f"{name} in {phase}", None
-    if name != "driver" and draw.random() < 0.5:
-        return process, f"{name} in {phase}", victim.pid
-    has_ended(process, draw.uniform(1, 10))
-    with contextlib.suppress(psutil.NoSuchProcess):
-        victim.resume()
-    return process, f"{name} in {phase}, woken", None
+        return process, None
+    if kind == "stop":
+        has_ended(process, draw.uniform(1, 10))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.resume()
+    return process, f"{name} in {phase}"
 
 
-def wrong_words(said: str, kind: str | None, stopped: int | None) -> str | None:
+def wrong_words(said: str, kind: str | None) -> str | None:
     """What is wrong with the reason of a run that ended."""
     if not said or said.startswith("TRACEBACK"):
         return "no reason in words"
-    if kind and not re.search(SAYS[kind], said):
-        return "words that do not fit"
-    return f"process {stopped} is not named" if stopped and f"pid {stopped}" not in said else None
+    return "words that do not fit" if kind and not re.search(SAYS[kind], said) else None
 
 
 def run_through(
@@ -443,11 +338,9 @@ def run_through(
     """One run to its end, disturbed as `kinds` says, from which is taken what was done."""
     while not place.finished():
         kind = kinds[-1] if kinds else None
-        process, what, stopped = (
-            disturb(kind, place, draw, unbroken) if kind else (place.start(), None, None)
-        )
+        process, what = disturb(kind, place, draw, unbroken) if kind else (place.start(), None)
         faults = []
-        longest = unbroken.seconds + STOPPED + HANGS
+        longest = unbroken.seconds + HANGS
         while not (ended := has_ended(process, 1)) and place.seconds_in_phase() < longest:
             pass
         if not ended:
@@ -457,9 +350,9 @@ def run_through(
             process.wait()
         faults += place.amiss()
         said, code = place.said(), process.returncode  # a killed one's guard says it after its end
-        if not code and (kind == "memory limit" or kind == "full disk" and place.room_left()):
+        if not code and kind == "full disk" and place.room_left():
             what = None  # the limit was not reached
-        place.undo()
+        place.room(ROOM)
         # before its guard lives, or after the run is finished, a killed driver has nobody to speak
         # for it
         has_voice = (
@@ -467,7 +360,7 @@ def run_through(
             or code != -signal.SIGKILL
             or not (what == "driver in starting" or place.finished())
         )
-        if code and has_voice and (wrong := wrong_words(said, kind, stopped)):
+        if code and has_voice and (wrong := wrong_words(said, kind)):
             faults.append(wrong)
         if code and not what:
             faults.append("undisturbed, it failed")
@@ -524,10 +417,6 @@ def main() -> int:
     arguments = parser.parse_args()
     if not any(getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS):
         parser.error("say how many disturbances: --kills 20")
-    if arguments.memory_limits and not has_cgroups():
-        parser.error(
-            "--memory-limits needs root, and cgroups of the first version in /sys/fs/cgroup/memory"
-        )
     if not os.environ.get("MSQ_ENDURANCE_INSIDE"):
         os.environ["MSQ_ENDURANCE_INSIDE"] = "1"
         mapped = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -535,7 +424,7 @@ def main() -> int:
     subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
     from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
-    lines, clock = read_jsonl(arguments.log) if arguments.log else [], None
+    lines = read_jsonl(arguments.log) if arguments.log else []
     missing = Counter({kind: getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS})
     missing -= Counter(line["kind"] for line in lines)
     draw, begun = random.Random(f"{arguments.seed} {len(lines)}"), time.monotonic()
@@ -555,24 +444,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
         model = Path(folder) / "tiny"
         make_tiny_model(model, Recipe(steps=0, train_problems=64, test_problems=16))
-        if arguments.clock_jumps:
-            clock = Path(folder) / "clock.so"
-            subprocess.run(
-                ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", clock, "-ldl"],
-                input=CLOCK,
-                text=True,
-                check=True,
-            )
-        place = Place(Path(folder) / "unbroken", model, clock)
-        unbroken = measure(place, arguments.memory_limits > 0)
+        place = Place(Path(folder) / "unbroken", model)
+        unbroken = measure(place)
         place.close()
         print(
             f"unbroken: {unbroken.seconds:.0f} s, {unbroken.written / 2**20:.1f} MiB written, "
-            f"{unbroken.memory / 2**30:.1f} GiB of memory, {len(unbroken.rows)} rows",
+            f"{len(unbroken.rows)} rows",
             flush=True,
         )
         while kinds and time.monotonic() - begun < arguments.minutes * 60:
-            place = Place(Path(folder) / f"run{len(kinds)}", model, clock)
+            place = Place(Path(folder) / f"run{len(kinds)}", model)
             run_through(kinds, place, draw, unbroken, keep)
             place.close()
     return report(lines, Counter(kinds))

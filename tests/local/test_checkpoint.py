@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or not there, what is damaged is named, the ones before stay good."""
+"""Checkpoints on disk: complete or not there, damage is named, the ones before stay good."""
 
 import os
 import resource
@@ -113,7 +113,7 @@ def test_there_is_no_checkpoint(tmp_path):
         ),
         (
             checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv",))),
-            r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the checkpoint and \['linear_qkv'\]",
+            r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the .* and \['linear_qkv'\]",
         ),
         (
             checkpoint.describe(
@@ -149,7 +149,7 @@ def test_a_write_that_fails_leaves_the_checkpoints_before(tmp_path):
 
 
 def test_a_file_that_cannot_grow_is_an_error(tmp_path):
-    """A limit on the size of files, as the kernel enforces it, in the middle of writing a tensor."""
+    """A limit on the size of files, by the kernel, in the middle of writing a tensor."""
     save(tmp_path, 5)
     script = (
         f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); from test_checkpoint "

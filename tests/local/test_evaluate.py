@@ -7,7 +7,6 @@ That a run's checkpoint gives the answers that the run gave is in test_run.py.
 import json
 import runpy
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,15 +32,6 @@ TOOL = ROOT / "tools" / "evaluate.py"
 
 
 @pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
-
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    make_tiny_model(directory, Recipe(steps=0, train_problems=4, test_problems=8))
-    return directory
-
-
-@pytest.fixture(scope="module")
 def peft_model(tiny_model, tmp_path_factory):
     """(folder of an adapter that PEFT wrote, the model that it is on)."""
     import peft
@@ -61,6 +51,14 @@ def peft_model(tiny_model, tmp_path_factory):
     return folder, model.eval()
 
 
+def run_tool(monkeypatch, *arguments):
+    """Its exit status; in this process: importing vLLM takes longer than all the rest."""
+    monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(TOOL), run_name="__main__")
+    return end.value.code
+
+
 def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
     tiny_model, peft_model, tmp_path, monkeypatch, capsys
 ):
@@ -68,48 +66,26 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
     import transformers
 
     folder, model = peft_model
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            str(part)
-            for part in (
-                TOOL,
-                "--model",
-                tiny_model,
-                "--adapter",
-                folder,
-                "--data",
-                tiny_model / "data/test_chat.parquet",
-                "--output",
-                tmp_path / "out",
-                "--samples",
-                3,
-                "--dtype",
-                "float32",
-                "--prompt",
-                "plain",
-                "--max-tokens",
-                12,
-                "--verifier",
-                "gsm8k",
-                "--kv-cache-gib",
-                1,
-            )
-        ],
-    )
-    with pytest.raises(
-        SystemExit
-    ) as end:  # in this process: importing vLLM takes longer than all the rest
-        runpy.run_path(str(TOOL), run_name="__main__")
+    options = {
+        "model": tiny_model,
+        "adapter": folder,
+        "data": tiny_model / "data/test_chat.parquet",
+        "output": tmp_path / "out",
+        "samples": 3,
+        "dtype": "float32",
+        "prompt": "plain",
+        "max-tokens": 12,
+        "verifier": "gsm8k",
+        "kv-cache-gib": 1,
+    }
+    assert run_tool(monkeypatch, *(f"--{name}={value}" for name, value in options.items())) == 0
     printed = capsys.readouterr().out
-    assert end.value.code == 0
-    assert "data/test_chat.parquet, 8 questions, verifier gsm8k" in printed
+    assert "data/test_chat.parquet, 16 questions, verifier gsm8k" in printed
     greedy, sampled = (
         read_jsonl(tmp_path / "out/greedy.jsonl"),
         read_jsonl(tmp_path / "out/answers.jsonl"),
     )
-    assert len(greedy) == len(sampled) == 8
+    assert len(greedy) == len(sampled) == 16
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
     for row in greedy:
@@ -127,10 +103,10 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
         all(len(row) == 3 for row in scores)
         and len({text for row in sampled for text in row["responses"]}) > 8
     )
-    assert numbers["accuracy"] == pytest.approx(sum(map(sum, scores)) / 24)
-    assert numbers["pass@3"] == pytest.approx(sum(map(max, scores)) / 8)
+    assert numbers["accuracy"] == pytest.approx(sum(map(sum, scores)) / 48)
+    assert numbers["pass@3"] == pytest.approx(sum(map(max, scores)) / 16)
     assert numbers["truncated_fraction"] == pytest.approx(
-        sum(sum(row["truncated"]) for row in sampled) / 24
+        sum(sum(row["truncated"]) for row in sampled) / 48
     )
     assert (
         f"{numbers['accuracy']:.3f} [{numbers['interval_low']:.3f}" in printed
@@ -234,23 +210,24 @@ def test_what_one_question_cannot_tell_is_null(tiny_model, tmp_path, monkeypatch
 
 
 @pytest.fixture
-def run_without_checkpoint(tiny_model, data_dir, tmp_path):
-    return RunDirectory.create(
-        tmp_path / "runs",
-        "a_run",
-        config=raw_config(tiny_model, data_dir),
-        command=["cli"],
-        seed=7,
-        data_files={},
-    )
+def create(tmp_path):
+    """A run directory of a config."""
+
+    def create(raw, name="a_run", data_files=None):
+        return RunDirectory.create(
+            tmp_path, name, config=raw, command=["cli"], seed=7, data_files=data_files or {}
+        )
+
+    return create
 
 
-def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_checkpoint, tmp_path):
-    found = of_run(run_without_checkpoint.path, step=0)
-    assert found == Evaluation(
+def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, create):
+    raw = raw_config(tiny_model, data_dir)
+    run = create(raw)
+    expected = Evaluation(
         model=str(tiny_model),
         data=f"{data_dir}/test_chat.parquet",
-        run=str(run_without_checkpoint.path),
+        run=str(run.path),
         step=0,
         seed=7,
         prompt="plain",
@@ -262,65 +239,40 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, run_without_ch
         max_num_seqs=256,
         dtype="float32",
     )
-    assert of_run(
-        run_without_checkpoint.path, step=0, samples=2, verifier="gsm8k", dtype="bfloat16"
-    ) == replace(found, samples=2, verifier="gsm8k", dtype="bfloat16")
-    raw = raw_config(
-        tiny_model, data_dir, hardware_error__evaluation="gaussian", eval__temperature=0
-    )
-    del raw["eval"]["samples_per_problem"]
-    foreign = RunDirectory.create(
-        tmp_path / "runs", "other", config=raw, command=["cli"], seed=7, data_files={}
-    )
-    assert of_run(foreign.path, step=0) == replace(
-        found,
-        run=str(foreign.path),
-        samples=0,
-        hardware_error={"kinds": ("gaussian",), "gaussian_std": 0.05, "block": 64},
-    )
-    raw |= {"hardware_error": {}, "rollout_quantization": {"format": "nvfp4", "lora": "beside"}}
-    rounded = RunDirectory.create(
-        tmp_path / "runs", "rounded", config=raw, command=["cli"], seed=7, data_files={}
-    )
-    assert of_run(rounded.path, step=0) == replace(found, run=str(rounded.path), samples=0)
-    raw["rollout_quantization"]["evaluation"] = True
-    rounded = RunDirectory.create(
-        tmp_path / "runs", "as_sampled", config=raw, command=["cli"], seed=7, data_files={}
-    )
-    assert of_run(rounded.path, step=0) == replace(
-        found,
-        run=str(rounded.path),
-        samples=0,
-        quantization=Quantization("nvfp4", "beside", evaluation=True),
-    )
-    assert of_run(
-        rounded.path, step=0, quantization={"format": "mxfp4"}
-    ).quantization == Quantization("mxfp4", "beside", evaluation=True)
-    del raw["task"]
-    unsaid = RunDirectory.create(
-        tmp_path / "runs", "unsaid", config=raw, command=["cli"], seed=7, data_files={}
-    )
-    with pytest.raises(ConfigError, match="does not say .*task.test_file: give --model, --data"):
-        of_run(unsaid.path, step=0)
+    assert of_run(run.path, step=0) == expected
+    given = dict(samples=2, verifier="gsm8k", dtype="bfloat16")
+    assert of_run(run.path, step=0, **given) == replace(expected, **given)
     with pytest.raises(
         ConfigError,
         match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)",
     ):
-        of_run(run_without_checkpoint.path)
+        of_run(run.path)
+
+    raw["eval"] |= {"temperature": 0, "samples_per_problem": 1}
+    raw["hardware_error"]["evaluation"] = "gaussian"
+    run = create(raw, "foreign")
+    greedy = replace(expected, samples=0)
+    hardware = {"kinds": ("gaussian",), "gaussian_std": 0.05, "block": 64}
+    assert of_run(run.path, step=0) == replace(greedy, run=str(run.path), hardware_error=hardware)
+    raw |= {"hardware_error": {}, "rollout_quantization": {"format": "nvfp4", "lora": "beside"}}
+    run = create(raw, "rounded")
+    assert of_run(run.path, step=0) == replace(greedy, run=str(run.path))
+    raw["rollout_quantization"]["evaluation"] = True
+    run = create(raw, "as_sampled")
+    as_sampled = Quantization("nvfp4", "beside", evaluation=True)
+    assert of_run(run.path, step=0) == replace(greedy, run=str(run.path), quantization=as_sampled)
+    other = of_run(run.path, step=0, quantization={"format": "mxfp4"})
+    assert other.quantization == replace(as_sampled, format="mxfp4")
+    del raw["task"]
+    with pytest.raises(ConfigError, match="does not say .*task.test_file: give --model, --data"):
+        of_run(create(raw, "unsaid").path, step=0)
 
 
-def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp_path):
+def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp_path, create):
     raw, test = raw_config(tiny_model, data_dir), tmp_path / "test.parquet"
     shutil.copy(raw["task"]["test_file"], test)
     raw["task"]["test_file"] = str(test)
-    run = RunDirectory.create(
-        tmp_path / "runs",
-        "a_run",
-        config=raw,
-        command=["cli"],
-        seed=7,
-        data_files={"test": test, **model_files(tiny_model)},
-    )
+    run = create(raw, data_files={"test": test, **model_files(tiny_model)})
     assert of_run(run.path, step=0).data == str(test)
     shutil.copy(raw["task"]["train_file"], test)
     with pytest.raises(
@@ -328,31 +280,15 @@ def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp
         match="seen other files than are there now.*--data.*\n.*test data .*: sha256 was",
     ):
         of_run(run.path, step=0)
-    assert of_run(run.path, step=0, data=str(test)).data == str(test)  # as it was asked for
+    assert of_run(run.path, step=0, data=str(test)).data == str(test)  # it was given
 
 
-def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_path):
-    run, other = (
-        RunDirectory.create(
-            tmp_path,
-            name,
-            config=raw_config(tiny_model, data_dir),
-            command=["cli"],
-            seed=7,
-            data_files={},
-        )
-        for name in ("a_run", "another")
-    )
-    checkpoint.save(
-        run.checkpoints_dir,
-        3,
-        {
-            "run": other.id,
-            **checkpoint.describe(read_shape(tiny_model), LoRA(4, 8.0, ("linear_qkv",))),
-        },
-        lambda folder: None,
-        1,
-    )
+def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_path, create):
+    raw = raw_config(tiny_model, data_dir)
+    run, other = create(raw), create(raw, "another")
+    adapters = checkpoint.describe(read_shape(tiny_model), LoRA(4, 8.0, ("linear_qkv",)))
+    state = {"run": other.id, **adapters}
+    checkpoint.save(run.checkpoints_dir, 3, state, lambda folder: None, 1)
     with pytest.raises(ValueError, match=f"iter_0000003 is of another run .id {other.id}; "):
         evaluate(of_run(run.path), tmp_path / "out", print)
 
@@ -381,7 +317,7 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
         (
             {"temperature": 0.0},
             ConfigError,
-            "temperature = 0.0 must be above 0; for greedy answers alone, ask for 0 samples",
+            "temperature = 0.0 must be above 0; for greedy answers alone, give 0 samples",
         ),
         (
             {"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}},
@@ -463,19 +399,11 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
         (["--run", "r", "--hardware-error", "rust"], "invalid choice: 'rust'"),
     ],
 )
-def test_wrong_arguments(arguments, message):
-    done = subprocess.run(
-        [sys.executable, TOOL, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2 and message in done.stderr
+def test_wrong_arguments(arguments, message, monkeypatch, capsys):
+    assert run_tool(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-    done = subprocess.run(
-        [sys.executable, TOOL, "--run", tmp_path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+def test_a_folder_that_is_no_run_is_named(tmp_path, monkeypatch, capsys):
+    assert run_tool(monkeypatch, "--run", tmp_path) == 1
+    assert str(tmp_path) in capsys.readouterr().err

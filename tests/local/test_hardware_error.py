@@ -11,10 +11,10 @@ import torch
 
 from mindspeed_qerl.local import rollout
 from mindspeed_qerl.local.batch import build_batch
-from mindspeed_qerl.local.hardware_error import HardwareErrorMode, silu_of_table
+from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.recipe.types import HardwareError
 
-from .conftest import FAMILIES, run_ranks
+from .conftest import FEW_FAMILIES, run_ranks
 from .test_megatron import ONE, layout_config, random_batch, transformers_logprobs
 
 
@@ -51,19 +51,6 @@ def test_blocks_in_bfloat16_are_rounded_one_after_the_other(dtype):
             assert found[row, column].item() == total
 
 
-def test_reordered_blocks_are_summed_from_the_last():
-    a, b = matrices()
-    with HardwareErrorMode(["reordered"], block=1):
-        found = a @ b
-    for row in range(len(a)):
-        for column in range(b.shape[1]):
-            total = np.float32(0)
-            for x, y in zip(a[row].numpy()[::-1], b[:, column].numpy()[::-1]):
-                total = np.float32(total + np.float32(x * y))
-            assert found[row, column].item() == total
-    assert 0 < (found - a @ b).abs().max() < 1e-4
-
-
 def test_gaussian_error_is_relative_and_drawn_anew():
     a, b = matrices(m=200, n=300)
     arithmetic = HardwareErrorMode(["gaussian"], gaussian_std=0.05, seed=1)
@@ -76,26 +63,6 @@ def test_gaussian_error_is_relative_and_drawn_anew():
         error.mean()
     ) < 4 * 0.05 / math.sqrt(error.numel())
     assert not torch.equal(first, second) and torch.equal(first, again)
-
-
-def test_silu_of_the_table_is_an_interpolation():
-    x = torch.linspace(-12, 12, 1001, dtype=torch.float64)
-    knots = np.arange(-8, 8.25, 0.5)
-    expected = x.numpy() * np.interp(x.numpy(), knots, 1 / (1 + np.exp(-knots)))
-    with HardwareErrorMode(["silu_table"]):
-        found = torch.nn.functional.silu(x)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
-    assert 1e-3 < (found - torch.nn.functional.silu(x)).abs().max() < 2e-2
-    assert silu_of_table(torch.tensor([math.nan, 0.0])).isnan().tolist() == [True, False]
-
-
-def test_gradients_are_those_of_what_was_computed():
-    x = (8 * torch.rand(50, dtype=torch.float64) - 4).requires_grad_()
-    with HardwareErrorMode(["silu_table"]):
-        torch.nn.functional.silu(x).sum().backward()
-    step = 1e-7
-    numeric = (silu_of_table(x.detach() + step) - silu_of_table(x.detach() - step)) / (2 * step)
-    torch.testing.assert_close(x.grad, numeric, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -138,7 +105,7 @@ def test_the_backward_pass_is_on_that_hardware_too():
 
 def test_nothing_is_left_behind():
     a, b = matrices()
-    with HardwareErrorMode(["gaussian", "silu_table"]):
+    with HardwareErrorMode(["gaussian", "bf16_blocks"]):
         a @ b
     assert torch.equal(a @ b, matrices()[0] @ matrices()[1])
 
@@ -153,28 +120,18 @@ class Scaled(HardwareErrorMode):
         return 1.01 * (a @ b)
 
 
-ARITHMETICS = (Scaled, HardwareErrorMode)
-ARGUMENTS = dict(kinds=["silu_table", "reordered"], block=8)
-
-
-# Llama's layers are Qwen2's, and Qwen3-MoE's are Qwen3's and Qwen2-MoE's
-@pytest.fixture(
-    params=[
-        pytest.param(family, marks=[pytest.mark.full] * (family in ("llama", "qwen3_moe")))
-        for family in FAMILIES
-    ]
-)
+@pytest.fixture(params=FEW_FAMILIES)
 def family(request):
     return request.param
 
 
-def foreign_transformers(model_dir, batch, arithmetic):
+def foreign_transformers(model_dir, batch):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, experts_implementation="eager"
     )
-    with arithmetic(**ARGUMENTS):
+    with Scaled([]):
         return transformers_logprobs(model, batch)
 
 
@@ -183,10 +140,8 @@ def megatron_rank(rank, config, batch, folder):
 
     torch.set_num_threads(1)
     trainer = TrainRank(config, 0, f"file://{folder}/rendezvous")
-    found = []
-    for arithmetic in ARITHMETICS:
-        with arithmetic(**ARGUMENTS):
-            found.append(trainer.logprobs(batch))
+    with Scaled([]):
+        found = trainer.logprobs(batch)
     trainer.train([batch])
     torch.save(
         (found, trainer.hardware_error.products, trainer.logprobs(batch, reference=True)),
@@ -208,10 +163,9 @@ def test_megatron_and_transformers_on_the_same_foreign_hardware_agree(
     run_ranks(megatron_rank, 1, config, batch, str(tmp_path))
     found, products, after = torch.load(tmp_path / "found.pt", weights_only=False)
     clean = transformers_logprobs(model_dirs[family], batch)
-    for arithmetic, logprobs in zip(ARITHMETICS, found):
-        expected = foreign_transformers(model_dirs[family], batch, arithmetic)
-        assert np.abs((logprobs - expected) * batch.mask).max() < 1e-5
-        assert np.abs((expected - clean) * batch.mask).max() > 1e-3
+    expected = foreign_transformers(model_dirs[family], batch)
+    assert np.abs((found - expected) * batch.mask).max() < 1e-5
+    assert np.abs((expected - clean) * batch.mask).max() > 1e-3
     assert products > 50
     assert np.abs((after - clean) * batch.mask).max() < 1e-5
 
@@ -230,13 +184,11 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
         [[0.0] * 19] * 6,
         np.zeros(6),
     )
-    for arithmetic in ARITHMETICS:
-        monkeypatch.setattr(rollout, "HardwareErrorMode", arithmetic)
-        expected = foreign_transformers(model_dirs[family], batch, arithmetic)
-        assert (
-            np.abs(np.array(engine.logprobs(sequences, hardware_error=ARGUMENTS)) - expected).max()
-            < 1e-5
-        )
+    scaled = dict(kinds=[])
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "HardwareErrorMode", Scaled)
+        found = np.array(engine.logprobs(sequences, hardware_error=scaled))
+    assert np.abs(found - foreign_transformers(model_dirs[family], batch)).max() < 1e-5
     clean = transformers_logprobs(model_dirs[family], batch)
     assert np.abs(np.array(engine.logprobs(sequences)) - clean).max() < 1e-5  # and it is gone again
     sampling = dict(max_tokens=6, temperature=1.0)

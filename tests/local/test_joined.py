@@ -37,13 +37,14 @@ def joined_rank(rank, config, folder):
     nothing moves. Of each micro-batch that was trained, its log probabilities and entropies and the
     gradients that reached them.
     """
-    from mindspeed_qerl.local import rank as module
+    from mindspeed_qerl.local import passes
+    from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
     batch, trained = batch_of_another_policy(), {"token_logprobs": [], "token_entropy": []}
 
     def watched(name):
-        function = getattr(module, name)
+        function = getattr(passes, name)
 
         def call(*arguments):
             values = function(*arguments)
@@ -55,8 +56,8 @@ def joined_rank(rank, config, folder):
         return call
 
     for name in trained:
-        setattr(module, name, watched(name))
-    trainer = module.TrainRank(config, rank, f"file://{folder}/rendezvous")
+        setattr(passes, name, watched(name))
+    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
     metrics = [trainer.train([batch], epochs=2)]
     trainer.skip()
     metrics.append(trainer.train([batch], epochs=2))

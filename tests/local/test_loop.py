@@ -1,6 +1,7 @@
-"""What the loop asks of its processes and in which order, with processes that write it down."""
+"""What the loop does with its processes and its observer, and in which order."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,21 +10,30 @@ import pytest
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.seeds import derived_seed
+from mindspeed_qerl.local import checkpoint
+from mindspeed_qerl.local import loop as module
+from mindspeed_qerl.local.batch import Batch as TokenBatch
 from mindspeed_qerl.local.batch import PromptOrder, build_batch
 from mindspeed_qerl.local.loop import LocalEngine, data_rank
-from mindspeed_qerl.local.rollout import Completion
+from mindspeed_qerl.local.rank import TrainRank
+from mindspeed_qerl.local.rollout import RolloutEngine
+from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.recipe.types import (
     Algorithm,
     Batch,
+    Correction,
     Evaluation,
     HardwareError,
     Layout,
+    Local,
     Quantization,
     Run,
     Sampling,
     Selection,
     Task,
 )
+from mindspeed_qerl.runs.checks import StepChecks
+from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.tasks.rows import row_of
 
 ROWS = [row_of({"prompt": f"{i}?", "answer": str(i)}) for i in range(4)]
@@ -38,27 +48,74 @@ NOISE = NoiseReport(
     measured_std=0.05,
     changed_fraction=1.0,
 )
+PROOF = dict(tensors=1, moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
 
 
-class Progress:
-    """Keeps its messages."""
+class Told:
+    """An observer, or a Progress, that keeps what it is told: (name, *arguments)."""
+
+    epoch = 2
 
     def __init__(self):
-        self.messages = []
+        self.calls = []
+        self.run = SimpleNamespace(record=lambda **_: None)
 
-    def message(self, text):
-        self.messages.append(text)
+    @property
+    def progress(self):
+        return Told()
 
-    def phase(self, *_):
-        pass
+    def wants_proof(self, step):
+        return False
 
-    step = evaluated = phase
+    def __getattr__(self, name):
+        return lambda *arguments, **named: self.calls.append((name, *arguments, *named.items()))
+
+    def names(self):
+        return [call[0] for call in self.calls]
 
 
-def loop(cls=LocalEngine, **parts):
-    """A loop whose rollout engine answers prompt 100 + i with i's digit and the end token, the
-    second time with one token more, cut off.
+class Processes:
+    """Writes down calls; the rollout engine answers prompt 100 + i with i's digit and the end
+    token, the second time with one token more, cut off.
     """
+
+    def __init__(self, ranks=(), results=None):
+        self.ranks, self.calls, self.results = ranks, [], results or {}
+
+    def on_ranks(self, method, *arguments):
+        self.calls.append((method, *arguments))
+        return [self.results.get(method.__name__)]
+
+    def start_on_rollouts(self, method, *arguments):
+        return method, arguments
+
+    def gather(self, calls, inputs=None):
+        if isinstance(calls, tuple):
+            return self.on_rollouts(calls[0], *calls[1])
+        return list(calls.values())
+
+    def on_rollouts(self, method, *arguments):
+        self.calls.append((method, *arguments))
+        if method is not RolloutEngine.generate:
+            return [self.results.get(method.__name__)]
+        prompts, n, _, _, noise_step = arguments[:5]
+        groups = []
+        for [first] in prompts:
+            right = Completion([first - 100, EOS], [-0.1, -0.2], False)
+            groups.append([right, Completion([9, 9, 9], [-0.3] * 3, True)][:n])
+        return [(groups, NOISE if noise_step is not None else None)]
+
+
+TOKENIZER = SimpleNamespace(
+    eos_token_id=EOS,
+    batch_decode=lambda answers, **_: [
+        "".join(str(token) for token in answer if token != EOS) for answer in answers
+    ],
+)
+
+
+def loop(cls=LocalEngine, observer=None, processes=None, **parts):
+    """A loop over four rows."""
     parts = {
         "batch": Batch(samples_per_prompt=2, global_batch_size=2, mini_batch_size=1, epochs=3),
         "layout": Layout(),
@@ -71,106 +128,63 @@ def loop(cls=LocalEngine, **parts):
         "task": Task(verifier_function=("gsm8k",), verifier_weight=(1.0,)),
         "algorithm": Algorithm(),
         "quantization": Quantization("nvfp4"),
-        "hardware_error": HardwareError(rollout=("gaussian",), evaluation=("silu_table",)),
+        "hardware_error": HardwareError(rollout=("gaussian",), evaluation=("bf16_blocks",)),
+        "local": Local(),
         **parts,
     }
-    calls = []
+    data = SimpleNamespace(tokenizer=TOKENIZER, train=PROMPTS, test=PROMPTS)
+    return cls(SimpleNamespace(**parts), observer or Told(), processes or Processes(), data)
 
-    def on_rollouts(
-        method, prompts, n, seed, sampling, noise_step, hardware_error, record_routes, quantized
-    ):
-        assert not record_routes  # nothing is replayed
-        assert quantized == (noise_step is not None)  # rollouts, and not evaluations
-        calls.append(
-            dict(
-                method=method,
-                prompts=prompts,
-                n=n,
-                seed=seed,
-                sampling=sampling,
-                noise_step=noise_step,
-                kinds=hardware_error and hardware_error["kinds"],
-            )
-        )
-        answers = [
-            [
-                Completion([prompt[0] - 100, EOS], [-0.1, -0.2], False),
-                Completion([9, 9, 9], [-0.3] * 3, True),
-            ]
-            for prompt in prompts
-        ]
-        return [([group[:n] for group in answers], NOISE if noise_step is not None else None)]
 
-    tokenizer = SimpleNamespace(
-        eos_token_id=EOS,
-        batch_decode=lambda answers, **_: [
-            "".join(str(token) for token in answer if token != EOS) for answer in answers
-        ],
-    )
-    data = SimpleNamespace(tokenizer=tokenizer, train=PROMPTS, test=PROMPTS)
-    metrics = SimpleNamespace(
-        log_eval=lambda *_: None, log=lambda *row: calls.append(row), log_rollouts=lambda *_: None
-    )
-    run = SimpleNamespace(record=lambda **_: None)
-    processes = SimpleNamespace(on_rollouts=on_rollouts)
-    return cls(SimpleNamespace(**parts), run, metrics, Progress(), processes, data), calls
+def generated(call):
+    """What a call of the rollout engine was given, by name."""
+    names = ("prompts", "n", "seed", "sampling", "noise_step", "kinds", "routes", "quantized")
+    method, *arguments = call
+    assert method is RolloutEngine.generate
+    given = dict(zip(names, arguments, strict=True))
+    return given | {"kinds": given["kinds"]["kinds"]}
 
 
 def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
-    engine, calls = loop()
+    engine = loop()
     sampled, noise = engine.sample(4)
-    asked = PromptOrder(4, seed=5).take(2)
-    assert calls == [
-        dict(
-            method="generate",
-            prompts=[[100 + i] for i in asked],
-            n=2,
-            noise_step=3,
-            seed=derived_seed(5, "rollout", 4),
-            kinds=("gaussian",),
-            sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
-        )
-    ]
-    assert noise is NOISE and sampled.rows == [ROWS[i] for i in asked for _ in range(2)]
-    assert sampled.prompts == [[100 + i] for i in asked for _ in range(2)]
+    chosen = PromptOrder(4, seed=5).take(2)
+    assert generated(engine.processes.calls[0]) == dict(
+        prompts=[[100 + i] for i in chosen],
+        n=2,
+        noise_step=3,
+        seed=derived_seed(5, "rollout", 4),
+        kinds=("gaussian",),
+        sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
+        routes=False,
+        quantized=True,
+    )
+    assert noise is NOISE and sampled.rows == [ROWS[i] for i in chosen for _ in range(2)]
+    assert sampled.prompts == [[100 + i] for i in chosen for _ in range(2)]
     # right, less half of the penalty for its length; wrong, and as long as it may be
-    assert sampled.rewards.tolist() == [1 - 0.5, 0 - 1.0] * 2 and sampled.scores[
-        "gsm8k"
-    ].tolist() == [1, 0, 1, 0]
+    assert sampled.rewards.tolist() == [1 - 0.5, 0 - 1.0] * 2
+    assert sampled.scores["gsm8k"].tolist() == [1, 0, 1, 0]
     assert [answer.truncated for answer in sampled.answers] == [False, True] * 2
     engine.sample(4, 1)
     engine.sample(5)
+    calls = [generated(call) for call in engine.processes.calls]
     assert len({call["seed"] for call in calls}) == 3 and calls[2]["noise_step"] == 4
 
 
 def test_an_evaluation_samples_without_noise_at_its_own_temperature():
-    engine, calls = loop()
+    engine = loop()
     engine.evaluate(4)
-    assert calls == [
-        dict(
-            method="generate",
-            prompts=PROMPTS.prompts,
-            n=1,
-            noise_step=None,
-            kinds=("silu_table",),
-            seed=derived_seed(5, "evaluation", 4),
-            sampling={
-                "max_tokens": 3,
-                "stop_token_ids": [EOS],
-                "temperature": 0.3,
-                "logprobs": None,
-            },
-        )
-    ]
-
-
-def test_an_evaluation_with_noise_stops_the_run():
-    engine, _ = loop()
-    engine._generate = lambda *_, **__: ([], NOISE)
-    with pytest.raises(
-        EngineError, match=r"the evaluation after step 4 had noise of sigma 0\.05 on"
-    ):
-        engine.evaluate(4)
+    [call] = engine.processes.calls
+    assert generated(call) == dict(
+        prompts=PROMPTS.prompts,
+        n=1,
+        noise_step=None,
+        kinds=("bf16_blocks",),
+        seed=derived_seed(5, "evaluation", 4),
+        sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.3, "logprobs": None},
+        routes=False,
+        quantized=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,30 +194,25 @@ def test_every_answer_is_in_one_share_of_its_mini_batch(layout):
     """Ranks of one data-parallel rank get the same; Megatron counts tensor parallel ranks first,
     stages last.
     """
-    engine, _ = loop(layout=layout, batch=Batch(samples_per_prompt=2, mini_batch_size=2, epochs=3))
-    given, calls = [[number] for number in range(8)], {}
-    batch = build_batch([[1]] * 8, given, [[-0.1]] * 8, np.zeros(8))
+    batch = build_batch([[1]] * 8, [[number] for number in range(8)], [[-0.1]] * 8, np.zeros(8))
+    calls = {}
 
     class Rank:
         def __init__(self, number):
             self.number = number
 
         def call(self, method, shards, epochs):
-            calls[self.number] = (method, [shard.tokens[:, 1].tolist() for shard in shards], epochs)
+            shares = [shard.tokens[:, 1].tolist() for shard in shards]
+            calls[self.number] = (method, shares, epochs)
+            return {"time/logprobs": 1.0, "time/update": 2.0, "updates": 6, "loss/total": 0.5}
 
-    returned = {"time/logprobs": 1.0, "time/update": 2.0, "updates": 6, "loss/total": 0.5}
-    engine.processes = SimpleNamespace(
-        ranks=[Rank(number) for number in range(layout.world)],
-        gather=lambda calls: [dict(returned) for _ in calls],
-    )
+    processes = Processes([Rank(number) for number in range(layout.world)])
+    settings = Batch(samples_per_prompt=2, mini_batch_size=2, epochs=3)
+    engine = loop(processes=processes, layout=layout, batch=settings)
     assert engine.update(batch) == {"loss/total": 0.5} and engine.updates == 6
-    assert {(method, epochs) for method, _, epochs in calls.values()} == {("train", 3)}
-    places = [
-        (stage, data, tensor)
-        for stage in range(layout.pp)
-        for data in range(layout.dp)
-        for tensor in range(layout.tp)
-    ]
+    assert engine.seconds == {"time/logprobs": 1.0, "time/update": 2.0}
+    assert {(method, epochs) for method, _, epochs in calls.values()} == {(TrainRank.train, 3)}
+    places = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
     for number, (_, data, _) in enumerate(places):
         assert data_rank(number, layout) == data and calls[number][1] == calls[data * layout.tp][1]
     for mini in range(2):
@@ -212,29 +221,219 @@ def test_every_answer_is_in_one_share_of_its_mini_batch(layout):
         assert len({len(share) for share in shares}) == 1
 
 
+@pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=8, tp=2, pp=2)])
+def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
+    """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage
+    only.
+    """
+    lengths = np.array([9, 4, 7, 5, 6, 3, 8, 2])
+    tokens = 10 * np.arange(8)[:, None] + np.arange(9)
+    mask = np.arange(1, 9) < lengths[:, None]
+    batch = TokenBatch(
+        tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32)
+    )
+
+    class Rank:
+        def __init__(self, number):
+            self.is_last = number // (layout.world // layout.pp) == layout.pp - 1
+
+        def call(self, method, shards):
+            assert method is TrainRank.logprobs_before
+            assert [len(shard) for shard in shards] == [4 // layout.dp] * 2
+            values = [shard.tokens[:, 1:] * shard.mask * self.is_last for shard in shards]
+            return [(value, -value) for value in values]
+
+    engine = loop(
+        processes=Processes([Rank(number) for number in range(layout.world)]),
+        layout=layout,
+        batch=Batch(samples_per_prompt=2, mini_batch_size=2, global_batch_size=4),
+    )
+    policy, reference = engine.logprobs_before(batch)
+    assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
+    assert engine.seconds.keys() == {"time/logprobs"}
+
+
+def test_a_sync_asks_first_how_many_parts_it_takes():
+    """Whatever was called before."""
+
+    class Rank:
+        def call(self, method, part):
+            return method.__name__, part
+
+    errors = {"quantization/weight_error": 0.1}
+    processes = Processes([Rank()], {"sync_parts": 2, "finish_sync": errors})
+    engine = loop(processes=processes)
+    engine.sync()
+    assert engine.weight_errors == errors
+    assert processes.calls == [
+        (TrainRank.sync_parts,),
+        (RolloutEngine.start_sync,),
+        (RolloutEngine.load, ("merged_weights", 0)),
+        (RolloutEngine.load, ("merged_weights", 1)),
+        (RolloutEngine.finish_sync,),
+    ]
+
+
 class Watched(LocalEngine):
-    """Writes down the parts of an iteration."""
+    """An iteration whose ranks and weights are not there."""
+
+    loss, proof = 0.5, None
 
     def update(self, batch):
-        self.done = [("update", batch.mask.sum())]
-        return {"loss/total": 0.5}
+        self.observer.progress.phase("update")
+        self.parts = [("update", batch.mask.sum())]
+        parts = {"loss/policy": 0.5, "loss/kl": 0.0, "loss/total": self.loss}
+        counts = {"selection/trained_tokens": 30}
+        return parts | counts | {"mismatch/k3": 0.0, "mismatch/sensitivity": 0.1}
 
-    def sync(self, step=0):
-        self.done.append(("sync", step))
+    def sync(self):
+        self.parts.append("sync")
+
+    def movement(self):
+        self.parts.append("movement")
+        return self.proof
 
 
-def test_an_iteration_trains_then_syncs_then_checks_what_it_logged():
-    engine, calls = loop(Watched)
+def test_an_iteration_trains_then_syncs_then_reports():
+    engine = loop(Watched)
     engine.ends = {EOS}
-    engine.checks = SimpleNamespace(
-        check=lambda step, values, tokens, routes: (
-            engine.done.append(("check", step, values["loss/total"], tokens, routes)) or []
-        )
-    )
     engine.iteration(4)
-    assert engine.done == [("update", 10), ("sync", 4), ("check", 4, 0.5, 10, 0)]
-    step, values = calls[-1]
-    assert (
-        step == 4 and values["aqn/sigma"] == 0.05 and values["response/truncated_fraction"] == 0.5
+    assert engine.parts == [("update", 10), "sync"]
+    assert engine.observer.names() == ["sampled", "stepped"]
+    _, step, values, tokens, routes = engine.observer.calls[-1]
+    assert (step, tokens, routes) == (4, 10, 0)
+    assert values["loss/total"] == 0.5 and values["aqn/sigma"] == 0.05
+    assert values["response/truncated_fraction"] == 0.5 and values["verifier/gsm8k/mean"] == 0.5
+    assert values["reward/mean"] == pytest.approx(-0.25)
+
+
+class Files:
+    """A MetricsWriter that keeps what it is given."""
+
+    def __init__(self):
+        self.written = {}
+
+    def log(self, step, values):
+        self.written["metrics"] = values
+
+    def log_rollouts(self, step, rows):
+        self.written["rollouts"] = rows
+
+    def log_eval(self, step, result, answers):
+        self.written["evaluation"] = answers
+
+
+@pytest.fixture
+def observed(monkeypatch):
+    """(an engine with a real observer, and what that one writes)."""
+    shape = SimpleNamespace(moe=False)
+    monkeypatch.setattr("mindspeed_qerl.runs.observer.read_shape", lambda _: shape)
+    engine, files = (
+        loop(
+            Watched,
+            run=Run(train_iters=1, seed=5),
+            noise=SimpleNamespace(enabled=False, restart_every="never"),
+            model=SimpleNamespace(path="", dtype="float32"),
+            lora=SimpleNamespace(targets=("linear_qkv",)),
+            correction=Correction(),
+        ),
+        Files(),
     )
-    assert values["reward/mean"] == pytest.approx(-0.25) and values["verifier/gsm8k/mean"] == 0.5
+    run = SimpleNamespace(record=lambda **_: None)
+    engine.observer = RunObserver(engine.recipe, run, files, Told(), epoch=2)
+    engine.observer.checks = SimpleNamespace(check=lambda *_: [])
+    engine.ends = {EOS}
+    return engine, files.written
+
+
+@pytest.mark.parametrize("fault", ["logprobs", "metrics", "sync"])
+def test_what_a_failing_step_saw_is_written_before_it_fails(observed, fault):
+    engine, written = observed
+    if fault == "logprobs":
+        bad = Completion([1, EOS], [math.nan, -0.1], False)
+        engine.processes.on_rollouts = lambda *_: [([[bad, bad]] * 2, None)]
+    elif fault == "metrics":
+        engine.observer.checks = StepChecks(engine.recipe, epoch=2, routed=False)
+        engine.loss = math.nan
+    else:
+        engine.proof = {"linear_qkv": PROOF | {"max_error": 1e-3}}
+    with pytest.raises(EngineError):
+        engine.iteration(1)
+    expected = ["rollouts"] if fault == "logprobs" else ["rollouts", "metrics"]
+    assert list(written) == expected
+    assert written["rollouts"][0]["question"].endswith("?")
+
+
+def test_an_evaluation_with_noise_is_written_and_stops_the_run(observed):
+    engine, written = observed
+    engine._generate = lambda *_, **__: ([Completion([1, EOS], [], False)] * 4, NOISE)
+    with pytest.raises(EngineError, match=r"the evaluation after step 4 had noise of sigma 0\.05"):
+        engine.evaluate(4)
+    assert [row["answer"] for row in written["evaluation"]] == ["0", "1", "2", "3"]
+
+
+def sampled_with(drawn):
+    """Stands for `LocalEngine.sample`: the rewards of each batch, two answers a prompt."""
+    from .test_sampled import sampled
+
+    def sample(step, batch=0):
+        sample.batches.append((step, batch))
+        return sampled(drawn(batch)), f"noise of batch {batch}"
+
+    sample.batches = []
+    return sample
+
+
+@pytest.mark.parametrize(
+    "metric, limit, batches, kept",
+    [
+        (None, 9, 3, [1, 2, 4]),  # enough after three batches; the fourth group with signal is left
+        (None, 2, 2, [1, 2]),  # too few within the limit: those are trained
+        (None, 0, 3, [1, 2, 4]),  # no limit
+        ("gsm8k", 4, 4, [4]),  # of the verifier alone
+    ],
+)
+def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, batches, kept):
+    drawn = [[1, 1, 1, 0], [0, 1, 0, 0], [2, 0, 0, 1], [1, 1, 0, 0]]
+    selection = Selection(
+        filter_groups_enable=True,
+        filter_groups_train_batch_size=3,
+        filter_groups_max_batches=limit,
+        filter_groups_metric=metric,
+    )
+    engine = loop(selection=selection)
+    engine.sample = sampled_with(drawn.__getitem__)
+    answers, groups, noise = engine.gather(7)
+    assert groups.tolist() == kept
+    assert engine.sample.batches == [(7, batch) for batch in range(batches)]
+    assert noise == "noise of batch 0"
+    assert answers.rewards.tolist() == list(itertools.chain(*drawn[:batches]))
+    assert engine.observer.names() == ["asked"] * (batches - 1)
+
+
+def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path):
+    state = {"updates": 10, "prompts_asked": 23}
+    checkpoint.save(tmp_path, 5, state, lambda folder: None, keep=1)
+    engine = loop()
+    engine.observer.run.checkpoints_dir = tmp_path
+    assert engine.restore() == 5
+    assert engine.processes.calls == [(TrainRank.restore, f"{tmp_path}/iter_0000005", 10, 5)]
+    unbroken = PromptOrder(4, seed=5)
+    unbroken.take(23)
+    assert engine.order.take(4) == unbroken.take(4) and engine.updates == 10
+
+
+def test_a_checkpoint_that_cannot_be_written_says_how_to_go_on(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "read_shape", lambda _: None)
+    monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
+    monkeypatch.setattr(checkpoint, "save", fail)
+    engine = loop(model=SimpleNamespace(path=""), lora=None)
+    engine.observer.run = SimpleNamespace(
+        path=tmp_path, checkpoints_dir=tmp_path / "checkpoints", identity=dict
+    )
+    (tmp_path / "checkpoints" / "iter_0000003").mkdir(parents=True)
+    with pytest.raises(EngineError, match="No space left.*\n.*make room; then resume from step 3"):
+        engine.save(5)

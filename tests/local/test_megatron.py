@@ -5,7 +5,6 @@ rank.
 import json
 import shutil
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -49,10 +48,19 @@ CASES = [
     if (family in MOE) or (ep == 1)
     if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)
 ]  # experts with TP make it so anyway
-# `make test-full`; the others hold what they hold
-IN_FULL = ("DP 2", "TP 2", "TP 2, EP 2", "TP 2, DP 2", "TP 2, PP 2, DP 2")
+# in `make test`: every family on one rank, and layouts and families that have what the others have
+DEFAULT = {
+    *((ONE, family) for family in FAMILIES),
+    ("EP 2", "qwen3_moe"),
+    ("EP 2", "qwen2_moe"),
+    ("TP 2, sequence parallel", "qwen3"),
+    ("TP 2, sequence parallel", "qwen2_moe"),
+    ("PP 2", "qwen2"),
+    ("DP 4, EP 2", "qwen3_moe"),
+    ("TP 2, PP 2, EP 2", "qwen2_moe"),
+}
 PARAMETERS = [
-    pytest.param(*case, marks=[pytest.mark.full] if case[0] in IN_FULL else []) for case in CASES
+    pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.full]) for case in CASES
 ]
 RECOMPUTE = {
     "megatron_training__recompute_granularity": "full",
@@ -82,7 +90,7 @@ def exported(trainer):
         for name, parameter in trainer.model.named_parameters()
     }
     whole = {
-        name: trainer._whole(parameters[name].detach(), mapping.shared)
+        name: trainer.place.whole(parameters[name].detach(), mapping.shared)
         for name, mapping in trainer.table.items()
     }
     return {
@@ -138,7 +146,7 @@ def train_rank(rank, configs, folder):
         shard = batch.rows(rows)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
-            "report": trainer.describe()[0],
+            "report": trainer.describe(),
             "logprobs": trainer.logprobs(shard),
             "exported": exported(trainer),
             "adapter_squares": [],
@@ -151,14 +159,16 @@ def train_rank(rank, configs, folder):
             b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
             split = layer.tp_size > 1 and not layer.row_parallel
             layer.lora_B.data.copy_(
-                mapping.shared.shard(b, trainer.tp_rank, trainer.tp_size) if split else b
+                mapping.shared.shard(b, trainer.place.tp_rank, trainer.place.tp_size)
+                if split
+                else b
             )
         with BatchedProducts() as products:
             result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
         result["batched_products"] = products.shapes
         whole = {
-            mapping.hf: trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
-            for mapping, layer in trainer._owned()
+            mapping.hf: trainer.whole(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
+            for mapping, layer in trainer.owned
         }
         result["gradients"] = {
             (*hf, part): gradient.clone()
@@ -237,7 +247,10 @@ def results(model_dirs, data_dir, tmp_path_factory):
     def of(layout, family):
         if (layout, family) not in made:
             ranks, folder = LAYOUTS[layout][0], tmp_path_factory.mktemp("ranks")
-            families = [f for name, f in CASES if name == layout]
+            is_default = (layout, family) in DEFAULT
+            families = [
+                f for name, f in CASES if name == layout and ((name, f) in DEFAULT) == is_default
+            ]
             configs = {f: layout_config(layout, model_dirs[f], data_dir) for f in families}
             run_ranks(train_rank, ranks, configs, str(folder))
             for f in families:
@@ -328,26 +341,6 @@ def test_reference_logprobs_are_the_base_models_after_training(results, layout, 
         np.testing.assert_array_equal(result["reference_logprobs"], result["logprobs"])
 
 
-@pytest.mark.parametrize(
-    "layout, family",
-    [
-        ("EP 2", "qwen3_moe"),
-        ("TP 2, sequence parallel", "qwen3"),
-        ("TP 2, PP 2, EP 2", "qwen2_moe"),
-    ],
-)
-def test_merged_weight_is_base_plus_scaled_product(results, model_dirs, layout, family):
-    checkpoint, seen = Checkpoint(model_dirs[family]), 0
-    for result in results(layout, family):
-        for name, (_, b, a) in result["factors"].items():
-            expected = checkpoint.read(name).double().numpy() + b.astype(np.float64) @ a.astype(
-                np.float64
-            )
-            np.testing.assert_allclose(result["merged"][name], expected, atol=1e-6)
-            seen += 1
-    assert seen == sum(name.endswith("_proj.weight") for name in checkpoint.files)
-
-
 @pytest.mark.parametrize("layout, family", [case for case in PARAMETERS if case.values[0] != ONE])
 def test_ranks_train_like_one(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
@@ -385,9 +378,9 @@ def test_ranks_train_like_one(results, layout, family):
     "before, after, family",
     [
         ("EP 2", "EP 2", "qwen3_moe"),
-        (ONE, "TP 2, EP 2", "qwen2_moe"),
-        ("TP 2, PP 2, EP 2", ONE, "qwen3_moe"),
-        ("TP 2, sequence parallel", "PP 2", "qwen2"),
+        pytest.param(ONE, "TP 2, EP 2", "qwen2_moe", marks=pytest.mark.full),
+        ("TP 2, PP 2, EP 2", ONE, "qwen2_moe"),
+        ("PP 2", "TP 2, sequence parallel", "qwen2"),
     ],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(
@@ -416,8 +409,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
 @pytest.mark.parametrize(
     "layout, family",
     [
-        ("TP 2, PP 2, EP 2", "qwen3_moe"),
-        ("EP 2", "qwen2_moe"),
+        ("TP 2, PP 2, EP 2", "qwen2_moe"),
         ("TP 2, sequence parallel", "qwen3"),
         ("PP 2", "qwen2"),
     ],
@@ -463,9 +455,7 @@ def test_a_checkpoint_before_the_first_update(results):
     """
     from safetensors.torch import load_file
 
-    folder = Path(results("TP 2, PP 2, EP 2", "qwen3_moe")[0]["saved"]).with_name(
-        "qwen3_moe_untrained"
-    )
+    folder = results("TP 2, PP 2, EP 2", "qwen2_moe")[0]["saved"].with_name("qwen2_moe_untrained")
     tensors = {
         name: tensor
         for file in folder.glob("*.safetensors")
@@ -614,13 +604,13 @@ def change_config(directory, **values):
             "qwen3_moe",
             lambda w: {k: v for k, v in w.items() if "experts.3.up_proj" not in k},
             {},
-            r"no tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight', which config\.json calls for \(2 are",
+            r"no tensor 'model\.layers\.0\.mlp\.experts\.3\.up_proj\.weight', which .* \(2 are",
         ),
         (
             "qwen3",
             None,
             {"num_hidden_layers": 1},
-            r"has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not call for",
+            r"does not call for the tensor 'model\.layers\.1\.input_layernorm\.weight'",
         ),
         (
             "qwen3",
@@ -632,25 +622,25 @@ def change_config(directory, **values):
             "qwen2",
             lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"] + 1},
             {},
-            r"tie_word_embeddings = true, but lm_head\.weight differs from model\.embed_tokens\.weight",
+            r"tie_word_embeddings = true, but lm_head\.weight differs from",
         ),
         (
             "qwen3",
             lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"},
             {},
-            r"no tensor 'lm_head\.weight'.*or set tie_word_embeddings",
+            r"no tensor 'lm_head\.weight'.*set tie_word_embeddings",
         ),
         (
             "qwen3",
             lambda w: {k: v.bfloat16() if "o_proj" in k else v for k, v in w.items()},
             {},
-            r"model\.layers\.0\.self_attn\.o_proj\.weight is bfloat16 and config\.json says float32",
+            r"self_attn\.o_proj\.weight is bfloat16 and config\.json says float32",
         ),
         (
             "qwen3",
             lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()},
             {},
-            r"model\.layers\.0\.self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16",
+            r"self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16",
         ),
         (
             "qwen3",
@@ -662,7 +652,7 @@ def change_config(directory, **values):
                 }
             ),
             {},
-            r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32 in config\.json give",
+            r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32",
         ),
     ],
 )
@@ -694,43 +684,21 @@ def test_norms_and_routers_may_be_wider_than_the_other_weights(tmp_path):
     check_tensors(checkpoint, read_shape(directory), checkpoint.files)
 
 
-def test_the_tensors_this_repository_makes_are_accepted(model_dirs):
-    for family in FAMILIES:
-        checkpoint = Checkpoint(model_dirs[family])
-        check_tensors(checkpoint, read_shape(model_dirs[family]), checkpoint.files)
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        (
-            {"dtype": "bfloat16"},
-            r"ConfigError: .*model\.embed_tokens\.weight is float32 and config\.json says bfloat16",
-        ),
-        (
-            {"num_hidden_layers": 1},
-            r"ConfigError: .* has a tensor 'model\.layers\.1\.input_layernorm\.weight', which config\.json does not",
-        ),
-        (
-            {"intermediate_size": 96},
-            (
-                r"gate_proj\.weight \+ .*up_proj\.weight in .* gives shape \(128, 64\), the model's "
-                r"config\.json calls for \(192, 64\)"
-            ),
-        ),
-    ],
-)
-def test_a_rank_refuses_such_a_model(data_dir, tmp_path, config, message):
+def test_a_rank_refuses_such_a_model(data_dir, tmp_path):
     directory = make_model("qwen3", tmp_path / "model")
-    change_config(directory, **config)
-    asked = recipe_of(
+    change_config(directory, intermediate_size=96)
+    recipe = recipe_of(
         directory,
         data_dir,
         rl_config__actor_resource__num_npus=1,
         actor_config__expert_model_parallel_size=1,
     )
+    message = (
+        r"gate_proj\.weight \+ .*up_proj\.weight in .* gives shape \(128, 64\), the model's "
+        r"config\.json calls for \(192, 64\)"
+    )
     with pytest.raises(mp.ProcessRaisedException, match=message):
-        run_ranks(load_rank, 1, asked, str(tmp_path))
+        run_ranks(load_rank, 1, recipe, str(tmp_path))
 
 
 def test_missing_weights_are_named(tmp_path):

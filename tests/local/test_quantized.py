@@ -13,13 +13,12 @@ from torch.overrides import TorchFunctionMode
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
-from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.checks import sync_faults
 
-from .conftest import FAMILIES
+from .conftest import FEW_FAMILIES
 from .test_rollout import (
     SAMPLING,
     SCHEDULE,
@@ -36,13 +35,7 @@ pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        family if family in ("qwen2", "qwen2_moe") else pytest.param(family, marks=pytest.mark.full)
-        for family in FAMILIES
-    ],
-)
+@pytest.fixture(scope="module", params=FEW_FAMILIES)
 def model_dir(request, model_dirs):
     return model_dirs[request.param]
 
@@ -68,13 +61,7 @@ def requantize(engine, *settings, **more):
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = PackedLinear()
     checkpoint = Checkpoint(engine.model_dir)
-    names = {
-        parameter: [name for name, _ in engine._take_apart({parameter: weight})]
-        for parameter, weight in engine._kernel_weights().items()
-    }
-    engine.quantized = QuantizedModel(
-        engine.model, names, checkpoint, Quantization(*settings, **more)
-    )
+    engine.quantized = engine.quantize(checkpoint, Quantization(*settings, **more))
     sync(engine, {name: checkpoint.read(name) for name in base})
 
 
@@ -132,7 +119,14 @@ def assert_same(found, expected, name, atol=1e-5):
         assert error.max() < atol
 
 
-@pytest.mark.parametrize("name", FORMATS)
+# the others in `make test-full`; tests/quantization has the formats themselves
+SOME_FORMATS = [
+    name if name in ("int8_w8a8", "nvfp4") else pytest.param(name, marks=pytest.mark.full)
+    for name in FORMATS
+]
+
+
+@pytest.mark.parametrize("name", SOME_FORMATS)
 def test_logprobs_are_transformers_with_the_rounded_weights(engine, model_dir, name):
     requantize(engine, name)
     weights, of_format = changed_weights(model_dir), FORMATS[name]
@@ -150,7 +144,7 @@ def test_logprobs_are_transformers_with_the_rounded_weights(engine, model_dir, n
     assert np.array_equal(engine.logprobs(sequences()), found)  # quantised again, bit for bit
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", SOME_FORMATS)
 def test_beside_leaves_the_adapters_as_they_are(engine, model_dir, name):
     requantize(engine, name, lora="beside")
     weights, of_format = changed_weights(model_dir), FORMATS[name]
@@ -255,11 +249,7 @@ def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):
         def read(self, name):
             return super().read(name).bfloat16()
 
-    names = {
-        parameter: [name for name, _ in engine._take_apart({parameter: weight})]
-        for parameter, weight in engine._kernel_weights().items()
-    }
-    weights = QuantizedModel(engine.model, names, Half(model_dir), Quantization("nvfp4")).weights
+    weights = engine.quantize(Half(model_dir), Quantization("nvfp4")).weights
     for name, weight in changed_weights(model_dir).items():
         weights.receive(name, weight)
         weights.quantize()
@@ -281,16 +271,10 @@ def test_ignored_weights_stay_as_they_are(engine, model_dir):
         },
     )
     assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
-    names = {
-        parameter: [name for name, _ in engine._take_apart({parameter: weight})]
-        for parameter, weight in engine._kernel_weights().items()
-    }
     for name, pattern, message in (
         ("nvfp4", "*.gate.weight", "'\\*.gate.weight' names none of the .* linear weights"),
         ("nvfp4", "*", "names every linear weight"),
         ("int8_w8a8", "*.q_proj.weight", "names .*q_proj.weight, and not all of .*k_proj"),
     ):
         with pytest.raises(ConfigError, match=message):
-            QuantizedModel(
-                engine.model, names, Checkpoint(model_dir), Quantization(name, ignore=(pattern,))
-            )
+            engine.quantize(Checkpoint(model_dir), Quantization(name, ignore=(pattern,)))

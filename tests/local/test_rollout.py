@@ -17,12 +17,13 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.processes import free_port
-from mindspeed_qerl.local.rollout import RolloutEngine, check_built
+from mindspeed_qerl.local.rollout import RolloutEngine
+from mindspeed_qerl.local.serving import check_built
 from mindspeed_qerl.lora.proof import join
 from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.recipe.types import Quantization
 
-from .conftest import FAMILIES, make_model
+from .conftest import FAMILIES, FEW_FAMILIES, make_model
 
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
@@ -32,7 +33,7 @@ SCHEDULE = NoiseSchedule(sigma_start=0.2, sigma_end=0.05, num_stages=10, total_s
 SAMPLING = dict(max_tokens=6, temperature=1.0, stop_token_ids=[2])
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FEW_FAMILIES)
 def family(request):
     return request.param
 
@@ -133,9 +134,8 @@ def sync(engine, weights):
     engine.finish_sync()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_logprobs_after_a_sync_are_transformers(engine, model_dir, seed):
-    weights = changed_weights(model_dir, seed)
+def test_logprobs_after_a_sync_are_transformers(engine, model_dir):
+    weights = changed_weights(model_dir)
     sync(engine, weights)
     expected = reference_logprobs(reference_model(model_dir, weights))
     assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
@@ -144,9 +144,7 @@ def test_logprobs_after_a_sync_are_transformers(engine, model_dir, seed):
     )  # the sync was worth testing
 
 
-@pytest.mark.parametrize(
-    "targets", [("q_proj", "down_proj"), ("gate_proj", "up_proj"), ("o_proj",)]
-)
+@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), ("gate_proj", "up_proj")])
 def test_a_sync_of_some_targets_leaves_the_others_as_they_are(engine, model_dir, targets):
     sync(engine, changed_weights(model_dir, 2))
     some = {
@@ -257,7 +255,7 @@ def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(eng
                 atol=1e-5,
             )
     computed.clear()
-    engine.generate(prompts, 4, seed=1, sampling=sampling, hardware_error=dict(kinds=["reordered"]))
+    engine.generate(prompts, 4, seed=1, sampling=sampling, hardware_error=dict(kinds=["gaussian"]))
     assert sum(computed) == 3 * 4 * (40 + 6 - 1), (
         "on other hardware each answer has errors of its own"
     )
@@ -503,7 +501,7 @@ def layers_and_engines_of_a_processor(rank, models, path):
     """
     from vllm.platforms import current_platform
 
-    # vLLM's kernels use a processor's AMX tiles, and with oneDNN held back nobody asks Linux for them
+    # vLLM's kernels use AMX tiles, and with oneDNN held back nobody asks Linux for them
     torch.cpu._init_amx()
     engines = {}
     for family, model_dir in models.items():

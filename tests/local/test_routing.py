@@ -31,7 +31,6 @@ LAYOUTS = {  # name: (ranks, TP, PP, EP, layers computed again for their gradien
 }
 DEFAULT = {
     ("one rank", "qwen3_moe"),
-    ("one rank, recompute", "qwen2_moe"),
     ("PP 2", "qwen2_moe"),
     ("TP 2, EP 2", "qwen3_moe"),
 }
@@ -148,13 +147,15 @@ def replay_rank(rank, configs, folder):
     for family, config in configs.items():
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
         rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
-        shard, size = batch.rows(rows), trainer.tp_size
+        shard, size = batch.rows(rows), trainer.place.tp_size
         for name, layer in lora_layers(trainer.model):
             mapping = trainer.table[name + ".weight"]
             generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
             b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
             split = layer.tp_size > 1 and not layer.row_parallel
-            layer.lora_B.data.copy_(mapping.shared.shard(b, trainer.tp_rank, size) if split else b)
+            layer.lora_B.data.copy_(
+                mapping.shared.shard(b, trainer.place.tp_rank, size) if split else b
+            )
         factors = deepcopy(trainer.adapter_factors())  # training changes what it names
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
@@ -177,17 +178,17 @@ def replay_rank(rank, configs, folder):
         whole = {
             mapping.hf: (
                 mapping,
-                trainer._whole_factors(mapping, layer, layer.lora_A.grad, layer.lora_B.grad),
+                trainer.whole(mapping, layer, layer.lora_A.grad, layer.lora_B.grad),
             )
-            for mapping, layer in trainer._owned()
+            for mapping, layer in trainer.owned
         }
         result["gradients"] = {
             hf: (pair[0].clone(), [part.clone() for part in mapping.split(pair[1])])
             for hf, (mapping, pair) in whole.items()
             if pair
         }
-        result["router"], result["tp_rank"] = of_router, trainer.tp_rank
-        recorded = trainer.recorded(replace(shard, routes=None))
+        result["router"], result["tp_rank"] = of_router, trainer.place.tp_rank
+        recorded = trainer.with_own_routes(replace(shard, routes=None))
         again = trainer.logprobs(recorded)
         result["recorded"] = recorded.old_logprobs, again
         torch.save(result, f"{folder}/{family}{rank}.pt")
@@ -386,7 +387,7 @@ def test_each_token_but_the_last_is_replayed_once_in_every_layer(results, layout
 def start(model_dir, **more):
     """vLLM in this process, and a recorder of its routes."""
     from mindspeed_qerl.local.packing import keep_linear_weights
-    from mindspeed_qerl.local.rollout import route_recorder, start_vllm
+    from mindspeed_qerl.local.serving import route_recorder, start_vllm
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="2")
     keep_linear_weights()
@@ -411,7 +412,7 @@ def prompts(sizes):
 def test_recorded_routes_are_those_of_transformers(dirs, family):
     """Under noise; prompts come in chunks, and some requests are preempted."""
     from mindspeed_qerl.aqn.schedule import NoiseSchedule
-    from mindspeed_qerl.local.rollout import complete
+    from mindspeed_qerl.local.serving import complete
 
     llm, recorder = start(
         dirs[family],
@@ -451,13 +452,13 @@ def test_recorded_routes_are_those_of_transformers(dirs, family):
 
 
 def agree_rank(rank, config, batch, folder):
-    """Log-probs of answers along vLLM's routes, and the routes that the trainer chooses by itself."""
+    """Log-probs of answers along vLLM's routes, and the routes that the trainer chooses."""
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
     trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
     torch.save(
-        (trainer.logprobs(batch), trainer.recorded(replace(batch, routes=None)).routes),
+        (trainer.logprobs(batch), trainer.with_own_routes(replace(batch, routes=None)).routes),
         f"{folder}/found.pt",
     )
 
@@ -465,7 +466,7 @@ def agree_rank(rank, config, batch, folder):
 def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(
     dirs, data_dir, tmp_path
 ):
-    from mindspeed_qerl.local.rollout import complete
+    from mindspeed_qerl.local.serving import complete
 
     llm, recorder = start(dirs["qwen3_moe"], max_num_seqs=64)
     asked = prompts(np.arange(125) % 20 + 3)

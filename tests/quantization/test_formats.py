@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mindspeed_qerl.layout.blocks import BLOCKS
 from mindspeed_qerl.quantization.formats import FORMATS, quantize_fp8, to_e2m1, to_e4m3
 from mindspeed_qerl.quantization.weights import QuantizedWeights
-from mindspeed_qerl.recipe.types import ROLLOUT_FORMATS
+from mindspeed_qerl.recipe.features import ROLLOUT_FORMATS
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 

@@ -1,7 +1,7 @@
 """A real language model on real GSM8K questions and solutions: vLLM, Megatron ranks, PEFT and
 transformers agree.
 
-`pytest -m real` needs `make real-model` and data/gsm8k (docs/real_model.md). REAL_MODEL: another
+`pytest -m real` needs `make real-model` and data/gsm8k (docs/evaluation.md). REAL_MODEL: another
 directory.
 """
 

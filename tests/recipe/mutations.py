@@ -1,8 +1,8 @@
 """Random mutations of every shipped config, on each engine: nothing but a Recipe or refusals in
 words.
 
-python tests/recipe/mutations.py 3000       # so many of each config and engine: a quarter of an
-hour
+    python tests/recipe/mutations.py 3000       # so many of each config and engine: a quarter of an
+    hour
 """
 
 import copy
@@ -102,7 +102,7 @@ def run(name: str, engine: str, count: int, seed: int = 0) -> int:
         raw = mutated(config, rng)
         recipe, found = examine(raw)
         assert isinstance(recipe, Recipe) and all(
-            isinstance(fault, str) and fault for fault in found.faults
+            fault.rule and str(fault) for fault in found.faults
         ), raw
         accepted += not found.faults
     return accepted

@@ -6,13 +6,10 @@ import os
 import random
 import runpy
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose as composed
-from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.common import entry
@@ -20,17 +17,17 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.recipe import compose as module
 from mindspeed_qerl.recipe.compose import (
     CONFIGS,
-    PATHS,
-    REFUSED,
     combinations,
     compose,
     config_parts,
     read_yaml,
 )
+from mindspeed_qerl.recipe.overrides import PATHS
 from mindspeed_qerl.recipe.reader import key_of, read
 from mindspeed_qerl.recipe.types import PARTS
 
 ROOT = Path(__file__).parents[2]
+REFUSED = object()
 TINY = "grpo_tiny_moe_cpu"
 NPU = "grpo_qwen25_7b_gsm8k_8npu"
 
@@ -58,72 +55,37 @@ def started(monkeypatch, capsys, *words) -> tuple[int, str, str]:
 # ---- faults ----
 
 ON = "defaults: [grpo_qwen25_7b_gsm8k_8npu, _self_]\n"
-BROKEN = {  # file of a config or of its part aqn/mine: content, the line at fault, a word about it
+# name of a config: its text, the line at fault (0: Hydra does not say), and words about it
+BROKEN = {
     "twice": (ON + "seed: 1\nseed: 2\n", 3, "duplicate key seed"),
-    "twice_below": (ON + "run:\n  name: a\n  root: b\n  name: c\n", 5, "duplicate key name"),
-    "itself": ("defaults: [itself, _self_]\n", 1, "made of itself: itself -> itself"),
-    "circle": (
-        "defaults: [circle_too, _self_]\n",
-        1,
-        "made of itself: circle -> circle_too -> circle",
-    ),
+    "itself": ("defaults: [itself, _self_]\n", 0, "leads back to itself"),
+    "circle": ("defaults: [circle_too, _self_]\n", 0, "leads back to itself"),
     "tab": ("run:\n\tname: a\n", 2, "not with tabs"),
-    "indented": ("seed: 1\n  run: 2\n", 2, "mapping values are not allowed here"),
     "bracket": (ON + "run: {name: a\n", 3, "expected ',' or '}'"),
-    "quote": (ON + "run: {name: 'a}\n", 3, "unexpected end of stream"),
-    "latin": (ON + "run: {name: caf\xe9}\n", 2, "save the file as UTF-8"),
-    "utf16": (ON, 1, "save the file as UTF-8"),
-    "control": (ON + "run: {name: a\x07}\n", 2, "special characters are not allowed"),
+    "latin": (ON + "run: {name: caf\xe9}\n", 0, "save the file as UTF-8"),
+    "utf16": (ON, 0, "save the file as UTF-8"),
+    "control": (ON + "run: {name: a\x07}\n", 0, "special characters are not allowed"),
     "list": ("- seed\n- 1\n", 1, "must be a mapping"),
     "text": ("\nseed=1\n", 2, "must be a mapping"),
     "documents": (ON + "---\nseed: 1\n", 2, "another document"),
     "alias": (ON + "run: {name: *nobody}\n", 2, "undefined alias"),
-    "ring": (ON + "run: &a\n  root: *a\n", 2, "anchor holds itself"),
+    "ring": (ON + "run: &a\n  root: *a\n", 0, "leads back to itself"),
     "tag": (ON + "run: {name: !mine a}\n", 2, "could not determine a constructor"),
     "key": (ON + "? [a, b]\n: 1\n", 2, "unhashable key"),
-    "defaults_text": ("defaults: grpo_tiny_moe_cpu\n", 1, "must be a list"),
-    "defaults_pairs": ("defaults:\n  aqn: qerl\n", 2, "must be a list"),
-    "defaults_none": ("defaults:\nseed: 1\n", 1, "must be a list"),
-    "defaults_nested": (
-        "defaults:\n  - aqn: qerl\n  - [a, b]\n",
-        3,
-        "is a name, or one `group: option`",
-    ),
-    "defaults_two": (
-        "defaults:\n  - {aqn: qerl, rollout_correction: none}\n",
-        2,
-        "is a name, or one",
-    ),
+    "defaults_pairs": ("defaults:\n  aqn: qerl\n", 0, "must be a list"),
+    "defaults_two": ("defaults:\n  - {aqn: qerl, run: none}\n", 0, "Too many keys"),
     "defaults_bool": ("defaults:\n  - aqn: off\n", 2, "write 'off'"),
-    "defaults_number": ("defaults:\n  - 7\n", 2, "write '7'"),
-    "self_twice": ("defaults: [_self_, grpo_tiny_moe_cpu, _self_]\n", 1, "Duplicate _self_"),
-    "no_base": (
-        "defaults:\n  - _self_\n  - grpo_tny_moe_cpu\n",
-        3,
-        "did you mean 'grpo_tiny_moe_cpu'",
-    ),
+    "self_twice": ("defaults: [_self_, grpo_tiny_moe_cpu, _self_]\n", 0, "Duplicate _self_"),
+    "no_base": ("defaults:\n  - _self_\n  - grpo_tny_moe_cpu\n", 0, "'grpo_tny_moe_cpu'"),
     "no_option": (
         "defaults:\n  - grpo_tiny_moe_cpu\n  - override aqn: loud\n",
-        3,
-        "unknown aqn 'loud'",
+        0,
+        "Could not find 'aqn/loud' Available options in 'aqn': mild",
     ),
-    "no_group": ("defaults:\n  - nothing: x\n", 2, "no folder nothing"),
-    "nowhere": (
-        ON + "run:\n  root: ${nobody}\n",
-        3,
-        "run.root: Interpolation key 'nobody' not found",
-    ),
+    "nowhere": (ON + "run:\n  root: ${nobody}\n", 3, "run.root: Interpolation key 'nobody' not"),
     "shell": (ON + "run: {root: '${HOME}/runs'}\n", 2, "${oc.env:HOME}"),
-    "ring_of_keys": (
-        ON + "run: {root: '${run.name}', name: '${run.root}'}\n",
-        2,
-        "Recursive interpolation",
-    ),
-    "unset": (ON + "run: {root: '${oc.env:QERL_NOBODY}'}\n", 2, "'QERL_NOBODY' not found"),
     "half": (ON + "run: {root: '${run'}\n", 2, "run.root: no viable alternative"),
-    "resolver": (ON + "run: {root: '${who:1}'}\n", 2, "Unsupported interpolation type who"),
     "missing": (ON + "local:\n  kv_cache_gib: ???\n", 3, "local.kv_cache_gib=VALUE"),
-    "set": (ON + "run: !!set {a, b}\n", 1, "not a supported primitive"),
     "octal": (ON + "seed: 040\n", 2, "YAML reads 040 as octal"),
     "base_60": (ON + "run: {rollout_samples: 1:30}\n", 2, "YAML reads 1:30 as base 60"),
     "part": (ON.replace(", _self_", ", override aqn: mine, _self_"), 3, "duplicate key enabled"),
@@ -137,8 +99,8 @@ def write(folder: Path, name: str) -> tuple[str, str]:
     (folder / f"{name}.yaml").write_bytes(text.encode(encoding))
     (folder / "circle_too.yaml").write_text("defaults: [circle, _self_]\n")
     (folder / "aqn" / "mine.yaml").write_text("# Mine.\nenabled: false\nenabled: true\n")
-    file = {"circle": "circle_too.yaml", "part": "aqn/mine.yaml"}.get(name, f"{name}.yaml")
-    return f"{folder / file}:{line}: ", word
+    file = folder / ("aqn/mine.yaml" if name == "part" else f"{name}.yaml")
+    return f"{file}:{line}: " if line else f"{file}: ", word
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -161,7 +123,7 @@ ENTRIES = {  # each with the words before and behind the name of a config
 }
 
 
-@pytest.mark.parametrize("name", ["twice", "circle", "latin", "octal", "part"])
+@pytest.mark.parametrize("name", ["circle", "part"])
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_says_it_in_a_line(own_configs, monkeypatch, capsys, entry, name):
     place, word = write(own_configs, name)
@@ -204,7 +166,7 @@ def test_a_run_whose_config_is_damaged_is_named(content, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize(
     ("entry", "status"),
-    [("print", 0), ("keys", 0), ("plan", 0), ("launcher", 0), ("preflight", 0), ("train", 2)],
+    [("print", 0), ("plan", 0), ("launcher", 0), ("preflight", 0), ("train", 2)],
 )
 def test_every_entry_says_that_own_values_are_overridden(
     own_configs, monkeypatch, capsys, entry, status
@@ -216,8 +178,10 @@ def test_every_entry_says_that_own_values_are_overridden(
         entry, []
     )  # the last is refused
     done = started(monkeypatch, capsys, *ENTRIES[entry], "mine", *more)
-    warning = f"Warning: {own_configs / 'mine.yaml'}: `_self_` stands before {NPU} in `defaults`"
-    assert done[0] == status and done[2].count(warning) == 1 and "(actor_config.lr)" in done[2]
+    warning = (
+        f"Warning: {own_configs / 'mine.yaml'}: its own values (actor_config.lr) are overridden"
+    )
+    assert done[0] == status and done[2].count(warning) == 1
 
 
 PLACES = {
@@ -225,76 +189,47 @@ PLACES = {
     "with_aqn.yaml": "defaults: [{aqn: quiet}, _self_]\n",
     "upon.yaml": "defaults: [base, _self_]\nother: 1\n",
     "aqn/quiet.yaml": "enabled: false\n",
-    "aqn/loud.yaml": "defaults: [quiet]\nsigma: 1\n",
     "aqn/top.yaml": "# @package _global_\nactor: {lr: 5e-4}\n",
-    "aqn/first.yaml": "defaults: [_self_, quiet]\nenabled: true\nsigma: 1\n",
 }
 
 
 @pytest.mark.parametrize(
-    "own", ["actor: {lr: 1e-3}", "aqn: {enabled: maybe, mine: 1}", "actor: null", "other: 2"]
-)
-@pytest.mark.parametrize(
-    "defaults",
+    ("defaults", "own", "overridden"),
     [
-        "[base, _self_]",
-        "[_self_, base]",
-        "[base]",
-        "[_self_, upon]",
-        "[upon, _self_]",
-        "[/base, _self_]",
-        "[_self_, /base]",
-        "[_self_, {aqn: quiet}]",
-        "[{aqn: quiet}, _self_]",
-        "[_self_, {aqn: loud}]",
-        "[_self_, {aqn: top}]",
-        "[{aqn: top}, _self_]",
-        "[_self_, {aqn@actor: quiet}]",
-        "[_self_, {/aqn: [quiet, loud]}]",
-        "[with_aqn, _self_, {override aqn: loud}]",
-        "[_self_, with_aqn, {override aqn: top}]",
-        "[_self_, {optional aqn: nobody}]",
-        "[_self_, {aqn: null}]",
-        "[base, _self_, {aqn: loud}]",
-        "[{aqn: first}, _self_]",
-        "[base, _self_, {override hydra/job_logging: disabled}]",
+        ("[base, _self_]", "actor: {lr: 1e-3}", ""),
+        ("[base]", "actor: {lr: 1e-3}", ""),
+        ("[_self_, base]", "actor: {lr: 1e-3, decay: 0.1}", "actor.lr"),
+        ("[_self_, upon]", "actor: {lr: 1e-3}", "actor.lr"),
+        ("[_self_, upon]", "other: 2", "other"),
+        ("[_self_, {aqn: quiet}]", "aqn: {enabled: maybe, mine: 1}", "aqn.enabled"),
+        ("[{aqn: quiet}, _self_]", "aqn: {enabled: maybe}", ""),
+        ("[_self_, {aqn: top}]", "actor: {lr: 1e-3}", "actor.lr"),
+        ("[_self_, with_aqn, {override aqn: top}]", "actor: {lr: 1e-3}", "actor.lr"),
+        ("[_self_, {optional aqn: nobody}]", "aqn: {enabled: maybe}", ""),
+        ("[_self_, base]", "actor: {}", ""),
     ],
 )
-def test_the_warning_is_what_hydra_makes_of_it(tmp_path, defaults, own):
-    """Own values are other than the file's exactly where the warning is."""
+def test_own_values_that_are_overridden_are_named(tmp_path, capsys, defaults, own, overridden):
     for name, text in {**PLACES, "mine.yaml": f"defaults: {defaults}\n{own}\n"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    with initialize_config_dir(str(tmp_path), version_base=None), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = OmegaConf.to_container(composed("mine"))
-    [(section, values)] = yaml.safe_load(own).items()
-    there = made[section]
-    overridden = (
-        any(
-            there[key] != value
-            for key, value in OmegaConf.to_container(OmegaConf.create(own))[section].items()
-        )
-        if isinstance(values, dict)
-        else there != values
-    )
-    said = [
-        warning
-        for warning in config_parts("mine", (), str(tmp_path)).warnings
-        if "/mine.yaml: " in warning
-    ]
-    assert len(said) == overridden, (made, said)
+    compose("mine", (), str(tmp_path))
+    said = capsys.readouterr().err
+    assert (f"{tmp_path}/mine.yaml: its own values ({overridden}) are" in said) == bool(overridden)
+    assert bool(said) == bool(overridden)
 
 
-def test_the_parts_that_the_command_line_chooses_count(own_configs):
+def test_the_parts_that_the_command_line_chooses_count(own_configs, capsys):
     (own_configs / "mine.yaml").write_text(f"defaults: [_self_, {TINY}]\naqn: {{sigma_end: 0.1}}\n")
     (own_configs / "aqn" / "bare.yaml").write_text("enabled: false\n")
-    assert config_parts("mine").warnings and not config_parts("mine", ["aqn=bare"]).warnings
-    assert f"{own_configs}/aqn/bare.yaml" in map(
-        str, config_parts("mine", ["aqn=bare"]).files.values()
-    )
-    shipped = [config_parts(file.stem).warnings for file in CONFIGS.glob("*.yaml")]
-    assert shipped == [[]] * len(shipped)
+    compose("mine", ["aqn=bare"])
+    assert capsys.readouterr().err == ""
+    parts = config_parts("mine", ["aqn=bare"])
+    assert parts[0].file == own_configs / "mine.yaml"
+    assert own_configs / "aqn" / "bare.yaml" in [part.file for part in parts]
+    for file in CONFIGS.glob("*.yaml"):
+        compose(file.stem)
+    assert capsys.readouterr().err == "", "no shipped config overrides its own values"
 
 
 # ---- numbers and words ----
@@ -360,9 +295,12 @@ def test_a_word_that_yaml_takes_for_another_is_refused_with_the_reason(own_confi
         f"defaults: [{TINY}, _self_]\nrun: {{name: off, tensorboard: no}}\ntask: {{prompt: yes}}\n"
     )
     recipe, found = read(compose("mine"))
-    assert [fault.partition(":")[0] for fault in found.faults] == [
-        "task.prompt = True must be a word",
-        "run.name = False must be a word",
+    assert [
+        (fault.key, fault.message.partition(",")[0], "quotes" in fault.fix)
+        for fault in found.faults
+    ] == [
+        ("task.prompt", "task.prompt: unknown prompt True. Known: chat", True),
+        ("run.name", "run.name = False must be str", True),
     ] and not recipe.run.tensorboard
 
 
@@ -469,17 +407,7 @@ def test_a_tilde_behind_an_option_is_expanded(monkeypatch):
     ]
 
 
-ALPHABETS = [
-    "ab1",
-    "ab ,",
-    "ab()[]{}",
-    "ab'\"",
-    "a=#$&;",
-    "a\\ ,'",
-    "a:|<>?*!^`%@+-~",
-    "数据é😀 ",
-    "abé数(，)'=,\\$#&; ",
-]
+ALPHABETS = ["ab ,()[]{}'\"", "a=#$&;\\ :|<>?*!^`%@+-~", "abé数😀(，)'=,\\$#&; "]
 
 
 @pytest.mark.parametrize("alphabet", ALPHABETS)
@@ -522,20 +450,7 @@ def test_a_path_that_is_there_is_read_as_it_is_typed(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "new dir",
-        "数据/跑",
-        "it's",
-        "a (1)",
-        "a=b",
-        "a#b;c&d",
-        "a[x]",
-        "{y}",
-        'say "a"',
-        "a{b",
-        "<a>|b",
-    ],
+    "name", ["数据/new dir", "it's", "a (1)", "a=b", "a#b;c&d", "a[x]", 'say "a"', "a{b<a>|b"]
 )
 def test_a_path_that_is_not_there_yet_is_read_too(name):
     assert compose(TINY, [f"run.root=/{name}/runs"])["run"]["root"] == f"/{name}/runs"
@@ -545,15 +460,10 @@ def test_a_path_that_is_not_there_yet_is_read_too(name):
 @pytest.mark.parametrize(
     ("override", "values"),
     [
-        ("task.train_file=/数据/a (1).jsonl,/b c/d#.jsonl", ["/数据/a (1).jsonl", "/b c/d#.jsonl"]),
         ("task.train_file='/a,b.jsonl','/数据'", ["/a,b.jsonl", "/数据"]),
-        ("task.train_file=choice(a,数据)", ["a", "数据"]),
         ("task.train_file=null,a", [None, "a"]),
-        ("run.root=it's,that", ["it's", "that"]),
         ("run.name=range(1,3)", [1, 2]),
-        ("run.name=测试,b", ["测试", "b"]),
         ("run.name=a,b", ["a", "b"]),
-        ("rl_config.verifier_function=[模块:f,gsm8k],[gsm8k]", [["模块:f", "gsm8k"], ["gsm8k"]]),
         ("aqn.multipliers={a:1,b:2},null", [{"a": 1, "b": 2}, None]),
         ("run.name=${seed},x", [1, "x"]),
         ("run.wandb_project=my project (1)", ["my project (1)"]),

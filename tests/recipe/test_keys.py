@@ -4,6 +4,7 @@ breaks the check.
 
 import math
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 
@@ -27,7 +28,9 @@ SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 
 
 def check(raw, engine):
-    return keys.check(read(raw)[0].sections, engine)
+    """(sentences of the faults, keys that change nothing)"""
+    faults, neutral = keys.check(read(raw)[0].sections, engine)
+    return list(map(str, faults)), neutral
 
 
 def changed(engine, changes):
@@ -82,12 +85,6 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
             True,
             "must be left out: nothing in upstream reads it",
         ),
-        (
-            "both",
-            "rl_config.advantage_whiten",
-            False,
-            "must be left out: nothing in upstream reads it",
-        ),
         ("both", "megatron_training.optimizer", "muon", "must be 'adam'"),
         (
             "both",
@@ -95,26 +92,18 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
             "adaptive",
             "must be 'fixed': GRPO never updates the adaptive controller",
         ),
-        ("both", "rl_config.gamma", 0.99, "must be 1"),
-        ("both", "rl_config.lam", 0.9, "must be 0.95 or 1"),
         (
             "both",
             "rl_config.beta",
             0.04,
             "must be left out: nothing in GRPO reads it; the weight of the KL term",
         ),
-        ("both", "rl_config.shuffle_mini_batch", True, "must be False"),
-        ("both", "megatron_training.hidden_dropout", 0.1, "must be 0"),
-        ("both", "actor_config.attention_dropout", 0.1, "must be 0"),
         (
             "both",
             "generate_config.sampling_config.top_p",
             0.9,
             "must be 1: the policy that is trained is the whole",
         ),
-        ("both", "generate_config.sampling_config.top_k", 50, "must be -1"),
-        ("both", "generate_config.sampling_config.min_p", 0.1, "must be 0"),
-        ("both", "megatron_training.prompt_type", "qwen3", "must be left out"),
         ("both", "megatron_training.stage", "ray_dapo", "must be 'ray_grpo'"),
         (
             "both",
@@ -123,28 +112,21 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
             "must be left out: checkpoints are kept in the run directory",
         ),
         ("both", "megatron_training.split", "90,10,0", "must be '100,0,0'"),
-        ("both", "megatron_training.load_checkpoint_loosely", True, "must be False"),
-        ("both", "actor_config.lr_decay_style", "WSD", "must be 'constant', 'linear' or 'cosine'"),
-        ("both", "rl_config.use_wandb", True, "must be False: set run.wandb_project instead"),
+        (
+            "both",
+            "actor_config.lr_decay_style",
+            "WSD",
+            "must be 'constant' or 'linear' or 'cosine'",
+        ),
         (
             "both",
             "rl_config.async_engine",
             True,
             "must be False: AQN and the seeds of prompts are in",
         ),
-        ("both", "rl_config.partial_rollout_max_split", 2, "must be 1"),
         ("both", "rl_config.token_level_loss", False, "must be left out or True"),
         ("local", "generate_config.sampling_config.seed", 2, "must be left out"),
-        ("local", "megatron_training.no_shuffle", True, "must be False"),
         ("local", "megatron_training.moe_aux_loss_coeff", 0.01, "must be 0"),
-        (
-            "local",
-            "megatron_training.recompute_granularity",
-            "selective",
-            "must be left out or 'full'",
-        ),
-        ("local", "actor_config.context_parallel_size", 2, "must be 1"),
-        ("mindspeed_rl", "rl_config.use_integrated_worker", False, "must be True"),
         (
             "mindspeed_rl",
             "generate_config.enforce_eager",
@@ -170,13 +152,6 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
             False,
             "must be True with lora_target_modules",
         ),
-        (
-            "mindspeed_rl",
-            "megatron_training.lora_fusion",
-            True,
-            "must be False: it uses MC2 kernels",
-        ),
-        ("mindspeed_rl", "megatron_training.dataset_additional_keys", [], "must be ['labels']"),
         (
             "mindspeed_rl",
             "actor_config.moe_token_dispatcher_type",
@@ -302,7 +277,8 @@ def test_no_value_makes_the_check_fall_over():
         raw["model"] = {"odd": raw["megatron_training"]}
         for engine in keys.ENGINES:
             found, neutral = keys.check(raw, engine)
-            assert found and all(isinstance(each, str) for each in found + neutral)
+            assert found and all(str(fault) and fault.key for fault in found)
+            assert all(isinstance(key, str) for key in neutral)
 
 
 @pytest.mark.parametrize("value", [None, 5, "x", [], [1], True])
@@ -329,6 +305,9 @@ def test_the_table_is_whole():
             assert set(decision.conditions) <= set(keys.TABLE["megatron"])
 
 
-def test_the_docs_are_current():
-    page = (ROOT / "docs" / "keys.md").read_text()
-    assert page == keys.markdown(), "python -m mindspeed_qerl.recipe.keys > docs/keys.md"
+def test_the_command_prints_every_key(capsys):
+    runpy.run_path(keys.__file__, run_name="__main__")
+    printed = capsys.readouterr().out
+    assert set(re.findall(r"^\| `([\w, ]+)` \|", printed, re.MULTILINE)) == {
+        key for section in keys.TABLE.values() for key in section
+    }

@@ -33,10 +33,16 @@ def metrics_of(step, total, aqn=True):
             "aqn/sigma": sigma,
             "aqn/stage": stage,
             "aqn/layers": 5 if sigma else 0,
+            "aqn/expected_std": sigma,
             "aqn/measured_std": 1.01 * sigma,
             "aqn/changed_fraction": 1.0 if sigma else 0.0,
         }
     return metrics
+
+
+def evaluation(accuracy, error, seconds):
+    ends = {"interval_low": accuracy - 2 * error, "interval_high": accuracy + 2 * error}
+    return {"accuracy": accuracy, "standard_error": error, "seconds": seconds, **ends}
 
 
 @pytest.fixture
@@ -56,11 +62,11 @@ def made_run(new_run):
     def make(steps, name="made", aqn=True, ended=True):
         run = new_run(name)
         with MetricsWriter(run, tensorboard=False) as writer:
-            writer.log_eval(0, {"accuracy": 0.25, "standard_error": 0.02, "seconds": 7.0})
+            writer.log_eval(0, evaluation(0.25, 0.02, 7.0))
             for step in range(1, steps + 1):
                 writer.log(step, metrics_of(step, steps, aqn))
             if steps:
-                writer.log_eval(steps, {"accuracy": 0.75, "standard_error": 0.03, "seconds": 0.4})
+                writer.log_eval(steps, evaluation(0.75, 0.03, 0.4))
         if ended:
             run.finish()
         return run

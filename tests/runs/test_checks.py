@@ -1,5 +1,5 @@
-"""What the checks of a run's own numbers say, and what they let pass; docs/faults.md has the faults
-behind them.
+"""What the checks of a run's own numbers say, and what they let pass; docs/results.md has the
+faults behind them.
 """
 
 import math
@@ -33,19 +33,15 @@ NORMAL = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=Fal
     "k3, given, said",
     [
         (2e-13, {}, None),
-        (9e-7, {}, None),
         (1.1e-6, {}, "stale sync"),
         (math.nan, {}, "nan nats"),
         (7.7e-3, {"other_arithmetic": True}, None),
-        (7.7e-3, {"noise": 0.05}, None),
         (1.9e-3, {"dtype": "bfloat16"}, None),
         (0.116, {"dtype": "bfloat16"}, "in bfloat16 at most 0.05"),
         (0.116, {"dtype": "bfloat16", "routed": True}, None),
         (1.1, {"dtype": "bfloat16", "routed": True}, "at most 0.5"),
-        (0.0, {}, None),
         (0.0, {"noise": 0.05}, "impossible"),
         (2e-13, {"noise": 5e-4}, "come from the sampler"),
-        (0.0, {"noise": 0.05, "other_arithmetic": True, "dtype": "bfloat16"}, "impossible"),
         (3e-9, {"noise": 5e-4}, None),
         (2e-13, {"noise": 1e-5}, None),  # noise too small to be seen
         (0.0, {"noise": 0.05, "sensitivity": 1e-7}, None),  # a policy that has no choice left
@@ -68,9 +64,7 @@ def test_k3_is_judged_by_noise_and_dtype(k3, given, said):
     ],
 )
 def test_what_bfloat16_may_be_is_warned_of(k3, given, is_warned):
-    arguments = {
-        name: value for name, value in {**NORMAL, **given}.items() if name != "sensitivity"
-    }
+    arguments = {"noise": 0.0, "dtype": "float32", "other_arithmetic": False, **given}
     assert (checks.mismatch_warning(k3, **arguments) is not None) == is_warned
 
 
@@ -139,11 +133,8 @@ def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
 @pytest.mark.parametrize("trained, is_fault", [(20, False), (18, True), (10, True), (22, True)])
 def test_trained_tokens_are_those_that_were_sampled(trained, is_fault):
     fault = checks.tokens_fault(trained, sampled=10, epochs=2)
-    assert (
-        (f"{trained} tokens were trained" in fault and "10 were sampled" in fault)
-        if is_fault
-        else fault is None
-    )
+    assert (fault is not None) == is_fault
+    assert not fault or f"{trained} tokens were trained, and 10 were sampled" in fault
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
@@ -176,9 +167,7 @@ STEADY = [(0.05, 0.052), (0.05, 0.048), (0.03, 0.03), (0.03, 0.031)]
     "sigma, seen, said",
     [
         (0.03, STEADY, None),
-        (0.03, [], None),
         (0.0, STEADY, "sigma 0, its schedule says 0.03"),
-        (0.017, STEADY, "its schedule says 0.03"),
         (0.03, [(0.03, 0.06)], "twice"),
         (0.03, [(0.03, math.nan)], "twice"),
         (0.03, [(0.03, 0.044)], None),  # chance, in a single step

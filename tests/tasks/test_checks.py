@@ -14,12 +14,29 @@ import pytest
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
-from mindspeed_qerl.tasks.checks import check_prompts, check_rows, check_task
+from mindspeed_qerl.tasks import checks
+from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
+
+
+def sentences(check, *arguments, **settings):
+    """(those of the faults, warnings)"""
+    faults, warnings = check(*arguments, **settings)
+    assert all(fault.rule == "data" for fault in faults)
+    return list(map(str, faults)), warnings
+
+
+def check_rows(*arguments, **settings):
+    return sentences(checks.check_rows, *arguments, **settings)
+
+
+def check_prompts(*arguments):
+    return sentences(checks.check_prompts, *arguments)
+
 
 REPO = Path(__file__).resolve().parents[2]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
@@ -199,7 +216,7 @@ def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
     [fault], _ = check_prompts(task, tokenizer, True)
     assert fault.startswith(
-        f"{task.rows[0].where}: the chat template loses the question. Asked is "
+        f"{task.rows[0].where}: the chat template loses the question. The question is "
     )
     assert repr(tokenizer.decode(task.prompts[0]))[:60] in fault
 
@@ -357,7 +374,10 @@ def test_a_token_beyond_the_vocabulary_is_refused_with_its_row(tmp_path, tokeniz
     (tmp_path / "config.json").write_text(f'{{"vocab_size": {size}}}')
     Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
     (tmp_path / "config.json").write_text(f'{{"vocab_size": {size - 1}}}')
-    words = rf"a.jsonl:2: token {size - 1} \('<extra>'\) of its prompt is beyond the vocabulary of {size - 1:,} in"
+    words = (
+        rf"a.jsonl:2: token {size - 1} \('<extra>'\) of its prompt is beyond the vocabulary of "
+        f"{size - 1:,} in"
+    )
     with pytest.raises(ConfigError, match=words):
         Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
     with pytest.raises(ConfigError, match=words):

@@ -107,7 +107,8 @@ def test_a_reward_that_fails_ends_the_run_before_it_starts(folder):
 VERL_REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     known = data_source == "openai/gsm8k" and extra_info["question"] and extra_info["index"] >= 0
-    return {"score": len(set(solution_str)) + 100.0 * (ground_truth in solution_str) if known else -1.0}
+    right = ground_truth in solution_str
+    return {"score": len(set(solution_str)) + 100.0 * right if known else -1.0}
 """
 TRL_REWARD = """
 from trl.rewards import accuracy_reward

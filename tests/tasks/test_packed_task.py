@@ -99,7 +99,7 @@ def test_columns_that_json_cannot_hold_are_named_and_nothing_is_written(tmp_path
     pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(
         ConfigError,
-        match=r"rows.parquet: row 1: Object of type date is not JSON serializable: a packed row holds",
+        match=r"rows.parquet: row 1: Object of type date is not JSON serializable: a packed row",
     ):
         pack_rows(read_rows(tmp_path / "rows.parquet"), tmp_path / "out" / "mine", tokenizer)
     assert not (tmp_path / "out").exists()

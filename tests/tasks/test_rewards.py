@@ -259,24 +259,30 @@ def test_a_reward_is_called_by_its_parameters(reward, columns):
     assert call_reward("mine", reward, SAID, [row_of(columns)] * 2).tolist() == [1, 0]
 
 
-def test_rewards_of_the_libraries_themselves():
-    """Against their own results for what they are given in their own trainers."""
+OWN_TEXTS = [r"\\boxed{4}", "#### 4", "<think>2+2</think>4", "4"]
+
+
+# TRL takes ten seconds to import; its form: test_a_reward_is_called_by_its_parameters
+@pytest.mark.full
+def test_rewards_of_trl_itself():
+    """Against their own results for what they are given in TRL's trainer."""
     from trl.rewards import accuracy_reward, think_format_reward
 
-    texts = [r"\\boxed{4}", "#### 4", "<think>2+2</think>4", "4"]
-    spoken = [[{"role": "assistant", "content": text}] for text in texts]
-    rows = [row_of(TRL)] * 4
+    spoken = [[{"role": "assistant", "content": text}] for text in OWN_TEXTS]
     for reward, given in (
         (partial(accuracy_reward), accuracy_reward(spoken, ["4"] * 4)),
         (think_format_reward, think_format_reward(spoken)),
     ):
-        assert call_reward("trl", reward, texts, rows).tolist() == given and set(given) == {0, 1}
+        assert call_reward("trl", reward, OWN_TEXTS, [row_of(TRL)] * 4).tolist() == given
+        assert set(given) == {0, 1}
+
+
+def test_rewards_of_verl_itself():
     strict = of_verl("gsm8k.py")["compute_score"]
     for reward in (strict, partial(strict, method="flexible")):
-        expected = [reward(text, "4") for text in texts]
-        assert call_reward("verl", reward, texts, [row_of(VERL)] * 4).tolist() == expected and any(
-            expected
-        )
+        expected = [reward(text, "4") for text in OWN_TEXTS]
+        assert call_reward("verl", reward, OWN_TEXTS, [row_of(VERL)] * 4).tolist() == expected
+        assert any(expected)
 
 
 def test_verls_structured_ground_truth_is_given_as_it_is():

@@ -27,7 +27,8 @@ def rank_files(
     folder: Path, tp: int, pp: int, ep: int, layers: int
 ) -> list[tuple[Path, int, Place]]:
     """(file, pipeline stage, place) of each rank of a checkpoint
-    (megatron/training/checkpointing.py:get_checkpoint_name)."""
+    (megatron/training/checkpointing.py:get_checkpoint_name).
+    """
     files = []
     for t, p, e in product(range(tp), range(pp), range(ep)):
         name = (

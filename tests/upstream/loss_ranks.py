@@ -7,12 +7,14 @@ FILE gets, for each of `OPTIONS` and each rank: the loss that Megatron's schedul
 reduction make of it, its gradient by the rank's logits, and the metrics.
 """
 
+import math
 import os
 import sys
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 ANSWERS, PROMPT, LENGTH, VOCABULARY = 12, 4, 9, 16
 CLIP = dict(clip_higher_enable=True, clip_ratio_low=0.2, clip_ratio_high=0.28, kl_coefficient=0.1)
@@ -62,6 +64,14 @@ def make_batch() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     }
 
 
+class NoCopies(TorchFunctionMode):
+    """The host is not handed whole tensors inside: it would wait for the device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist)
+        return function(*args, **kwargs or {})
+
+
 def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
     from megatron.core import parallel_state, tensor_parallel
     from mindspeed_rl.utils import compute
@@ -88,19 +98,17 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
         QeRLLoss.recipe = SimpleNamespace(
             algorithm=Algorithm(**algorithm),
             correction=Correction(**correction),
-            model=SimpleNamespace(path="nowhere"),
+            model=SimpleNamespace(path="/nowhere"),
         )
         loss, leaf, total = QeRLLoss(), shard.clone().requires_grad_(), 0.0
         loss.start(batch)
         parts = list(
             zip(leaf.split(micro_batch), *(column.split(micro_batch) for column in batch.values()))
         )
+        sizes = {"actual_micro_batch_size": len(shard) / len(parts)}
         for output, *columns in parts:
-            value, _ = loss.compute_loss(
-                output * 1.0,
-                dict(zip(batch, columns)),
-                actual_micro_batch_size=len(shard) / len(parts),
-            )
+            with NoCopies():
+                value, _ = loss.compute_loss(output * 1.0, dict(zip(batch, columns)), **sizes)
             value = value / len(parts)  # megatron/core/pipeline_parallel/schedules.py
             value.backward()
             total += value.item()
@@ -109,6 +117,15 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
             of_ranks, (total / dp, leaf.grad / dp, loss.take_metrics())
         )  # the mean over dp
         results.append(of_ranks)
+        loss.finish()
+        spoilt = leaf.detach().clone()
+        spoilt[0] = math.nan
+        loss.compute_loss(spoilt, batch, actual_micro_batch_size=len(shard))
+        try:
+            loss.finish()
+            raise AssertionError("an impossible log probability went unnoticed")
+        except RuntimeError as error:
+            assert "the trained model gave nan as the log probability of token 1" in str(error)
     if rank == 0:
         torch.save(results, file)
     # without it gloo's threads may outlive the interpreter, which then aborts

@@ -1,24 +1,17 @@
 """A run whose weight sync loses one LoRA target; test_rehearsal.py sees it stopped.
 
-python lying_sync.py CONFIG.yaml
+python lying_sync.py CONFIG.yaml FOLDER
 """
 
 import sys
-from pathlib import Path
 
-import ray
-import yaml
-
-from mindspeed_qerl import train
-from mindspeed_qerl.ascend import engine
-
-load_upstream = engine.load_upstream
+from probe import main
 
 
-def load_with_a_lie(recipe, observer):
-    module = load_upstream(recipe, observer)
-    from mindspeed_rl.workers.scheduler import launcher
+def lying_classes():
+    import ray
 
+    from mindspeed_qerl.ascend.trainer import QeRLTrainer
     from mindspeed_qerl.ascend.worker import QeRLWorker
 
     @ray.remote(resources={"NPU": 0.7})
@@ -32,13 +25,8 @@ def load_with_a_lie(recipe, observer):
             )
             return super()._build_sharding_manager()
 
-    launcher.resource_mapping[LyingWorker.__ray_actor_class__.__name__] = lambda config: (
-        config.actor_resource
-    )
-    module.IntegratedWorker = LyingWorker
-    return module
+    return LyingWorker, QeRLTrainer
 
 
 if __name__ == "__main__":
-    engine.load_upstream = load_with_a_lie
-    sys.exit(train.run(yaml.safe_load(Path(sys.argv[1]).read_text()), "lie"))
+    sys.exit(main(lying_classes))

@@ -15,7 +15,30 @@ from pathlib import Path
 import torch
 import yaml
 
-FOLDER = Path(sys.argv[2])
+FOLDER = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+
+
+def dock_trainer():
+    """Our trainer, which writes the dock's content at the end of an iteration, before upstream
+    throws it away, into experience.pt.
+    """
+    import ray
+
+    from mindspeed_qerl.ascend.trainer import QeRLTrainer
+
+    class DockTrainer(QeRLTrainer):
+        def fit(self, data_iters):
+            strategy, clear = self.data_strategy, self.data_strategy.clear_main
+
+            def keep_and_clear(*arguments):
+                experience = ray.get(strategy.td.get_experience_data.remote())
+                torch.save({"experience": experience}, FOLDER / "experience.pt")
+                clear(*arguments)
+
+            strategy.clear_main = keep_and_clear
+            super().fit(data_iters)
+
+    return DockTrainer
 
 
 def probe_classes():
@@ -23,10 +46,11 @@ def probe_classes():
     imported.
     """
     import ray
-    from reference import Place, shard
+    from reference import Place, drawn, shard
 
-    from mindspeed_qerl.ascend.trainer import QeRLTrainer
     from mindspeed_qerl.ascend.worker import QeRLWorker
+
+    DockTrainer = dock_trainer()
 
     @ray.remote(resources={"NPU": 0.7})
     class ProbeWorker(QeRLWorker.__ray_actor_class__):
@@ -92,16 +116,7 @@ def probe_classes():
                 self.sharding_manager.vllm_weight_container,
             )
             found = {
-                "answers": [
-                    (
-                        list(answer.token_ids),
-                        [
-                            of_token[token].logprob
-                            for token, of_token in zip(answer.token_ids, answer.logprobs)
-                        ],
-                    )
-                    for [answer] in groups
-                ],
+                "answers": [drawn(answer) for [answer] in groups],
                 "training_held": held,
                 "caches": len(worker.worker.model_runner.kv_caches),
                 "buffers": [buffer.memory_buffers for buffer in container.weight_buffers],
@@ -126,16 +141,9 @@ def probe_classes():
             }
             self.seen["vllm"] = self.synced(None)
             self.seen["vllm_noisy"] = self.synced(1)
-            self.seen["cycles"] = {
-                name: self.cycle(step)
-                for name, step in (
-                    ("clean", None),
-                    ("noisy", 1),
-                    ("clean again", None),
-                    ("other noise", 2),
-                    ("noisy again", 1),
-                )
-            }
+            steps = {"clean": None, "noisy": 1}
+            steps |= {"clean again": None, "other noise": 2, "noisy again": 1}
+            self.seen["cycles"] = {name: self.cycle(step) for name, step in steps.items()}
             self.seen["train_after"] = {
                 name: parameter.detach().clone() for name, parameter in self._parameters().items()
             }
@@ -151,25 +159,9 @@ def probe_classes():
             def keep_rollouts(prompts, **options):
                 groups = sample(prompts, **options)
                 if rollout.seed_of[0] == "rollout":
-                    self.seen["rollouts"] += zip(
-                        prompts,
-                        [
-                            [
-                                (
-                                    list(answer.token_ids),
-                                    [
-                                        of_token[token].logprob
-                                        for token, of_token in zip(
-                                            answer.token_ids, answer.logprobs
-                                        )
-                                    ],
-                                )
-                                for answer in group
-                            ]
-                            for group in groups
-                        ],
-                        [[getattr(answer, "routes", None) for answer in group] for group in groups],
-                    )
+                    for prompt, group in zip(prompts, groups):
+                        routes = [getattr(answer, "routes", None) for answer in group]
+                        self.seen["rollouts"].append((prompt, list(map(drawn, group)), routes))
                 return groups
 
             rollout.sample = keep_rollouts
@@ -192,20 +184,15 @@ def probe_classes():
         def save_seen(self, folder):
             torch.save(self.seen, folder / f"rank{self._rank}.pt")
 
-    class ProbeTrainer(QeRLTrainer):
+    class ProbeTrainer(DockTrainer):
         def fit(self, data_iters):
-            self.observer.checks.check = (
-                lambda *_: []
-            )  # the first step has no noise by its schedule
-            self.actor_worker.execute_sync_command("look", FOLDER)
+            # the first step has no noise by its schedule
+            self.observer.checks.check = lambda *_: []
+            self.on_ranks("look", FOLDER)
             super().fit(data_iters)
 
         def log_metrics(self, metrics, iteration):
-            torch.save(
-                {"metrics": metrics, "experience": self.data_strategy.experience},
-                FOLDER / "experience.pt",
-            )
-            self.actor_worker.execute_sync_command("save_seen", FOLDER)
+            self.on_ranks("save_seen", FOLDER)
             super().log_metrics(metrics, iteration)
 
     return ProbeWorker, ProbeTrainer

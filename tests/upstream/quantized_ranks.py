@@ -124,7 +124,7 @@ def main(case: Case, folder: str, results: Path) -> None:
     from mindspeed_qerl.ascend.quantized import (
         Int8Linear,
         QuantizedModel,
-        _set_method,
+        set_method,
         used_weights,
     )
     from mindspeed_qerl.quantization.formats import FORMATS
@@ -185,15 +185,15 @@ def main(case: Case, folder: str, results: Path) -> None:
             ),
         }
         if format == INT8:
-            of_report |= of_layers(held_layers(model), quantized._methods)
+            of_report |= of_layers(held_layers(model), quantized.methods)
         # planted: one weight that is not rounded, on this rank alone; one layer on its own method
         planted = [name for name in synced if name.endswith("_proj")][-1 - dist.get_rank()]
         _, layer, weights = next(entry for entry in held_layers(model) if planted in entry[2])
         if format == INT8:
             method = layer.quant_method
-            _set_method(layer, quantized._methods[layer])
+            set_method(layer, quantized.methods[layer])
             of_report["planted"] = [sorted(weights), sorted(quantized.unlike(synced))]
-            _set_method(layer, method)
+            set_method(layer, method)
         else:
             before = weights[planted].clone()
             weights[planted].copy_(synced[planted])

@@ -1,12 +1,10 @@
 """An independent view of the tiny models: unsharded training weights made from the Hugging Face
 model, their shards by rank, and the model with adapters in float32 by transformers.
 
-"Full" tensors are those of Megatron with all parallel sizes at 1, by the training name with the
-global layer number:
-    decoder.layers.1.self_attention.linear_qkv.weight   rows grouped by key/value head: its queries,
-    its key, its value decoder.layers.1.mlp.linear_fc1.weight              gate rows above up rows
-    decoder.layers.1.mlp.experts.weight1                [E, h, 2f], gate left of up; weight2 [E, f,
-    h]
+"Full" tensors are those of Megatron with all parallel sizes at 1, by the training name with the global layer number:
+    decoder.layers.1.self_attention.linear_qkv.weight   rows grouped by key/value head: its queries, its key, its value
+    decoder.layers.1.mlp.linear_fc1.weight              gate rows above up rows
+    decoder.layers.1.mlp.experts.weight1                [E, h, 2f], gate left of up; weight2 [E, f, h]
 Adapters: full name of the adapted weight -> (A, B) with delta = scaling B A for linears (A [r, in],
 B [out, r]) and, for experts, delta = scaling A B per expert (A [E, in, r], B [E, r, out]).
 """
@@ -301,6 +299,12 @@ def log_probs(
     return torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1].gather(
         1, ids[0, len(prompt) :, None]
     )[:, 0]
+
+
+def drawn(answer) -> tuple[list[int], list[float]]:
+    """Token ids of an answer of vLLM's, and the log-probs that they were drawn by."""
+    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
+    return list(answer.token_ids), [of_token[token].logprob for token, of_token in pairs]
 
 
 def expert_name(name: str) -> tuple[str, int | None]:

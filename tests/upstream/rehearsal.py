@@ -12,7 +12,11 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from mindspeed_qerl import emulation
+from mindspeed_qerl.runs.directory import RunDirectory
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 CHECKOUTS = ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM", "vllm-ascend")
 VOCABULARY = 128
 LAYERS = 2
@@ -328,6 +332,28 @@ def environment(upstream: Path, *folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONUNBUFFERED": "1"}
 
 
+def emulated(upstream: Path, npus: int = 1) -> dict[str, str]:
+    """The environment of a program of upstream's on emulated NPUs."""
+    variables, stand_ins = environment(upstream), emulation.environment(npus)
+    path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
+    return {**variables, **stand_ins, "PYTHONPATH": path, "IS_MULTIMODAL": "False"}
+
+
+def run_python(
+    arguments: list, variables: dict[str, str], folder: Path | None = None
+) -> subprocess.CompletedProcess:
+    """A Python command in `folder`."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        check=False,
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
 def engine_command(config: dict[str, Any], folder: Path) -> list[str]:
     """Write the config below `folder`; the command that a user would start it with."""
     configs = folder / "configs"
@@ -352,18 +378,26 @@ def engine_command(config: dict[str, Any], folder: Path) -> list[str]:
 
 
 def run_engine(
-    config: dict[str, Any], upstream: Path, folder: Path, *folders: Path, timeout: float = 900
+    config: dict[str, Any], upstream: Path, folder: Path, *folders: Path
 ) -> subprocess.CompletedProcess:
     """A whole run from the command line, with `folders` on PYTHONPATH."""
-    return subprocess.run(
-        engine_command(config, folder),
-        check=False,
-        cwd=folder,
-        env=environment(upstream, *folders),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    return run_python(engine_command(config, folder)[1:], environment(upstream, *folders), folder)
+
+
+def run_script(
+    script: str, config: dict[str, Any], upstream: Path, folder: Path, *arguments: str
+) -> subprocess.CompletedProcess:
+    """A whole run by a script of this folder (probe.py:main), which writes into `folder`."""
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    command = [HERE / script, folder / "config.yaml", folder, *arguments]
+    return run_python(command, environment(upstream, HERE), folder)
+
+
+def finished(done: subprocess.CompletedProcess, runs: Path) -> RunDirectory:
+    """The only run below `runs`, which must have ended well."""
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [run] = runs.iterdir()
+    return RunDirectory.open(run)
 
 
 def start_engine(config: dict[str, Any], upstream: Path, folder: Path) -> subprocess.Popen:

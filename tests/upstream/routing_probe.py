@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
-from probe import FOLDER, main, probe_classes
+from probe import FOLDER, dock_trainer, main, probe_classes
 
 FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
 
@@ -24,7 +24,6 @@ def routing_classes():
 
     from mindspeed_qerl.ascend import routing
     from mindspeed_qerl.ascend.recorder import AscendRecorder
-    from mindspeed_qerl.ascend.trainer import QeRLTrainer
 
     worker = probe_classes()[0].__ray_actor_class__
 
@@ -85,14 +84,10 @@ def routing_classes():
             super().compute_log_prob()
             engine.compute_log_prob = compute
 
-    class RoutingTrainer(QeRLTrainer):
+    class RoutingTrainer(dock_trainer()):
         def fit(self, data_iters):
-            self.actor_worker.execute_sync_command("load", FOLDER, False)
+            self.on_ranks("load", FOLDER, False)
             super().fit(data_iters)
-
-        def log_metrics(self, metrics, iteration):
-            torch.save({"experience": self.data_strategy.experience}, FOLDER / "experience.pt")
-            super().log_metrics(metrics, iteration)
 
     return RoutingWorker, RoutingTrainer
 

@@ -3,22 +3,27 @@ docs/ascend.md's conversions of their base weights.
 """
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from checkpoints import write_base_checkpoint
-from rehearsal import FAMILIES, NOISY_NORMS, ROOT, SHAPE, environment, make_model
+from rehearsal import (
+    FAMILIES,
+    NOISY_NORMS,
+    ROOT,
+    SHAPE,
+    emulated,
+    environment,
+    finished,
+    make_model,
+    run_python,
+)
 
-from mindspeed_qerl import emulation
 from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 # config -> family of its tiny model, and the layout of the rehearsal where four ranks cannot hold
@@ -110,17 +115,6 @@ def shrink(family: str, model: str, npus: int = 4) -> dict:
     }
 
 
-def emulated(upstream: Path) -> dict[str, str]:
-    """The environment of a program of upstream's on emulated NPUs."""
-    variables = environment(upstream)
-    stand_ins = emulation.environment(16)
-    return {
-        **variables,
-        **stand_ins,
-        "PYTHONPATH": os.pathsep.join([stand_ins["PYTHONPATH"], variables["PYTHONPATH"]]),
-    }
-
-
 def test_upstream_accepts_the_configs(upstream, tmp_path):
     """validate_rl_args of MindSpeed-RL, through its own parse_training_config, on each config as it
     is.
@@ -142,22 +136,8 @@ for name in sys.argv[3:]:
     print("ACCEPTED", name, generate.data_parallel_size, rl.actor_rollout_dispatch_size,
           rl.actor_update_dispatch_size, rl.mini_batch_size)
 """
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            program,
-            str(upstream / "MindSpeed-RL"),
-            str(ROOT / "configs"),
-            *DISPATCHED,
-        ],
-        check=False,
-        cwd=tmp_path,
-        env=emulated(upstream),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = ["-c", program, upstream / "MindSpeed-RL", ROOT / "configs", *DISPATCHED]
+    result = run_python(words, emulated(upstream, 16), tmp_path)
     accepted = {
         line.split()[1]: [int(word) for word in line.split()[2:]]
         for line in result.stdout.splitlines()
@@ -195,24 +175,10 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
         "task.test_file": data / "chat" / "test_chat.parquet",
         "run.root": tmp_path,
     }
-    result = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "cli" / "train_grpo.py"),
-            "--config-name",
-            name,
-            *(f"{key}={value}" for key, value in overrides.items()),
-        ],
-        check=False,
-        cwd=tmp_path,
-        env=environment(upstream),
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-
-    run = RunDirectory.open(next((tmp_path / name).iterdir()))
+    words = [ROOT / "cli" / "train_grpo.py", "--config-name", name]
+    words += [f"{key}={value}" for key, value in overrides.items()]
+    result = run_python(words, environment(upstream), tmp_path)
+    run = finished(result, tmp_path / name)
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert re.findall(r"AQN step (\d): Applied noise to (\d+) RMSNorm layers", result.stdout) == [
         ("2", str(NOISY_NORMS[family]))
@@ -267,15 +233,8 @@ def test_conversion(name, upstream, tmp_path, monkeypatch):
             for word in command
         ]
     assert not any("$" in word for word in command)
-    done = subprocess.run(
-        [sys.executable, *command],
-        check=False,
-        cwd=upstream / "MindSpeed-LLM",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**emulated(upstream), "PYTHONDONTWRITEBYTECODE": "1"},
-    )
+    variables = {**emulated(upstream, 16), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = run_python(command, variables, upstream / "MindSpeed-LLM")
     assert (tmp_path / load / "latest_checkpointed_iteration.txt").is_file(), done.stderr[-3000:]
 
     actor = config["actor_config"]

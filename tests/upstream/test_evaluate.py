@@ -3,26 +3,18 @@ last evaluation.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 from checkpoints import write_base_checkpoint
-from rehearsal import ROOT, environment, make_config, run_engine
+from rehearsal import ROOT, environment, finished, make_config, run_engine, run_python
 
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 
 def evaluate(run, upstream, *more):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "evaluate.py"), "--run", str(run.path), *more],
-        check=False,
-        env=environment(upstream),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [ROOT / "tools" / "evaluate.py", "--run", run.path, *more]
+    return run_python(command, environment(upstream))
 
 
 @pytest.mark.parametrize(
@@ -46,9 +38,7 @@ def test_greedy_answers_are_those_of_the_run(family, layout, upstream, tiny, tmp
     config = make_config(
         family, model, data, tmp_path, npus=2, train_iters=2, changes=changes, **layout
     )
-    done = run_engine(config, upstream, tmp_path)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
+    run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
     asked = {
         step: [row for row in read_jsonl(run.eval_answers_file) if row["step"] == step]
         for step in (0, 1, 2)
@@ -59,7 +49,7 @@ def test_greedy_answers_are_those_of_the_run(family, layout, upstream, tiny, tmp
         texts[0] != texts[2] != texts[1]
     )  # training moved them: the right checkpoint is told from others
 
-    for step in (2, 1, 0):
+    for step in (2, 0):
         tool = evaluate(run, upstream, *(["--step", str(step)] if step < 2 else []))
         assert tool.returncode == 0, tool.stdout[-2000:] + tool.stderr[-4000:]
         folder = run.path / "evaluations" / f"step{step}"

@@ -10,14 +10,12 @@ vLLM chose are replayed by upstream and by the references.
 """
 
 import json
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from reference import (
     delta,
     full_weights,
@@ -29,7 +27,7 @@ from reference import (
     vllm_shard,
     with_adapters,
 )
-from rehearsal import environment, make_config
+from rehearsal import HERE, environment, finished, make_config, run_python, run_script
 
 from mindspeed_qerl.aqn.injector import standard_normal
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
@@ -70,10 +68,9 @@ CASES = [
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), GSPO),
     ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4), CISPO),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), DR_GRPO),
-    ("qwen2_moe", dict(npus=2, ep=2, infer_ep=2), RLOO),
     ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), MASKED),
     ("qwen2", dict(npus=2, tp=2, infer_tp=1), PLAIN),
-    ("qwen3", dict(npus=2, tp=1, infer_tp=2), PLAIN),
+    ("qwen3", dict(npus=2, tp=1, infer_tp=2), RLOO),
 ]
 
 
@@ -179,52 +176,19 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
         changes |= {"model.tiny.moe_aux_loss_coeff": 0.0}
     if "moe" in family and not replays(options):
         changes |= {"model.tiny.moe_router_topk": 8}
-        config_file = folder / "model"  # vLLM must route to all experts too
-        subprocess.run(["cp", "-r", str(model), str(config_file)], check=True)
-        text = (config_file / "config.json").read_text()
-        (config_file / "config.json").write_text(
-            text.replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 8')
-        )
-        model = config_file
-    (folder / "config.yaml").write_text(
-        yaml.safe_dump(
-            make_config(
-                family,
-                model,
-                data,
-                folder,
-                **layout,
-                train_iters=1,
-                samples=SAMPLES,
-                changes=changes | options,
-            )
-        )
-    )
-    here = Path(__file__).parent
-    run(
-        [sys.executable, str(here / "probe.py"), str(folder / "config.yaml"), str(folder)],
-        environment(upstream, here),
-    )
+        model = shutil.copytree(model, folder / "model")
+        config_file = model / "config.json"  # vLLM must route to all experts too
+        text = config_file.read_text()
+        config_file.write_text(text.replace('"num_experts_per_tok": 2', '"num_experts_per_tok": 8'))
+    changes |= options
+    sizes = dict(train_iters=1, samples=SAMPLES)
+    config = make_config(family, model, data, folder, **layout, **sizes, changes=changes)
+    finished(run_script("probe.py", config, upstream, folder), folder / "rehearsal")
     for dtype in ("float32", "bfloat16"):
-        run(
-            [
-                sys.executable,
-                str(here / "local_side.py"),
-                str(folder / "config.yaml"),
-                str(model),
-                str(folder),
-                dtype,
-            ],
-            environment(upstream, here),
-        )
+        words = [HERE / "local_side.py", folder / "config.yaml", model, folder, dtype]
+        done = run_python(words, environment(upstream, HERE))
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return Probe(folder, model, family, layout, options)
-
-
-def run(command: list[str], variables: dict[str, str]) -> None:
-    result = subprocess.run(
-        command, env=variables, check=False, capture_output=True, text=True, timeout=900
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 def test_each_rank_holds_its_shards(probe):

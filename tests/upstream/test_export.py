@@ -2,21 +2,14 @@
 adapters.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from checkpoints import held, rank_files, write_base_checkpoint
 from reference import ALPHA, SCALING, R, full_weights, shard
-from rehearsal import CHECKOUTS, LAYERS, make_config, run_engine
+from rehearsal import LAYERS, finished, make_config, run_engine
 
-from mindspeed_qerl.emulation import environment
 from mindspeed_qerl.lora.checkpoint import load_adapters
 from mindspeed_qerl.lora.export import save_merged, save_peft
-from mindspeed_qerl.runs.directory import RunDirectory
 
 
 def load_rank(file):
@@ -27,66 +20,6 @@ def load_hf(folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize(("family", "tp", "pp", "ep"), [("qwen3", 2, 2, 1), ("qwen3_moe", 2, 2, 2)])
-def test_base_checkpoints_are_those_of_the_converter(family, tp, pp, ep, upstream, tiny, tmp_path):
-    model, _ = tiny(family)
-    source = tmp_path / "model"
-    source.mkdir()
-    for file in model.iterdir():
-        (source / file.name).symlink_to(file)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").unlink()
-    # the old name, for the converter
-    (source / "config.json").write_text(json.dumps({**config, "torch_dtype": config["dtype"]}))
-    command = [
-        sys.executable,
-        str(upstream / "MindSpeed-LLM" / "convert_ckpt_v2.py"),
-        "--load-dir",
-        str(source),
-        "--save-dir",
-        str(tmp_path / "theirs"),
-        "--model-type-hf",
-        family.replace("_", "-"),
-        "--target-tensor-parallel-size",
-        str(tp),
-        "--target-pipeline-parallel-size",
-        str(pp),
-        "--target-expert-parallel-size",
-        str(ep),
-    ]
-    if "moe" in family:
-        command += ["--moe-grouped-gemm", "--moe-tp-extend-ep"]
-    variables = environment(1)
-    variables["PYTHONPATH"] = os.pathsep.join(
-        [variables["PYTHONPATH"], *(str(upstream / name) for name in CHECKOUTS)]
-    )
-    done = subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | variables,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-    ours = write_base_checkpoint(model, tmp_path / "ours", tp, pp, ep)
-    files = rank_files(ours / "iter_0000001", tp, pp, ep, LAYERS)
-    assert {file.relative_to(ours) for file, *_ in files} == {
-        file.relative_to(tmp_path / "theirs") for file in (tmp_path / "theirs").rglob("*.pt")
-    }
-    for file, *_ in files:
-        weights, theirs = load_rank(file), load_rank(tmp_path / "theirs" / file.relative_to(ours))
-        assert weights.keys() == theirs.keys()
-        assert all(torch.equal(weights[name], theirs[name]) for name in weights), file
-
-
-def finished_run(config, upstream, folder) -> RunDirectory:
-    result = run_engine(config, upstream, folder)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return RunDirectory.open(next((folder / "rehearsal").iterdir()))
 
 
 def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monkeypatch):
@@ -113,7 +46,7 @@ def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monke
     )
     for key in ("lora_r", "lora_alpha", "lora_ckpt_filter", "lora_target_modules"):
         del config["megatron_training"][key]
-    run = finished_run(config, upstream, tmp_path)
+    run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
     for file, *_ in rank_files(base / "iter_0000001", 2, 1, 1, LAYERS):
         before, after = load_rank(file), load_rank(run.checkpoints_dir / file.relative_to(base))
         assert before.keys() == {name for name in after if not name.endswith("_extra_state")}
@@ -168,7 +101,7 @@ def test_the_exported_model_is_the_trained_one(
         train_iters=2,
         changes={"actor_config.load": str(base)},
     )
-    run = finished_run(config, upstream, tmp_path)
+    run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
     adapters = load_adapters(run.checkpoints_dir)
     assert (adapters.rank, adapters.alpha, adapters.iteration) == (R, ALPHA, 2)
     save_merged(adapters, model, tmp_path / "merged", dtype=torch.float32)

@@ -6,15 +6,12 @@ import importlib.util
 import json
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import ROOT
-from test_configs import emulated
+from rehearsal import ROOT, emulated, run_python
 
 from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout.plan import Plan
@@ -131,15 +128,8 @@ def sampled(draw: random.Random) -> Plan:
 def ask(program: str, plans: list[dict], upstream: Path, folder: Path) -> list[str]:
     """What upstream says to each plan: "" for yes, else its error."""
     (folder / "plans.json").write_text(json.dumps(plans))
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(folder / "plans.json"), str(folder / "said.json")],
-        check=False,
-        cwd=folder,
-        env=emulated(upstream),
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
+    words = ["-c", program, folder / "plans.json", folder / "said.json"]
+    result = run_python(words, emulated(upstream, 16), folder)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads((folder / "said.json").read_text())
 

@@ -3,16 +3,11 @@ vocabulary, micro- batches and ranks, against algorithm/losses.py on the whole m
 float64, which tests/algorithm compares with verl and TRL.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from loss_ranks import OPTIONS, PROMPT, make_batch
-from rehearsal import environment
+from rehearsal import HERE, emulated, run_python
 
-from mindspeed_qerl import emulation
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import merge
 from mindspeed_qerl.recipe.types import Algorithm, Correction
@@ -42,19 +37,11 @@ def expected(algorithm: Algorithm, correction: Correction):
 
 @pytest.mark.parametrize(
     "tp, dp, micro_batch",
-    [(1, 1, 12), (1, 1, 5), (2, 1, 4), (1, 2, 3), (1, 3, 1), (2, 2, 2), (1, 4, 3)],
+    [(1, 1, 5), (2, 1, 4), (1, 3, 1), (2, 2, 2)],
 )
 def test_on_ranks(tp, dp, micro_batch, upstream, tmp_path):
-    script, file = Path(__file__).with_name("loss_ranks.py"), tmp_path / "found"
-    variables = environment(upstream, emulation.STAND_INS) | {"IS_MULTIMODAL": "False"}
-    done = subprocess.run(
-        [sys.executable, script, *map(str, (tp, dp, micro_batch)), file],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=emulation.environment(1) | variables,
-    )
+    file = tmp_path / "found"
+    done = run_python([HERE / "loss_ranks.py", tp, dp, micro_batch, file], emulated(upstream))
     assert done.returncode == 0, done.stderr[-3000:]
     for (algorithm, correction), of_ranks in zip(
         OPTIONS, torch.load(file, weights_only=False), strict=True

@@ -3,11 +3,9 @@ exception.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
-from rehearsal import ROOT, environment, make_config, run_engine
+from rehearsal import ROOT, environment, finished, make_config, run_engine, run_python
 
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -42,20 +40,9 @@ def task(upstream, tiny, tmp_path_factory):
         )
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data_path = folder / "packed" / "train"
-    subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tools" / "pack_task.py"),
-            "--rows",
-            str(folder / "train.jsonl"),
-            "--tokenizer",
-            str(model),
-            "--data-path",
-            str(data_path),
-        ],
-        check=True,
-        env=environment(upstream),
-    )
+    words = [ROOT / "tools" / "pack_task.py", "--rows", folder / "train.jsonl"]
+    words += ["--tokenizer", model, "--data-path", data_path]
+    assert run_python(words, environment(upstream)).returncode == 0
     return model, {
         "megatron_training.data_path": str(data_path),
         "task.test_file": str(folder / "test.jsonl"),
@@ -73,9 +60,7 @@ def test_the_reward_sees_the_rows(task, upstream, tmp_path):
     package.mkdir()
     (package / "own_reward.py").write_text(REWARD)
     config = make_config("qwen3", model, tmp_path, tmp_path, npus=2, train_iters=2, changes=changes)
-    result = run_engine(config, upstream, tmp_path, package)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    run = RunDirectory.open(next((tmp_path / "rehearsal").iterdir()))
+    run = finished(run_engine(config, upstream, tmp_path, package), tmp_path / "rehearsal")
 
     kept, metrics = read_jsonl(run.rollouts_file), read_jsonl(run.metrics_file)
     for row in metrics:

@@ -4,16 +4,13 @@ data set.
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from rehearsal import CHECKOUTS
+from rehearsal import CHECKOUTS, emulated, run_python
 
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
-from mindspeed_qerl.emulation import environment
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.gsm8k.prompts import INSTRUCTION
 from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
@@ -52,22 +49,13 @@ print("RESULT", json.dumps([rows, unreadable]))
 
 def run_upstream(*arguments):
     """Standard output of a Python command that imports upstream, on one emulated NPU."""
-    variables = environment(1)
-    checkouts = [f"{UPSTREAM}/{name}" for name in CHECKOUTS]
-    variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], *checkouts])
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-    )
+    done = run_python(arguments, emulated(Path(UPSTREAM)))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
 def preprocess(problems, prefix, tokenizer, *overrides):
-    """What upstream's cli/preprocess_data.py makes of a jsonl: the command of docs/data.md."""
+    """What upstream's cli/preprocess_data.py makes of a jsonl: the command of docs/own_task.md."""
     run_upstream(
         f"{UPSTREAM}/MindSpeed-RL/cli/preprocess_data.py",
         "math_17k",

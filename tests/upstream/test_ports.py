@@ -5,12 +5,9 @@ fast as it can.
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from rehearsal import environment
-
-from mindspeed_qerl import emulation
+from rehearsal import HERE, emulated, run_python
 
 TAKER = """
 import collections, socket
@@ -21,7 +18,7 @@ while True:
     taken.bind(("127.0.0.1", 0))
     held.append(taken)
 """
-SENT = [0, 1, 2, 3, 4]
+SENT, STARTS = [0, 1, 2, 3, 4], 150
 
 
 @pytest.fixture
@@ -35,21 +32,12 @@ def taker():
     process.wait()
 
 
-def test_300_starts_beside_a_process_that_takes_ports(upstream, taker):
+def test_many_starts_beside_a_process_that_takes_ports(upstream, taker):
     """And one whose port was taken: upstream's server goes on without its socket."""
-    script = Path(__file__).with_name("ports.py")
-    variables = environment(upstream, emulation.STAND_INS) | {"IS_MULTIMODAL": "False"}
-    done = subprocess.run(
-        [sys.executable, script, "300"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=emulation.environment(1) | variables,
-    )
+    done = run_python([HERE / "ports.py", STARTS], emulated(upstream))
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.split("RESULT ")[1])
-    assert result["arrived"] == [SENT] * 300
+    assert result["arrived"] == [SENT] * STARTS
     assert result["upstream"] == "AttributeError: 'NoneType' object has no attribute 'recv_json'"
     assert result["ours"] == SENT
     assert result["interfaces"] == [None, "lo", "eth7"], "gloo's; what is set stays"

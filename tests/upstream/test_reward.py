@@ -3,14 +3,10 @@ errors instead of silence.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from rehearsal import environment, make_tokenizer
+from rehearsal import emulated, make_tokenizer, run_python
 
-from mindspeed_qerl import emulation
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -94,21 +90,8 @@ def answers(upstream, tmp_path_factory):
         ([RIGHT, "#### 7"], ["0", "0"], ["base_acc", "gsm8k"], [1.0, 1.0], True),
         (["a"], ["2"], ["own_reward:levels"], [1.0], True),
     ]
-    variables = environment(upstream)
-    path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            SCRIPT.replace("RIGHT", repr(RIGHT)),
-            json.dumps([cases, data_path]),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**variables, **emulation.environment(1), "PYTHONPATH": path, "IS_MULTIMODAL": "False"},
-    )
+    script = SCRIPT.replace("RIGHT", repr(RIGHT))
+    result = run_python(["-c", script, json.dumps([cases, data_path])], emulated(upstream), folder)
     [line] = [line for line in result.stdout.splitlines() if line.startswith("ANSWERS")] or [
         result.stderr[-2000:]
     ]

@@ -2,6 +2,7 @@
 upstream's code on the path.
 """
 
+from itertools import repeat
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,11 +14,13 @@ from mindspeed_rl.utils.pad_process import (
     remove_padding_tensor_dict_to_dict,
 )
 
-from mindspeed_qerl.ascend.trainer import QeRLTrainer
+from mindspeed_qerl.ascend.observer import TokenObserver
+from mindspeed_qerl.ascend.trainer import QeRLTrainer, to_our_names
 from mindspeed_qerl.common.errors import EngineError
-from mindspeed_qerl.recipe.types import Algorithm, Quantization, Rehearsal, Selection
+from mindspeed_qerl.recipe.types import Algorithm, Quantization, Selection
 
 PROMPTS, N, EOS = 2, 2, 3
+written = []  # what the observer was told of answers
 
 
 class Remote:
@@ -67,6 +70,7 @@ def make(monkeypatch):
     and gets the next one each time that prompts are asked.
     """
     monkeypatch.setattr(ray, "get", lambda found: found)
+    written.clear()
 
     def build(batches, algorithm=None, **selection):
         trainer, dock, said = object.__new__(QeRLTrainer), Dock(), []
@@ -74,19 +78,16 @@ def make(monkeypatch):
         dock.columns |= next(batches)
         metrics = SimpleNamespace(metric={"timing/rollout": [2, 1]})
         trainer.recipe = SimpleNamespace(
-            model=SimpleNamespace(path="nowhere"),
-            rehearsal=Rehearsal(),
             algorithm=algorithm or Algorithm(),
             selection=Selection(**selection),
             quantization=Quantization(),
         )
         trainer.transfer_dock, trainer.dataset_additional_keys = dock, ["labels"]
         trainer.n_samples_per_prompt, trainer.global_batch_size = N, PROMPTS
-        trainer.batches_asked, trainer.values, trainer.tokens = 5, {}, 0
-        trainer.batches = iter(
-            [{"prompts": [torch.tensor([8]), torch.tensor([9])], "labels": [torch.tensor([7])] * 2}]
-            * 9
-        )
+        trainer.batches_asked, trainer.values, trainer.tokens, trainer.step = 5, {}, 0, 6
+        trainer.replay = trainer.recipe.algorithm.routing_replay
+        prompts = {"prompts": [torch.tensor([8]), torch.tensor([9])]}
+        trainer.batches = repeat(prompts | {"labels": [torch.tensor([7])] * 2})
 
         def update_metrics(key, value=None, cumulate=False):
             dock.metrics.update({key: value} if key else value)
@@ -101,8 +102,12 @@ def make(monkeypatch):
 
         trainer.actor_worker = SimpleNamespace(generate_sequences=generate_sequences)
         trainer.reward_list = [SimpleNamespace(compute_rm_score=Remote(lambda: None))]
-        trainer.observer = SimpleNamespace(
-            step=6, ends={EOS}, progress=SimpleNamespace(message=said.append)
+        trainer.observer = object.__new__(TokenObserver)
+        vars(trainer.observer).update(
+            ends={EOS},
+            tokenizer=SimpleNamespace(decode=str),
+            progress=SimpleNamespace(message=said.append),
+            sampled_tokens=lambda step, answers: written.append((step, answers["rm_scores"])),
         )
         return trainer, dock, said
 
@@ -174,6 +179,16 @@ def test_too_few_groups_are_trained_and_the_rest_fills_up(make):
     assert trainer.tokens == 4
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_step_that_never_finds_enough_groups_is_no_silent_loop(make, limit):
+    batches = [answers([1, 1, 1, 1])] * 20 + [answers([0, 1, 1, 0])]
+    trainer, _, said = make(batches, filter_groups_enable=True, filter_groups_max_batches=limit)
+    trainer.compute_advantage()
+    assert [line.split(", and")[0] for line in said] == [
+        f"Warning: step 7 asked {count} batches" for count in (10, 20)
+    ]
+
+
 def test_a_step_without_a_signal_says_so(make):
     trainer, dock, said = make(
         [answers([1, 1, 1, 1])] * 2, filter_groups_enable=True, filter_groups_max_batches=2
@@ -183,34 +198,36 @@ def test_a_step_without_a_signal_says_so(make):
     assert said == [
         "Warning: step 7 trains nothing: no group had answers of different rewards, of 4 groups"
     ]
-    trainer.observer.stepped = lambda *found: said.append(found)
-    trainer.observer.wants_proof = lambda step: False
-    trainer.actor_worker.execute_sync_command = lambda name: [{}]
-    trainer.data_strategy.experience, trainer._evaluate = {}, lambda step: None
+    values, tokens = logged(trainer, take_metrics=[{}])
+    assert "loss/total" not in values and tokens == 0
+
+
+def logged(trainer, **on_ranks):
+    """(values, tokens) that the observer is told of the step."""
+    told = []
+    vars(trainer.observer).update(
+        stepped=lambda step, values, tokens, routes: told.append((values, tokens)),
+        wants_proof=lambda step: False,
+        wants_evaluation=lambda step: False,
+    )
+    trainer.actor_worker.execute_sync_command = on_ranks.get
     trainer.log_metrics({}, 7)
-    assert "loss/total" not in said[1][2] and said[1][3] == 0
+    return told[0]
 
 
 def test_the_error_of_quantised_weights_counts_each_part_once(make):
     """Two engines of two tensor parallel ranks, which have copies of shared parts and each their
     own experts.
     """
-    trainer, _, said = make([answers([1, 0, 1, 0])])
+    trainer, _, _ = make([answers([1, 0, 1, 0])])
     trainer.recipe.quantization = Quantization("nvfp4")
     o_proj, expert = "model.layers.0.self_attn.o_proj", "model.layers.3.mlp.experts.{}.up_proj"
-    found = {
-        "take_metrics": [{}] * 4,
-        "take_weight_squares": [
-            {(o_proj, rank % 2): (1.0 + rank % 2, 8.0), (expert.format(rank), 0): (4.0, 16.0)}
-            for rank in range(4)
-        ],
-    }
-    trainer.actor_worker.execute_sync_command = found.get
-    trainer.observer.stepped = lambda *told: said.append(told)
-    trainer.observer.wants_proof = lambda step: False
-    trainer.data_strategy.experience, trainer._evaluate = {}, lambda step: None
-    trainer.log_metrics({}, 7)
-    assert said[0][2] == pytest.approx(
+    squares = [
+        {(o_proj, rank % 2): (1.0 + rank % 2, 8.0), (expert.format(rank), 0): (4.0, 16.0)}
+        for rank in range(4)
+    ]
+    values, _ = logged(trainer, take_metrics=[{}] * 4, take_weight_squares=squares)
+    assert values == pytest.approx(
         {
             "quantization/weight_error": (19 / 80) ** 0.5,
             "quantization/weight_error/layer_0": (3 / 16) ** 0.5,
@@ -235,6 +252,7 @@ def test_answers_that_were_cut_off_count_in_their_group_and_are_not_trained(make
 
 @pytest.mark.parametrize("logprob", [float("nan"), -float("inf"), 0.5])
 def test_a_log_prob_that_is_none_names_the_answer(make, logprob):
+    """And the answers are written before the run stops."""
     trainer, _, _ = make([answers([1, 0, 1, 0], logprob=logprob)])
     with pytest.raises(
         EngineError,
@@ -242,6 +260,7 @@ def test_a_log_prob_that_is_none_names_the_answer(make, logprob):
         r"'tensor\(\[5, 3\]\)'",
     ):
         trainer.compute_advantage()
+    assert [(step, torch.cat(rewards).tolist()) for step, rewards in written] == [(7, [1, 0, 1, 0])]
 
 
 def test_an_answer_that_lost_its_end_stops_the_run(make):
@@ -252,3 +271,13 @@ def test_an_answer_that_lost_its_end_stops_the_run(make):
         EngineError, match=r"the last trained token of 1 of 4 answers that ended by themselves"
     ):
         trainer.compute_advantage()
+
+
+def test_upstreams_metrics_have_our_names():
+    metrics = {"actor/lr": 1e-3, "gsm8k_rewards/mean": "0.5", "aqn/layers": 4.0, "x": None}
+    assert to_our_names(metrics | {"e2e_tps": 3}) == {
+        "lr": 1e-3,
+        "verifier/gsm8k/mean": 0.5,
+        "aqn/layers": 4,
+        "upstream/e2e_tps": 3.0,
+    }

@@ -1,12 +1,12 @@
 r"""Read GSM8K as published, and write what training reads.
 
-A raw row is `{"question": "Natalia sold clips to 48 ...", "answer": "Natalia sold 48/2 = ...\n####
-72"}`. For each split, `{split}_chat.parquet` has rows that `tasks.rows` reads,
+A raw row is `{"question": "Natalia sold ...", "answer": "Natalia sold 48/2 = ...\n#### 72"}`. For
+each split, `{split}_chat.parquet` has rows that `tasks.rows` reads,
 
-    {"messages": [{"role": "user", "content": "Natalia sold ... after \"####\"."}],   # for a chat
-     template "question": "Natalia sold clips to 48 ...",                                      # for
-     plain prompts "answer": "72",
-     # canonical gold number "solution": "Natalia sold 48/2 = ...\n#### 72"}
+    messages  [{"role": "user", "content": "Natalia sold ... after \"####\"."}], for a chat template
+    question  "Natalia sold ...", for plain prompts
+    answer    "72", the canonical gold number
+    solution  "Natalia sold 48/2 = ...\n#### 72"
 
 and `{split}.jsonl` one `{"problem": question, "answer": canonical gold number}` a line, which
 MindSpeed-RL's `cli/preprocess_data.py` takes (R1AlpacaStyleInstructionHandler; its prompt template
@@ -15,11 +15,11 @@ MindSpeed-RL's trainer itself reads.
 """
 
 import hashlib
+import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,15 +43,18 @@ def convert(
 
     FileNotFoundError if a split is missing; ValueError for a bad row names the file and the line.
     """
-    output, rows = Path(output), read_splits(source, progress, max_steps)
-    targets = {
-        f"{split}{ending}": (split, write) for split in rows for ending, write in _WRITERS.items()
-    }
-    _refuse_to_replace(source, rows, {output / name for name in targets})
-    write_together(
-        output, {name: partial(write, rows=rows[split]) for name, (split, write) in targets.items()}
-    )
-    return [described(output / name, len(rows[split])) for name, (split, _) in targets.items()]
+    output, splits = Path(output), read_splits(source, progress, max_steps)
+    contents = {}
+    for split, rows in splits.items():
+        contents[f"{split}_chat.parquet"] = _parquet(rows)
+        contents[f"{split}.jsonl"] = _jsonl(rows)
+    _refuse_to_replace(source, splits, {output / name for name in contents})
+    write_together(output, contents)
+    lines = []
+    for split, rows in splits.items():
+        for name in (f"{split}_chat.parquet", f"{split}.jsonl"):
+            lines.append(described(output / name, len(rows)))
+    return lines
 
 
 # ---- reading ----
@@ -61,34 +64,33 @@ def read_splits(
     source: str | Path, progress: bool = False, max_steps: int | None = None
 ) -> dict[str, list[dict]]:
     """{split: its converted rows}, all checked; for the arguments and errors see `convert`."""
-    splits, name = SPLITS, Path(source).name
-    if Path(source).is_file() and not (
-        splits := tuple(split for split in SPLITS if name.startswith(split))
-    ):
-        raise ValueError(
-            f"cannot tell the split of {source}: name the file train*.jsonl or test*.jsonl (or "
-            ".parquet)"
-        )
-    found = {split: _read_split(source, split, progress) for split in splits}
+    splits, path = SPLITS, Path(source)
+    if path.is_file():
+        splits = [split for split in SPLITS if path.name.startswith(split)]
+        if not splits:
+            raise ValueError(
+                f"cannot tell the split of {source}: name the file train*.jsonl or test*.jsonl (or "
+                ".parquet)"
+            )
+    rows = {split: _read_split(source, split, progress) for split in splits}
     if max_steps is None:
-        return found
-    kept = {
-        split: [row for row in rows if steps(row["solution"]) <= max_steps]
-        for split, rows in found.items()
-    }
-    if lacking := next((split for split in kept if not kept[split]), None):
-        fewest = min(steps(row["solution"]) for row in found[lacking])
-        raise ValueError(
-            f"{source}: no {lacking} problem has at most {max_steps} steps; the fewest are {fewest}"
-        )
-    return kept
+        return rows
+    for split, every in rows.items():
+        counts = [steps(row["solution"]) for row in every]
+        if min(counts) > max_steps:
+            raise ValueError(
+                f"{source}: no {split} problem has at most {max_steps} steps; the fewest are "
+                f"{min(counts)}"
+            )
+        rows[split] = [row for row, count in zip(every, counts) if count <= max_steps]
+    return rows
 
 
 def steps(solution: str) -> int:
     r"""How many a published solution takes: its lines before `####`, "between 2 and 8" (Cobbe et
     al., 2021).
 
-    >>> steps("In May she sold 48/2 = <<48/2=24>>24 clips.\nTogether that is 48+24 = <<48+24=72>>72.\n#### 72")
+    >>> steps("In May she sold 48/2 = 24 clips.\nTogether that is 48+24 = 72.\n#### 72")
     2
     """
     if "####" not in solution:
@@ -100,9 +102,8 @@ def _read_split(source: str | Path, split: str, progress: bool) -> list[dict]:
     from tqdm import tqdm
 
     rows = []
-    for where, raw in tqdm(
-        load_raw(source, split), desc=f"reading {split}", unit=" rows", disable=not progress
-    ):
+    numbered = load_raw(source, split)
+    for where, raw in tqdm(numbered, f"reading {split}", unit=" rows", disable=not progress):
         try:
             rows.append(converted(raw))
         except ValueError as error:
@@ -116,38 +117,29 @@ def converted(row: dict) -> dict:
     """The row that training reads of a raw one, or of what verl or TRL make of it: verl keeps it in
     `extra_info`, and messages stay as they are. ValueError says what is wrong with it.
     """
-    kept = row.get("extra_info")
-    if isinstance(kept, dict) and {"question", "answer"} <= kept.keys():
-        row = kept
-    if "question" not in row and any(
-        row.get(column) is not None for column in ("prompt", "messages")
-    ):
+    extra = row.get("extra_info")
+    if isinstance(extra, dict) and {"question", "answer"} <= extra.keys():
+        row = extra
+    is_conversation = row.get("prompt") is not None or row.get("messages") is not None
+    if "question" not in row and is_conversation:
         made = row_of(row)
-        gold = gold_answer(made.answer) if "####" in made.answer else canonical_number(made.answer)
-        asked = next(turn["content"] for turn in reversed(made.messages) if turn["role"] == "user")
-        return {
-            "messages": made.messages,
-            "question": asked,
-            "answer": gold,
-            "solution": made.answer,
-        }
-    for column in ("question", "answer"):
-        check_text(row, column)
-    try:
-        gold = gold_answer(row["answer"])
-    except ValueError as error:
-        raise ValueError(f"column 'answer': {error}") from None
-    return {
-        "messages": chat_messages(row["question"]),
-        "question": row["question"],
-        "answer": gold,
-        "solution": row["answer"],
-    }
+        messages, question, solution = made.messages, made.last_turn, made.answer
+        gold = gold_answer(solution) if "####" in solution else canonical_number(solution)
+    else:
+        for column in ("question", "answer"):
+            check_text(row, column)
+        question, solution = row["question"], row["answer"]
+        messages = chat_messages(question)
+        try:
+            gold = gold_answer(solution)
+        except ValueError as error:
+            raise ValueError(f"column 'answer': {error}") from None
+    return {"messages": messages, "question": question, "answer": gold, "solution": solution}
 
 
 def gold_answer(solution: str) -> str:
-    r"""The gold number behind the last `####` of a solution, canonical: "... = 1,000\n#### 1,000"
-    -> "1000".
+    r"""The gold number behind the last `####` of a solution, canonical: "... = 1,000\n#### 1,000" ->
+    "1000".
 
     ValueError if there is no `####`, or anything but one number behind it.
     """
@@ -180,13 +172,8 @@ def _split_files(source: str | Path, split: str) -> list[Path]:
     source = Path(source)
     if source.is_file():
         return [source]
-    for pattern in (
-        f"{split}.jsonl",
-        f"{split}.parquet",
-        f"{split}-*.parquet",
-        f"main/{split}-*.parquet",
-    ):
-        if files := sorted(source.glob(pattern)):
+    for pattern in ("{}.jsonl", "{}.parquet", "{}-*.parquet", "main/{}-*.parquet"):
+        if files := sorted(source.glob(pattern.format(split))):
             return files
     raise FileNotFoundError(
         f"no {split} rows in {source}: expected {split}.jsonl or {split}.parquet"
@@ -214,65 +201,60 @@ def _hub_rows(name: str, split: str) -> Iterator[tuple[str, dict]]:
 # ---- writing ----
 
 
-def write_together(output: Path, writers: dict[str, Callable[[Path], None]]) -> None:
-    """Write the files `output`/name by calling each writer with a temporary path; they get their
-    names after all are complete. Whatever fails before that, `output` and its parents are as they
-    were. ValueError if a folder is where a file should be, or a file where the folder should be.
+def write_together(output: Path, contents: Mapping[str, bytes]) -> None:
+    """Write the files {name: content} to the folder `output`; they get their names after all are
+    complete. Whatever fails before that, `output` and its parents are as they were. ValueError if a
+    folder is where a file should be, or a file where the folder should be.
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"output {output} is a file: name a folder")
-    for name in writers:
-        if (output / name).exists() and not (output / name).is_file():
+    for path in map(output.joinpath, contents):
+        if path.exists() and not path.is_file():
             raise ValueError(
-                f"{output / name} is in the way and is not a file: choose another output folder"
+                f"{path} is in the way and is not a file: choose another output folder"
             )
     nearest = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     with TemporaryDirectory(dir=nearest, prefix=".making-") as making:  # on the same file system
-        for name, write in writers.items():
-            write(Path(making, name))
+        for name, content in contents.items():
+            Path(making, name).write_bytes(content)
         output.mkdir(parents=True, exist_ok=True)
-        for name in writers:
+        for name in contents:
             os.replace(Path(making, name), output / name)
 
 
 def described(path: Path, rows: int) -> str:
     """A line on a file that holds `rows` rows: its path, number of rows, size and SHA-256."""
     content = path.read_bytes()
-    return f"{path}  {rows:,} rows  {len(content):,} bytes  sha256 {hashlib.sha256(content).hexdigest()}"
+    digest = hashlib.sha256(content).hexdigest()
+    return f"{path}  {rows:,} rows  {len(content):,} bytes  sha256 {digest}"
 
 
 def _refuse_to_replace(source: str | Path, splits: Iterable[str], targets: set[Path]) -> None:
     """train.jsonl is a name of raw files too: converting a folder into itself would lose them."""
-    inputs = (
-        [path for split in splits for path in _split_files(source, split)]
-        if Path(source).exists()
-        else []
-    )
-    for path in inputs:
-        if any(path.samefile(target) for target in targets if target.exists()):
-            raise ValueError(f"{path} is input and output: choose another output folder")
+    if not Path(source).exists():
+        return
+    for split in splits:
+        for path in _split_files(source, split):
+            if any(path.samefile(target) for target in targets if target.exists()):
+                raise ValueError(f"{path} is input and output: choose another output folder")
 
 
-def _write_parquet(path: Path, rows: list[dict]) -> None:
+def _parquet(rows: list[dict]) -> bytes:
     import pyarrow
     import pyarrow.parquet
 
     text = pyarrow.string()
-    schema = pyarrow.schema(
-        {
-            "messages": pyarrow.list_(pyarrow.struct({"role": text, "content": text})),
-            "question": text,
-            "answer": text,
-            "solution": text,
-        }
-    )
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), path)
+    messages = pyarrow.list_(pyarrow.struct({"role": text, "content": text}))
+    columns = {"messages": messages, "question": text, "answer": text, "solution": text}
+    table = pyarrow.Table.from_pylist(rows, pyarrow.schema(columns))
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(table, file)
+    return file.getvalue()
 
 
-def _write_jsonl(path: Path, rows: list[dict]) -> None:
-    problems = ({"problem": row["question"], "answer": row["answer"]} for row in rows)
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(problem, ensure_ascii=False) + "\n" for problem in problems)
-
-
-_WRITERS = {"_chat.parquet": _write_parquet, ".jsonl": _write_jsonl}
+def _jsonl(rows: list[dict]) -> bytes:
+    lines = []
+    for row in rows:
+        problem = {"problem": row["question"], "answer": row["answer"]}
+        lines.append(json.dumps(problem, ensure_ascii=False) + "\n")
+    return "".join(lines).encode()

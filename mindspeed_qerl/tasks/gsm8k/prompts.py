@@ -1,7 +1,7 @@
 """How a GSM8K question is put to a model.
 
->>> chat_messages("What is 3+4?")
-[{'role': 'user', 'content': 'What is 3+4? Let\\'s think step by step and output the final answer after "####".'}]
+>>> chat_messages("What is 3+4?")[0]["content"].startswith("What is 3+4? Let's think step by step")
+True
 """
 
 # The wording of verl (examples/data_preprocess/gsm8k.py): it asks for the form that the strict

@@ -16,107 +16,28 @@ sign may stand between.
   several, so hedging buys nothing.
 
 A number is all that stands together: `10\,000`, `3 1/2`, `1e5` and `2 million` are one number each.
-If its value is not known for sure, or a sign that is not known touches it, it is not read, and
-nothing is read in its place. docs/verifier.md has the rules, and a table of verdicts beside those
-of other verifiers.
+If its value is not known for sure, or an unknown sign touches it, it is not read, and nothing is
+read in its place. docs/verifier.md has the rules, and verdicts beside those of other verifiers.
 
 The whole response is read, in time linear in its length: every repetition in the patterns below is
-possessive or bounded, and no number is parsed before its length is known. As a rule only its end
-meets a pattern: words are looked for first, and what stands before them is not matched.
+possessive or bounded, and no number is parsed before its length is known. As a rule only the end
+of a response meets a pattern: markers are searched first, and what stands before is not matched.
 """
 
 import re
-import unicodedata
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from math import gcd
+from operator import methodcaller
 
-Ratio = tuple[
-    int, int
-]  # a number as numerator and denominator in lowest terms: a Fraction is compared much slower
+from mindspeed_qerl.tasks.gsm8k.characters import ODD, UNKNOWN, normalise
+
+# A number, exactly. A Fraction only where the others cannot hold it: it is much slower.
+Value = int | Decimal | Fraction
 
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, and the signs between them
-
-# ---- characters: many ways to write the same become one, in ASCII ----
-
-_ODD = (
-    "\0"  # a superscript, a fraction sign, a digit in a circle: unreadable, as is what it touches
-)
-_UNKNOWN = "\1"  # a sign that means nothing here: what it touches is unreadable
-_SAME = {
-    "'": "\u2018\u2019\u02b9\u02bb\u02bc\u2032\u00b4",
-    ",": "\uff0c\ufe50\u066c\u201a",
-    ".": "\uff0e\ufe52\u066b",
-    "/": "\uff0f\u2044\u2215",
-    "-": "\u2212\uff0d\ufe63\u2010\u2011\u2012\u2013",
-    "*": "\u00d7\u00f7\u2217\uff0a",
-    "=": "\uff1d\u2248\u2264\u2265\u2190\u2192\u21d2",
-    "(": "\uff08",
-    ")": "\uff09",
-    "+": "\uff0b",
-    "%": "\uff05\u00b0\u2103\u2109",
-    " ": "\x85",
-    _UNKNOWN: "\u00b7\u2027\u30fb\u2030\u2031",  # middle dots, per mille
-}
-_SAME_AS = {character: plain for plain, characters in _SAME.items() for character in characters}
-_OF_CATEGORY = {"No": _ODD, "Nl": _ODD, "Z": " ", "Cf": "'", "Sc": "$", "P": ";"}
-
-
-class _Characters(dict):
-    """For `str.translate`: what a character beyond ASCII is read as; it fills as they come."""
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        category = unicodedata.category(character)
-        if category == "Nd":
-            read = str(unicodedata.decimal(character))
-        elif category[0] == "L":
-            read = character
-        else:
-            of_category = _OF_CATEGORY.get(category, _OF_CATEGORY.get(category[0], _UNKNOWN))
-            read = _SAME_AS.get(character, of_category)
-        self[code] = read
-        return read
-
-
-_CHARACTERS = _Characters(
-    {ord(letter): "'" for letter in "\u02b9\u02bb\u02bc"}
-)  # apostrophes that are letters
-_FOREIGN = re.compile(r"[^\x00-\x7f]+")
-_SPACES = re.compile("  +")
-_TEX = re.compile(
-    r"\\(?:(?P<kept>\\)|(?P<sign>[$%])|[,:;>! ]|(?:(?:thin|med|thick|neg|en|hair|nobreak)?space|q?quad)(?![a-zA-Z]) ?"
-    r"|(?:text|mbox|mathrm)\{(?:[ ~]*|(?P<point>,))\})"
-    r"|(?P<comma>,\\[!,]|\{,\})|(?P<power>\^\{ ?)|\{(?:\\[,:;>! ]| )\}|~"
-)
-_TEX_SIGNS = {"kept": r"\\", "comma": ",", "point": ",", "power": "^", None: " "}
-
-
-def _tex_sign(match: re.Match[str]) -> str:
-    return match["sign"] or _TEX_SIGNS[match.lastgroup]
-
-
-# The power of a unit or a footnote behind a word: m^2, $m$^2, m². It is no number.
-_POWER = re.compile(rf"([^\W\d_][)}}\]$]{{0,3}})(?:\^[-+]?[0-9]++(?![a-zA-Z])|{_ODD}++)")
-
-
-def _normalise(text: str) -> str:
-    """ASCII for digits, signs and spaces of other scripts and of TeX, single spaces, and no powers
-    of units.
-    """
-    if not text.isascii():
-        text = _FOREIGN.sub(lambda run: run[0].translate(_CHARACTERS), text)
-    text = text.replace("\t", " ")
-    if "\\" in text or "{" in text or "~" in text:
-        text = _TEX.sub(_tex_sign, text)
-    if "  " in text:
-        text = _SPACES.sub(" ", text)
-    if "^" in text or _ODD in text:
-        text = _POWER.sub(r"\1;", text)
-    return text
-
 
 # ---- numbers ----
 
@@ -132,15 +53,18 @@ _SCALES = {
     "trillion": 10**12,
     "dozen": 12,
 }
-_SCALE = rf"(?i:{'|'.join(_SCALES)})(?i:s?)(?!\w)"
+# A branch that begins with a set is passed over by its first character.
+_SCALE = "|".join(f"[{name[0]}{name[0].upper()}](?i:{name[1:]})" for name in _SCALES)
+_SCALE = rf"(?:{_SCALE})(?i:s?)(?!\w)"
 # from ten thousand and a hundred million to a thousand
 _HAN_SCALES = "\u4e07\u842c\u4ebf\u5104\u5341\u767e\u5343"
 # What stands between the pieces of one number.
+_SCALE_JOINT = rf"{_SCALE},?(?: and)? "
 _JOINT = (
-    rf"(?:[,.'_:/^`]++|[a-zA-Z]++|[eE^][-+]|\{{\}}| ?[{_HAN_SCALES}] ?| ?(?=[a-zA-Z]){_SCALE},?(?: and)? "
-    r"| and (?=[0-9]++/[0-9])| )"
+    rf"(?:[,.'_:/^`]++|[a-zA-Z]++|[eE^][-+]|\{{\}}|[{_HAN_SCALES}] ?|{_SCALE_JOINT}"
+    rf"| (?:[{_HAN_SCALES}] ?|{_SCALE_JOINT}|and (?=[0-9]++/[0-9]))?)"
 )
-_PIECE = rf"(?:[0-9{_ODD}]++|{_FRACTION})"
+_PIECE = rf"(?:[0-9{ODD}]++|{_FRACTION})"
 _PIECES = rf"{_PIECE}(?:{_JOINT}?{_PIECE})*+"
 # A minus behind a word, a number or a closing bracket is a subtraction or a hyphen, not a sign.
 _NUMBER = (
@@ -155,42 +79,68 @@ _ANY_NUMBER = re.compile(_PIECES)
 # part of something else, as in \sqrt{72}, x_{72}, \binom{9}{72}, 2^72, or behind an unknown sign.
 _FRONT = re.compile(
     r"(?P<point>\.(?![\w.]))?(?P<currency>\$)?(?P<sign>[-+](?![\w)\]}%]))?"
-    rf"(?P<cut>[{_UNKNOWN}^]| ?trqs\\| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
+    rf"(?P<cut>[{UNKNOWN}^]| ?trqs\\"
+    rf"| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
 )
 _LONGEST_FRONT = 24
-_DIGIT = re.compile(rf"[0-9{_ODD}\x80-\U0010ffff]")  # or what may be one in another script
+_DIGIT = re.compile(rf"[0-9{ODD}\x80-\U0010ffff]")  # or what may be one in another script
 _LAST_DIGIT = re.compile(rf"(?s:.*){_DIGIT.pattern}")
-_DIGIT_IN_LINE = re.compile(rf"[0-9{_ODD}]|\n|####")
+_DIGIT_IN_LINE = re.compile(rf"[0-9{ODD}]|\n|####")
 
 _GAP = r"[ *_`$)}\\'\"(-]{0,6}+(?:\\?(?:text|textbf|mathrm)\{ ?)?+"
 # How scale words of other languages begin: Millionen, millones, milhões, milioni, miliardi,
 # miljoner, milyon, tausend.
-_FOREIGN_SCALE = r"(?i:mill(?:ione|[oó]n|iard)|mil(?:h|io|iard|jo|jard|yo|ya)|bilh|tausend|hundert|tusen|duizend)"
+_FOREIGN_SCALE = (
+    r"[mM](?i:ill(?:ione|[oó]n|iard)|il(?:h|io|iard|jo|jard|yo|ya))|[bB](?i:ilh)"
+    "|[tT](?i:ausend|usen)|[hH](?i:undert)|[dD](?i:uizend)"
+)
 # words that change a value, or may: a scale that can be a unit, a scale of another language, a part
 _NOT_READ = (
-    r"(?:(?:k|K|MM?|B|T|[mbt]n|M[Nn]|B[Nn]|T[Nn]|ml[nd]|M[Ii][OoLl]|mio|mille?|mil|Mrd|grand|squared|cubed)(?!\w)"
-    r"|(?i:ten|hundred|thousand|million|billion)ths?(?!\w)"
+    r"(?:(?:k|K|MM?|B|T|[mbt]n|M[Nn]|B[Nn]|T[Nn]|ml[nd]|M[Ii][OoLl]|mio|mille?|mil|Mrd"
+    r"|grand|squared|cubed)(?!\w)"
+    r"|(?:[tT](?i:en|housand)|[hH](?i:undred)|[mM](?i:illion)|[bB](?i:illion))(?i:ths?)(?!\w)"
     r"|and [a-z]+ (?:half|halves|thirds?|quarters?|fourths?|fifths?|eighths?|tenths?)(?!\w)"
     rf"|{_FOREIGN_SCALE}"
     "|\u043c\u043b\u043d|\u043c\u043b\u0440\u0434|\u0442\u044b\u0441|\u043c\u0438\u043b\u043b\u0438"
     rf"|[{_HAN_SCALES}\ub9cc\uc5b5\ucc9c\ubc31](?![\u514b\u7c73\u74e6\u5361])|\u03c0)"
 )
 _COMMANDS = rf"(?:{_WRAPPERS}|l?dots|circ|degree|end|right|par|times|div|cdot|approx)(?![a-zA-Z])"
+_OTHER_VALUE = rf"{_GAP}(?:{_SCALE}|{_NOT_READ})"
+# Nearly always a line ends behind a number, or a word follows that begins like none of those that
+# `_AFTER` searches for. Its other alternatives say the same of both, and take longer.
+_PLAIN_AFTER = (
+    r"(?=(?:[.)}$*%]{0,4}| [-+*/=]?)(?:\n|$)|(?:[.,%] ?| |(?=\\))(?:\\text\{ ?)?"
+    "(?!an|b[in]|c[dru]|d(?:iv|oz|ui)|gr|hu|la|m[iln]|or|sq|t[aehinoru]|x)[a-z]{2})"
+)
+_PLAIN_NUMBER = r"\$?(?P<run>[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+)"
+_PLAIN_STATEMENT = re.compile(
+    rf"(?:####|\\boxed\{{|A:(?<!\wA:)) ?{_PLAIN_NUMBER}"
+    rf"(?:{_PLAIN_AFTER}|(?P<on> (?:[-+*/=]|or|to) [-$]{{0,2}}[0-9]))"
+)
+# From the `=` or the space before the last number. In front of that space stands an operator, or a
+# word that does not end like "and" or a scale, which join two numbers.
+_PLAIN_LAST = re.compile(
+    r"(?:=|(?:(?<=[-=+*/:(])|(?<=[a-z][a-z])(?<!nd|ed|ds|kh|hs|ac|cs|on|en|ns|re|es)) )"
+    + _PLAIN_NUMBER
+    + _PLAIN_AFTER
+)
 # What stands behind a number: another one it goes on into, or, in ways that are known, a scale or
 # the end.
 _AFTER = re.compile(
-    r"(?=[.)}$*%]{0,2}(?:\n|$))"  # most often
+    rf"{_PLAIN_AFTER}"
     r"|(?P<on>,? \$?[0-9]"
-    r"|[ *_$%)}\\(,]{0,8}(?:[-+*/^=:;&|<>]|\\?(?:times|div|cdot)|x|or|and|to) ?[-*_$({\\]{0,8}[0-9])"
-    rf"|(?:{_GAP}(?P<scale>{_SCALE}))?+(?!{_GAP}(?:{_SCALE}|{_NOT_READ}))"
-    rf"(?! ?\\(?!{_COMMANDS})[a-zA-Z])(?![)}}\]*$]{{0,4}}(?:\^(?!\\circ)|{_ODD}))"
-    rf"(?=$|[^\W_]|_(?![\w{{])|[\s)\]}}*`\"'$%.,;:!?<>=|&/#@-]|\((?!\$?[0-9.-])|\^\\circ|\\(?:[\\()\[\]]|{_COMMANDS}))"
+    r"|[ *_$%)}\\(,]{0,8}(?:[-+*/^=:;&|<>]|\\(?:times|div|cdot)|times|div|cdot|x|or|and|to)"
+    r" ?[-*_$({\\]{0,8}[0-9])"
+    rf"|(?:(?!{_OTHER_VALUE})|{_GAP}(?P<scale>{_SCALE})(?!{_OTHER_VALUE}))"
+    rf"(?! ?\\(?!{_COMMANDS})[a-zA-Z])(?![)}}\]*$]{{0,4}}(?:\^(?!\\circ)|{ODD}))"
+    rf"(?=$|[^\W_]|_(?![\w{{])|[\s)\]}}*`\"'$%.,;:!?<>=|&/#@-]|\((?!\$?[0-9.-])|\^\\circ"
+    rf"|\\(?:[\\()\[\]]|{_COMMANDS}))"
 )
 _MONEY_SCALE = re.compile(r" ?[mbt](?![\w$])")  # $5m is no length, $5 m$ is
 _WELL_FORMED = re.compile(
-    r"(?:[0-9]{1,3}(?P<by>[, '_])[0-9]{3}(?:(?P=by)[0-9]{3})*|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]*)(?:\.[0-9]+)?"
+    r"(?:[0-9]{1,3}(?P<by>[, '_])[0-9]{3}(?:(?P=by)[0-9]{3})*"
+    r"|[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}|[0-9]*)(?:\.[0-9]+)?"
 )
-_GROUPING = str.maketrans("", "", ", '_")
 _FRACTION_PARTS = re.compile(r"\\[dtc]?frac ?(?:\{ ?([^{}]*?) ?\}|(.)) ?(?:\{ ?([^{}]*?) ?\}|(.))")
 
 # ---- forms ----
@@ -199,29 +149,26 @@ _MARKUP = rf"(?:[ *_`\"'$({{]|\\[(\[]|\\{_WRAPPERS}\{{){{0,16}}+"
 _STATED = _MARKUP + _NUMBER
 
 
-def _find(literal: str, character: str, text: str) -> int:
-    """Where `literal` stands first, -1 if nowhere. Most responses lack its rare `character`, which
-    is found faster.
-    """
-    return -1 if text.find(character) < 0 else text.find(literal)
-
-
 def _find_answer(text: str) -> int:
     """Where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F is an
     s); -1 if nowhere.
     """
+    if text.isascii():
+        return text.lower().find("answer")
     return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
 
 
-_FORMS = {  # where each can stand first, and the pattern
-    "####": (partial(_find, "####", "#"), re.compile("####" + _STATED)),
-    "\\boxed": (partial(_find, "\\boxed{", "\\"), re.compile(r"\\boxed\{" + _STATED)),
+# A character that each needs and most responses lack, where it can stand first, and its pattern.
+_FORMS = {
+    "####": ("#", methodcaller("find", "####"), re.compile("####" + _STATED)),
+    "\\boxed": ("\\", methodcaller("find", "\\boxed{"), re.compile(r"\\boxed\{" + _STATED)),
     # the letter before the word boundary: searched much faster
     "answer is": (
+        "",
         _find_answer,
         re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
     ),
-    "A:": (partial(_find, "A:", ":"), re.compile(r"A:(?<!\wA:)" + _STATED)),
+    "A:": (":", methodcaller("find", "A:"), re.compile(r"A:(?<!\wA:)" + _STATED)),
 }
 RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
 _GOLD = re.compile(_STATED)
@@ -285,13 +232,12 @@ def canonical_number(text: str) -> str:
     return _canonical(_read_number(text))
 
 
-def _read_number(text: str) -> Ratio:
+def _read_number(text: str) -> Value:
     written = str(text).strip()
-    if (
-        written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS
-    ):  # nearly always
-        return int(written), 1
-    match = _GOLD.match(_normalise(written).strip())
+    # nearly always
+    if written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS:
+        return int(written)
+    match = _GOLD.match(normalise(written).strip())
     value, end = _value(match) if match else (None, None)
     if value is None or not _REST_OF_GOLD.fullmatch(match.string, end):
         raise ValueError(
@@ -301,21 +247,24 @@ def _read_number(text: str) -> Ratio:
     return value
 
 
-def _extract(text: str, method: str) -> tuple[Ratio | None, str]:
+def _extract(text: str, method: str) -> tuple[Value | None, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     if method == "strict":
-        find, form = _FORMS["####"]
-        start = find(text)
-        stated = (
-            set(map(_value_of_line, form.finditer(_normalised_from(start, text))))
-            if start >= 0
-            else ()
-        )
-        return (stated.pop() if len(stated) == 1 else None), "####"
-    for rule, (find, form) in _FORMS.items():
-        start = find(text)
-        last = _last(form, _normalised_from(start, text)) if start >= 0 else None
+        character, find, form = _FORMS["####"]
+        if character not in text or (start := find(text)) < 0:
+            return None, "none"
+        values = [_value_of_line(match) for match in form.finditer(_normalised_from(start, text))]
+        agree = values and values.count(values[0]) == len(values)
+        return (values[0] if agree else None), "####"
+    for rule, (character, find, form) in _FORMS.items():
+        if character not in text or (start := find(text)) < 0:
+            continue
+        if plain := _PLAIN_STATEMENT.match(text, text.rfind(rule)):
+            if plain["on"]:
+                break
+            return _decimal("", plain["run"]), rule
+        last = _last(form, _normalised_from(start, text))
         if last is not None:
             value, end = _value(last)
             if end is not None:
@@ -326,27 +275,26 @@ def _extract(text: str, method: str) -> tuple[Ratio | None, str]:
 
 def _normalised_from(start: int, text: str) -> str:
     """What stands at `start` and behind, with the character before it, at which a form looks."""
-    return _normalise(text[max(start - 1, 0) :])
+    return normalise(text[max(start - 1, 0) :])
 
 
-def _last_number(text: str) -> Ratio | None:
-    """The value of the last number; it is in the last line with a digit, or a line before if that
-    is a unit's.
-    """
+def _last_number(text: str) -> Value | None:
+    """The value of the last number, from the last line that has one; powers of units are none."""
     end = len(text) if _DIGIT.search(text) else 0
     while digit := _LAST_DIGIT.match(text, 0, end):
+        before = max(text.rfind(" ", 0, digit.end()), text.rfind("=", 0, digit.end()))
+        plain = _PLAIN_LAST.match(text, before)
+        if plain and plain.end() == digit.end() and "\\" not in text:
+            return _decimal("", plain["run"])
         start = text.rfind("\n", 0, digit.end()) + 1
         line_end = text.find("\n", digit.end(), end)
-        line = _normalise(text[start : end if line_end < 0 else line_end])
+        line = normalise(text[start : end if line_end < 0 else line_end])
         equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
         last = _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line)
         if last is not None:
             begin, end = last.span()
-            point = currency = sign = cut = None
-            if line[begin - 1 : begin] != " " or "\\" in line or "{" in line:
-                point, currency, sign, cut = _FRONT.match(
-                    line[max(begin - _LONGEST_FRONT, 0) : begin][::-1]
-                ).groups()
+            front = line[max(begin - _LONGEST_FRONT, 0) : begin]
+            point, currency, sign, cut = _FRONT.match(front[::-1]).groups()
             return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
         end = start
     return None
@@ -359,7 +307,7 @@ def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] 
     return last
 
 
-def _value_of_line(match: re.Match[str]) -> Ratio | None:
+def _value_of_line(match: re.Match[str]) -> Value | None:
     """What a `####` and its line state: None if there is a second number, or an unreadable one."""
     value, end = _value(match)
     if value is None:
@@ -368,7 +316,7 @@ def _value_of_line(match: re.Match[str]) -> Ratio | None:
     return value if second is None or second[0] in ("\n", "####") else None
 
 
-def _value(match: re.Match[str]) -> tuple[Ratio | None, int | None]:
+def _value(match: re.Match[str]) -> tuple[Value | None, int | None]:
     """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if
     it goes on.
     """
@@ -377,64 +325,52 @@ def _value(match: re.Match[str]) -> tuple[Ratio | None, int | None]:
 
 def _value_of(
     sign: str | None, currency: str | None, run: str, text: str, end: int
-) -> tuple[Ratio | None, int | None]:
+) -> tuple[Value | None, int | None]:
     after = _AFTER.match(text, end)
-    if after is None:
+    if after is None or currency is not None and _MONEY_SCALE.match(text, end):
         return None, end
-    goes_on, scale = after.groups()
-    if goes_on:
+    if after.lastgroup == "on":
         return None, None
-    value = (
-        None if currency is not None and _MONEY_SCALE.match(text, end) else _quotient(*_parts(run))
-    )
+    value = _number(sign or "", run)
     if value is None:
         return None, end
-    top, bottom = value
-    if scale:
-        top, bottom = _lowest(top * _SCALES[scale.lower().removesuffix("s")], bottom)
-    return (-top if sign == "-" else top, bottom), after.end()
+    if after.lastgroup == "scale":
+        value = Fraction(value) * _SCALES[after["scale"].lower().removesuffix("s")]
+    return value, after.end()
 
 
-def _parts(run: str) -> tuple[Ratio | None, Ratio | None]:
-    """Numerator and denominator of what is written."""
+def _number(sign: str, run: str) -> Value | None:
+    """The value of what is written."""
     if "/" not in run and "\\" not in run:
-        return _decimal(run), (1, 1)
+        return _decimal(sign, run)
     if fraction := _FRACTION_PARTS.fullmatch(run):
         over, over_digit, under, under_digit = fraction.groups()
-        return _decimal(over_digit or over), _decimal(under_digit or under)
-    over, _, under = run.partition("/")
-    mixed = " " in run  # "3 1/2"
-    return (None if mixed else _decimal(over)), _decimal(under)
+        top, bottom = _decimal(sign, over_digit or over), _decimal("", under_digit or under)
+    elif " " in run:  # "3 1/2"
+        return None
+    else:
+        over, _, under = run.partition("/")
+        top, bottom = _decimal(sign, over), _decimal("", under)
+    return Fraction(top) / Fraction(bottom) if top is not None and bottom else None
 
 
-def _decimal(digits: str) -> Ratio | None:
-    """The value of digits, the signs that group them and a point; None if they are not one number."""
+def _decimal(sign: str, digits: str) -> int | Decimal | None:
+    """The value of digits, signs that group them and a point; None if this is not one number."""
     if not digits or len(digits) > MAX_NUMBER_CHARS:
         return None
     if digits.isdecimal():
-        return int(digits), 1
-    if not _WELL_FORMED.fullmatch(digits):
+        return int(sign + digits)
+    match = _WELL_FORMED.fullmatch(digits)
+    if match is None:
         return None
-    whole, _, decimals = digits.translate(_GROUPING).partition(".")
-    return _lowest(int(whole + decimals), 10 ** len(decimals))
+    digits = sign + digits.replace(match["by"] or ",", "")
+    # Decimal keeps all digits of a text, and would round the result of an operation
+    return Decimal(digits) if "." in digits else int(digits)
 
 
-def _quotient(top: Ratio | None, bottom: Ratio | None) -> Ratio | None:
-    if bottom == (1, 1):
-        return top
-    if top is None or bottom is None or bottom[0] == 0:
-        return None
-    return _lowest(top[0] * bottom[1], top[1] * bottom[0])
-
-
-def _lowest(numerator: int, denominator: int) -> Ratio:
-    shared = gcd(numerator, denominator)
-    return numerator // shared, denominator // shared
-
-
-def _canonical(ratio: Ratio) -> str:
+def _canonical(number: Value) -> str:
     """Digits without grouping or superfluous zeros; `p/q` if the decimals do not end."""
-    value = Fraction(*ratio)
+    value = Fraction(number)
     for places in range(MAX_NUMBER_CHARS):
         scaled = value * 10**places
         if scaled.denominator == 1:

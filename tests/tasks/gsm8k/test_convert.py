@@ -2,21 +2,20 @@
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k import convert as convert_module
 from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.rows import read_rows
 
+sys.path.insert(0, str(Path(__file__).parent))
+from tool import run_tool
+
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
-TOOL = REPO / "tools" / "convert_gsm8k.py"
 NAMES = ["test.jsonl", "test_chat.parquet", "train.jsonl", "train_chat.parquet"]
 ROW = {"question": "Wie viele Äpfel sind 3+4?", "answer": "3+4=7\n#### 7"}
 
@@ -37,12 +36,6 @@ def snapshot(folder):
 
 def name_of(line):
     return Path(line.split("  ")[0]).name
-
-
-def run_tool(*arguments):
-    environment = os.environ | {"PYTHONPATH": str(REPO)}
-    command = [sys.executable, TOOL, *map(str, arguments)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
 
 
 def test_files_and_summary(tmp_path):
@@ -194,11 +187,11 @@ def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure, e
         convert(write_raw(tmp_path / "first"), out)
     before = snapshot(out) if earlier else None
 
-    def fails_half_way(path, rows):
+    def fails_half_way(path, content):
         path.write_text("half a li")
         raise failure
 
-    monkeypatch.setitem(convert_module._WRITERS, ".jsonl", fails_half_way)
+    monkeypatch.setattr(Path, "write_bytes", fails_half_way)
     with pytest.raises(type(failure)):
         convert(write_raw(tmp_path / "raw", train=[ROW, ROW]), out)
     assert snapshot(out) == before if earlier else not (tmp_path / "deep").exists()
@@ -233,16 +226,18 @@ def test_missing_or_empty_split(tmp_path):
 
 def test_tool(tmp_path):
     raw = write_raw(tmp_path / "raw")
-    done = run_tool("--input", raw, "--output", tmp_path / "out")
+    arguments = ["--input", raw, "--output", tmp_path / "out"]
+    done = run_tool("convert_gsm8k", *arguments, "--max-steps", 1)
     assert done.returncode == 0, done.stderr
     digest = hashlib.sha256((tmp_path / "out" / "train_chat.parquet").read_bytes()).hexdigest()
     assert digest in done.stdout and len(done.stdout.splitlines()) == 4
+    done = run_tool("convert_gsm8k", *arguments, "--max-steps", 0)
+    assert done.returncode == 1 and "has at most 0 steps; the fewest are 1" in done.stderr
     write_raw(raw, train=[ROW, {"question": "q", "answer": "none"}])
-    done = run_tool("--input", raw, "--output", tmp_path / "out")
+    done = run_tool("convert_gsm8k", *arguments)
     assert done.returncode == 1 and done.stdout == ""
     assert f"convert_gsm8k: {raw / 'train.jsonl'}:2: column 'answer': no '#### n'" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert run_tool("--input", raw).returncode == 2
+    assert run_tool("convert_gsm8k", "--input", raw).returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -255,15 +250,11 @@ def test_problems_of_few_steps(tmp_path, most, kept):
         {"question": "three", "answer": "3+4=7\n7+1=8\n#### no\n#### 8"},
     ]  # the last #### counts
     raw = write_raw(tmp_path / "raw", train=rows)
-    done = run_tool(
-        "--input", raw, "--output", tmp_path / "out", *(["--max-steps", most] if most else [])
-    )
-    assert done.returncode == 0, done.stderr
-    assert [
-        row.columns["question"] for row in read_rows(tmp_path / "out" / "train_chat.parquet")
-    ] == kept
-    packed = read_splits(raw, max_steps=most)
-    assert [row["question"] for row in packed["train"]] == kept and len(packed["test"]) == 1
+    convert(raw, tmp_path / "out", max_steps=most)
+    written = read_rows(tmp_path / "out" / "train_chat.parquet")
+    assert [row.columns["question"] for row in written] == kept
+    splits = read_splits(raw, max_steps=most)
+    assert [row["question"] for row in splits["train"]] == kept and len(splits["test"]) == 1
 
 
 def test_no_problem_of_so_few_steps(tmp_path):

@@ -82,7 +82,7 @@ def test_strict_knows_one_rule():
 
 @pytest.mark.parametrize("right, problems", [(0, 10), (1, 10), (5, 10), (10, 10), (70, 100)])
 def test_wilson_interval_is_the_inverted_score_test(right, problems):
-    """Every proportion p0 that |p - p0| <= z sqrt(p0 (1 - p0) / n) does not reject, by trying them."""
+    """Every proportion p0 that |p - p0| <= z sqrt(p0 (1 - p0) / n) keeps, by trying them."""
     p = right / problems
     grid = np.linspace(0, 1, 200001)
     kept = grid[np.abs(p - grid) <= 1.959964 * np.sqrt(grid * (1 - grid) / problems) + 1e-12]

@@ -3,6 +3,7 @@ no code with it.
 """
 
 import json
+import random
 import subprocess
 import sys
 from decimal import Decimal
@@ -21,6 +22,9 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     score,
     score_batch,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tables import plain, rows_of
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
@@ -48,224 +52,161 @@ FIELD_TABLE = [
     ("#### 2 million", "2", 0, 0),
     ("#### 48 + 24 = 72", "72", 0, 1),
 ]
-NUMBERS = [  # what stands behind "#### ", gold, strict, flexible
-    ("72", "73", 0, 0),
-    ("-72", "72", 0, 0),
-    ("+72", "72", 1, 1),
-    ("\u221272", "-72", 1, 1),  # minus sign
-    ("\u221272", "72", 0, 0),
-    ("\u201372", "-72", 1, 1),  # en dash
-    ("-$72", "-72", 1, 1),
-    ("$-72", "-72", 1, 1),
-    ("\\$72", "72", 1, 1),
-    ("€1,000.50", "1000.5", 1, 1),
-    ("1{,}000", "1000", 1, 1),
-    ("1,\\!000", "1000", 1, 1),
-    ("1,000,", "1000", 1, 1),
-    ("1,00", "100", 0, 0),
-    ("1,0000", "10000", 0, 0),
-    ("1.2.3", "1.2", 0, 0),
-    ("72,50", "7250", 0, 0),
-    (".5", "0.5", 1, 1),
-    ("0.50", "0.5", 1, 1),
-    ("50%", "0.5", 0, 0),
-    ("007", "7", 1, 1),
-    ("-0", "0", 1, 1),
-    ("72kg", "72", 1, 1),
-    ("72 (48 + 24)", "72", 0, 1),
-    ("72. 48 of them in April", "72", 0, 1),
-    ("72 \\text{ m}^2", "72", 1, 1),
-    ("`72`", "72", 1, 1),
-    ("$72$", "72", 1, 1),
-    ("\\(72\\)", "72", 1, 1),
-    ("\\boxed{72}", "72", 1, 1),
-    ("\u00a0 \t72", "72", 1, 1),
-    ("3/4", "0.75", 1, 1),
-    ("\\frac{3}{4}", "0.75", 1, 1),
-    ("72/3", "72", 0, 0),
-    ("72/0", "72", 0, 0),
-    ("72e0", "72", 0, 0),
-    ("7.2e1", "72", 0, 0),
-    ("1e999999999", "1", 0, 0),
-    (" " * 40 + "72", "72", 1, 1),
-    ("72   or   73", "72", 0, 0),
-    ("72, 73", "72", 0, 0),
-    ("72 - 73", "72", 0, 0),
-    ("72 73", "72", 0, 0),
-    ("10:30", "10", 0, 0),
-    ("3 1/2", "3", 0, 0),
-    ("48+24", "48", 0, 0),
-    ("48 \\times 2", "48", 0, 0),
-    ("72 dollars or more", "72", 1, 1),
-    ("7\u00b2", "7", 0, 0),  # an exponent, and no piece of the number is read
-    ("7\u00b2", "49", 0, 0),
-    ("7\u00b2 = 49", "49", 0, 1),
-    ("7\u00bd", "7", 0, 0),
-    ("72\u2070", "72", 0, 0),
-    ("72\u0663", "723", 1, 1),  # an Arabic-Indic digit
-    ("\uff17\uff12", "72", 1, 1),  # full-width digits
-    ("72 m\u00b2", "72", 1, 1),
-    ("72m\u00b2", "72", 1, 1),
-    ("1 000", "1000", 1, 1),
-    ("1 000", "0", 0, 0),
-    ("1 000", "1", 0, 0),
-    ("1\u202f000", "1000", 1, 1),
-    ("-$12 345 678.50 in all", "-12345678.5", 1, 1),
-    ("1 000. 48 of them", "1000", 0, 1),
-    ("1 0000", "10000", 0, 0),
-    ("1 000 5", "1000", 0, 0),
-    ("1 000.5.6", "1000.5", 0, 0),
-    ("1 000\u00b2", "1000", 0, 0),
-    ("1 000 or 2 000", "1000", 0, 0),
-    ("about 72", "72", 0, 1),
-    (
-        "72 apples or 73 apples",
-        "72",
-        0,
-        1,
-    ),  # flexible reads the first, as it would without the rest
-    ("72 (or 73)", "72", 0, 0),
-    ("72 (or 73)", "73", 0, 1),
-    ("10k in 5 boxes", "5", 0, 0),  # unreadable, and no other number is taken
-    ("$5m", "5", 0, 0),
-    ("72 m^{2}", "72", 1, 1),
-    ("72 $m$^2", "72", 1, 1),
-    ("(72)^2", "72", 0, 0),
-    ("72\\pi", "72", 0, 0),
-    ("72^\\circ", "72", 1, 1),
-    ("72\u2705", "72", 0, 0),
-    ("72 \u2705", "72", 1, 1),
-    ("0x48", "0", 0, 0),
-    ("0x48", "48", 0, 0),
-    ("10:30", "30", 0, 0),
-    ("12/25/2024", "2024", 0, 0),
-    ("72 dozens", "864", 1, 1),
-    ("2 million 5 hundred", "500", 0, 0),
-    ("2 hundred thousand", "200", 0, 0),
-    ("3 and a half", "3", 0, 0),
-    ("3 and 1/2", "0.5", 0, 0),
-    ("\n72", "72", 0, 1),
-]
-FORMS = [  # response, gold, strict, flexible
-    ("", "72", 0, 0),
-    ("no number at all", "0", 0, 0),
-    ("### 72", "72", 0, 1),
-    ("##### 72", "72", 1, 1),
-    ("#### 72\n\n#### 72.0", "72", 1, 1),
-    ("#### 72 or 73\n#### 72", "72", 0, 1),
-    ("#### Step 1\nadd\n#### 72", "72", 1, 1),
-    ("#### 1. Add\n48+24\n#### 72", "72", 0, 1),
-    ("The answer is 10.\n#### 48 + 24 = 72", "72", 0, 1),
-    ("#### 72 and in all 10 boxes", "72", 0, 1),
-    ("#### 72\nThe answer is 10, \\boxed{11}, A: 12, 13", "72", 1, 1),
-    ("\\boxed{72} The answer is 10. 11", "72", 0, 1),
-    ("\\boxed{10} or rather \\boxed{72}", "72", 0, 1),
-    ("$\\boxed{\\$1{,}000 \\text{ dollars}}$", "1000", 0, 1),
-    ("\\boxed{\\text{72}} 10", "72", 0, 1),
-    ("The answer is 72. A: 10. 11", "72", 0, 1),
-    ("The final answer is: **$72**, from 48 and 24", "72", 0, 1),
-    ("**Answer:** 72 (of 100)", "72", 0, 1),
-    ("**Answer**: 72 (of 100)", "72", 0, 1),
-    ("ANSWER IS -72 of 100", "-72", 0, 1),
-    ("The answer is 48 + 24 = 72.", "72", 0, 1),
-    ("The answer is not 10 but 72", "72", 0, 1),
-    ("A: 72 of 100", "72", 0, 1),
-    ("QA: 10 of 72", "72", 0, 1),
-    ("So 48 + 24 = 72.", "72", 0, 1),
-    ("48+24=72 clips", "72", 0, 1),
-    ("from 100-72", "72", 0, 1),  # a subtraction
-    ("it is -72", "-72", 0, 1),
-    ("the 10\u201372 range", "72", 0, 1),
-    ("H2O and 1,2,3", "3", 0, 0),  # an unreadable number is not replaced by a piece of itself
-    ("so 5 ...", "5", 0, 1),
-    ("...5", "5", 0, 1),
-    ("72" + " x" * 5000, "72", 0, 1),
-    ("\\boxed{1 000} of 72", "1000", 0, 1),
-    ("The answer is 3 500 dollars", "3500", 0, 1),
-    ("a square of 7\u00b2", "7", 0, 0),
-    ("10 m\u00b2 and 72 m\u00b2", "72", 0, 1),
-    ("the total is 1 000", "1000", 0, 1),
-    ("the area is 72 m^2\nin cm^2", "72", 0, 1),
-    ("it is \\sqrt{72}", "72", 0, 0),
-    ("\\boxed{\\sqrt{16}}", "16", 0, 0),
-    ("so \\binom{9}{2}", "2", 0, 0),
-    ("so 2^{10}", "10", 0, 0),
-    ("so 10{000}", "0", 0, 0),
-    ("<answer>72</answer>", "72", 0, 1),
-    ("\u7b54\u6848\u662f72\u4e2a", "72", 0, 1),
-]
+# What stands behind "#### " ¦ gold ¦ strict ¦ flexible.
+NUMBERS = rows_of(r"""
+72 ¦ 73 ¦ 0 ¦ 0
+-72 ¦ 72 ¦ 0 ¦ 0
++72 ¦ 72 ¦ 1 ¦ 1
+\u221272 ¦ -72 ¦ 1 ¦ 1
+\u221272 ¦ 72 ¦ 0 ¦ 0
+\u201372 ¦ -72 ¦ 1 ¦ 1
+-$72 ¦ -72 ¦ 1 ¦ 1
+$-72 ¦ -72 ¦ 1 ¦ 1
+\$72 ¦ 72 ¦ 1 ¦ 1
+€1,000.50 ¦ 1000.5 ¦ 1 ¦ 1
+1{,}000 ¦ 1000 ¦ 1 ¦ 1
+1,\!000 ¦ 1000 ¦ 1 ¦ 1
+1,000, ¦ 1000 ¦ 1 ¦ 1
+1,00 ¦ 100 ¦ 0 ¦ 0
+1,0000 ¦ 10000 ¦ 0 ¦ 0
+1.2.3 ¦ 1.2 ¦ 0 ¦ 0
+72,50 ¦ 7250 ¦ 0 ¦ 0
+.5 ¦ 0.5 ¦ 1 ¦ 1
+0.50 ¦ 0.5 ¦ 1 ¦ 1
+50% ¦ 0.5 ¦ 0 ¦ 0
+007 ¦ 7 ¦ 1 ¦ 1
+-0 ¦ 0 ¦ 1 ¦ 1
+72kg ¦ 72 ¦ 1 ¦ 1
+72 (48 + 24) ¦ 72 ¦ 0 ¦ 1
+72. 48 of them in April ¦ 72 ¦ 0 ¦ 1
+72 \text{ m}^2 ¦ 72 ¦ 1 ¦ 1
+`72` ¦ 72 ¦ 1 ¦ 1
+$72$ ¦ 72 ¦ 1 ¦ 1
+\(72\) ¦ 72 ¦ 1 ¦ 1
+\boxed{72} ¦ 72 ¦ 1 ¦ 1
+\u00a0 ⇥72 ¦ 72 ¦ 1 ¦ 1
+3/4 ¦ 0.75 ¦ 1 ¦ 1
+\frac{3}{4} ¦ 0.75 ¦ 1 ¦ 1
+72/3 ¦ 72 ¦ 0 ¦ 0
+72/0 ¦ 72 ¦ 0 ¦ 0
+72e0 ¦ 72 ¦ 0 ¦ 0
+7.2e1 ¦ 72 ¦ 0 ¦ 0
+1e999999999 ¦ 1 ¦ 0 ¦ 0
+72   or   73 ¦ 72 ¦ 0 ¦ 0
+72, 73 ¦ 72 ¦ 0 ¦ 0
+72 - 73 ¦ 72 ¦ 0 ¦ 0
+72 73 ¦ 72 ¦ 0 ¦ 0
+10:30 ¦ 10 ¦ 0 ¦ 0
+3 1/2 ¦ 3 ¦ 0 ¦ 0
+48+24 ¦ 48 ¦ 0 ¦ 0
+48 \times 2 ¦ 48 ¦ 0 ¦ 0
+72 dollars or more ¦ 72 ¦ 1 ¦ 1
+7² ¦ 7 ¦ 0 ¦ 0
+7² ¦ 49 ¦ 0 ¦ 0
+7² = 49 ¦ 49 ¦ 0 ¦ 1
+7½ ¦ 7 ¦ 0 ¦ 0
+72\u2070 ¦ 72 ¦ 0 ¦ 0
+72\u0663 ¦ 723 ¦ 1 ¦ 1
+\uff17\uff12 ¦ 72 ¦ 1 ¦ 1
+72 m² ¦ 72 ¦ 1 ¦ 1
+72m² ¦ 72 ¦ 1 ¦ 1
+1 000 ¦ 1000 ¦ 1 ¦ 1
+1 000 ¦ 0 ¦ 0 ¦ 0
+1 000 ¦ 1 ¦ 0 ¦ 0
+1\u202f000 ¦ 1000 ¦ 1 ¦ 1
+-$12 345 678.50 in all ¦ -12345678.5 ¦ 1 ¦ 1
+1 000. 48 of them ¦ 1000 ¦ 0 ¦ 1
+1 0000 ¦ 10000 ¦ 0 ¦ 0
+1 000 5 ¦ 1000 ¦ 0 ¦ 0
+1 000.5.6 ¦ 1000.5 ¦ 0 ¦ 0
+1 000² ¦ 1000 ¦ 0 ¦ 0
+1 000 or 2 000 ¦ 1000 ¦ 0 ¦ 0
+about 72 ¦ 72 ¦ 0 ¦ 1
+72 apples or 73 apples ¦ 72 ¦ 0 ¦ 1
+72 (or 73) ¦ 72 ¦ 0 ¦ 0
+72 (or 73) ¦ 73 ¦ 0 ¦ 1
+10k in 5 boxes ¦ 5 ¦ 0 ¦ 0
+$5m ¦ 5 ¦ 0 ¦ 0
+72 m^{2} ¦ 72 ¦ 1 ¦ 1
+72 $m$^2 ¦ 72 ¦ 1 ¦ 1
+(72)^2 ¦ 72 ¦ 0 ¦ 0
+72\pi ¦ 72 ¦ 0 ¦ 0
+72^\circ ¦ 72 ¦ 1 ¦ 1
+72✅ ¦ 72 ¦ 0 ¦ 0
+72 ✅ ¦ 72 ¦ 1 ¦ 1
+0x48 ¦ 0 ¦ 0 ¦ 0
+0x48 ¦ 48 ¦ 0 ¦ 0
+10:30 ¦ 30 ¦ 0 ¦ 0
+12/25/2024 ¦ 2024 ¦ 0 ¦ 0
+72 dozens ¦ 864 ¦ 1 ¦ 1
+2 million 5 hundred ¦ 500 ¦ 0 ¦ 0
+2 hundred thousand ¦ 200 ¦ 0 ¦ 0
+3 and a half ¦ 3 ¦ 0 ¦ 0
+3 and 1/2 ¦ 0.5 ¦ 0 ¦ 0
+⏎72 ¦ 72 ¦ 0 ¦ 1
+""")
+FORMS = rows_of(r"""
+no number at all ¦ 0 ¦ 0 ¦ 0
+### 72 ¦ 72 ¦ 0 ¦ 1
+##### 72 ¦ 72 ¦ 1 ¦ 1
+#### 72⏎⏎#### 72.0 ¦ 72 ¦ 1 ¦ 1
+#### 72 or 73⏎#### 72 ¦ 72 ¦ 0 ¦ 1
+#### Step 1⏎add⏎#### 72 ¦ 72 ¦ 1 ¦ 1
+#### 1. Add⏎48+24⏎#### 72 ¦ 72 ¦ 0 ¦ 1
+The answer is 10.⏎#### 48 + 24 = 72 ¦ 72 ¦ 0 ¦ 1
+#### 72 and in all 10 boxes ¦ 72 ¦ 0 ¦ 1
+#### 72⏎The answer is 10, \boxed{11}, A: 12, 13 ¦ 72 ¦ 1 ¦ 1
+\boxed{72} The answer is 10. 11 ¦ 72 ¦ 0 ¦ 1
+\boxed{10} or rather \boxed{72} ¦ 72 ¦ 0 ¦ 1
+$\boxed{\$1{,}000 \text{ dollars}}$ ¦ 1000 ¦ 0 ¦ 1
+\boxed{\text{72}} 10 ¦ 72 ¦ 0 ¦ 1
+The answer is 72. A: 10. 11 ¦ 72 ¦ 0 ¦ 1
+The final answer is: **$72**, from 48 and 24 ¦ 72 ¦ 0 ¦ 1
+**Answer:** 72 (of 100) ¦ 72 ¦ 0 ¦ 1
+**Answer**: 72 (of 100) ¦ 72 ¦ 0 ¦ 1
+ANSWER IS -72 of 100 ¦ -72 ¦ 0 ¦ 1
+The answer is 48 + 24 = 72. ¦ 72 ¦ 0 ¦ 1
+The answer is not 10 but 72 ¦ 72 ¦ 0 ¦ 1
+A: 72 of 100 ¦ 72 ¦ 0 ¦ 1
+QA: 10 of 72 ¦ 72 ¦ 0 ¦ 1
+So 48 + 24 = 72. ¦ 72 ¦ 0 ¦ 1
+48+24=72 clips ¦ 72 ¦ 0 ¦ 1
+from 100-72 ¦ 72 ¦ 0 ¦ 1
+it is -72 ¦ -72 ¦ 0 ¦ 1
+the 10\u201372 range ¦ 72 ¦ 0 ¦ 1
+H2O and 1,2,3 ¦ 3 ¦ 0 ¦ 0
+so 5 ... ¦ 5 ¦ 0 ¦ 1
+...5 ¦ 5 ¦ 0 ¦ 1
+\boxed{1 000} of 72 ¦ 1000 ¦ 0 ¦ 1
+The answer is 3 500 dollars ¦ 3500 ¦ 0 ¦ 1
+a square of 7² ¦ 7 ¦ 0 ¦ 0
+10 m² and 72 m² ¦ 72 ¦ 0 ¦ 1
+the total is 1 000 ¦ 1000 ¦ 0 ¦ 1
+the area is 72 m^2⏎in cm^2 ¦ 72 ¦ 0 ¦ 1
+it is \sqrt{72} ¦ 72 ¦ 0 ¦ 0
+\boxed{\sqrt{16}} ¦ 16 ¦ 0 ¦ 0
+so \binom{9}{2} ¦ 2 ¦ 0 ¦ 0
+so 2^{10} ¦ 10 ¦ 0 ¦ 0
+so 10{000} ¦ 0 ¦ 0 ¦ 0
+<answer>72</answer> ¦ 72 ¦ 0 ¦ 1
+答案是72个 ¦ 72 ¦ 0 ¦ 1
+""")
+NUMBERS.append((" " * 40 + "72", "72", 1, 1))
+FORMS += [("", "72", 0, 0), ("72" + " x" * 5000, "72", 0, 1)]
 
 
 # What people put between groups of three, and what they put behind a number.
-GROUPING = [
-    ",",
-    "\uff0c",
-    "\u066c",
-    "_",
-    "'",
-    "\u2019",
-    " ",
-    "\u00a0",
-    "\u2007",
-    "\u2009",
-    "\u202f",
-    "{,}",
-    ",\\!",
-    "\\,",
-    "\\;",
-    "\\:",
-    "\\ ",
-    "\\!",
-    "~",
-    "\\thinspace ",
-    "{\\,}",
-    "{ }",
-    "\\text{ }",
-    "\\text{,}",
-    "\u200b",
-]
-NOT_GROUPING = ["\u00b7", "{}", "`", "\u2063\u2063", "\U0001f600", ":", "^"]
-UNITS = [
-    " apples",
-    "kg",
-    " km",
-    " kilos",
-    " m",
-    " miles",
-    " months",
-    " minutes",
-    " millimetres",
-    " mm",
-    " min",
-    " t",
-    " Kelvin",
-    " boxes",
-    " bottles",
-    " tons",
-    "%",
-    " %",
-    "\\%",
-    " percent",
-    "\u20ac",
-    " \u00b0C",
-    "\u5343\u514b",
-    "\u5143",
-    "\\text{ cm}",
-    " \\mathrm{kg}",
-    "-inch",
-    "/day",
-    "!",
-    "**",
-    "$",
-    " \u2705",
-    " thousandaires",
-    " millionaires",
-    " milligrams",
-    " millilitres",
-    " mills",
-    " milkshakes",
-    " miles per hour",
-]
+GROUPING = plain(
+    r",¦\uff0c¦\u066c¦_¦'¦\u2019¦ ¦\u00a0¦\u2007¦\u2009¦\u202f¦{,}¦,\!¦\,¦\;¦\:¦\ ¦\!¦~¦"
+    r"\thinspace ¦{\,}¦{ }¦\text{ }¦\text{,}¦\u200b"
+).split("¦")
+NOT_GROUPING = plain(r"\u00b7¦{}¦`¦\u2063\u2063¦\U0001f600¦:¦^").split("¦")
+UNITS = plain(
+    r" apples¦kg¦ km¦ kilos¦ m¦ miles¦ months¦ minutes¦ millimetres¦ mm¦ min¦ t¦ Kelvin¦"
+    r" boxes¦ bottles¦ tons¦%¦ %¦\%¦ percent¦€¦ °C¦千克¦元¦\text{ cm}¦ \mathrm{kg}¦-inch¦/day¦!¦"
+    r"**¦$¦ ✅¦ thousandaires¦ millionaires¦ milligrams¦ millilitres¦ mills¦ milkshakes¦"
+    r" miles per hour"
+).split("¦")
 READ_SCALES = {
     "hundred": 100,
     "Thousand": 1000,
@@ -277,48 +218,11 @@ READ_SCALES = {
     "trillion": 10**12,
     "dozen": 12,
 }
-UNREAD_SCALES = [
-    "k",
-    " k",
-    "K",
-    " K",
-    "M",
-    " M",
-    "MM",
-    "B",
-    " bn",
-    " mln",
-    " mio",
-    "T",
-    "\u4e07",
-    " \u043c\u043b\u043d",
-    "\u5104",
-    " hundredths",
-    " thousand million",
-    " squared",
-    "e3",
-    " Millionen",
-    " milliards",
-    " millones",
-    " mill\u00f3n",
-    " milh\u00f5es",
-    " milioni",
-    " miliardi",
-    " miljoner",
-    " milyon",
-    " milyar",
-    " miljard",
-    " bilh\u00f5es",
-    " Tausend",
-    " hundert",
-    " tusen",
-    " duizend",
-    "\u2030",
-    "\u00bd",
-    "\u00b2",
-    "^2",
-    " and a half",
-]
+UNREAD_SCALES = plain(
+    r"k¦ k¦K¦ K¦M¦ M¦MM¦B¦ bn¦ mln¦ mio¦T¦万¦ млн¦億¦ hundredths¦ thousand million¦ squared¦e3¦"
+    r" Millionen¦ milliards¦ millones¦ millón¦ milhões¦ milioni¦ miliardi¦ miljoner¦ milyon¦"
+    r" milyar¦ miljard¦ bilhões¦ Tausend¦ hundert¦ tusen¦ duizend¦\u2030¦½¦²¦^2¦ and a half"
+).split("¦")
 
 
 @pytest.mark.parametrize(
@@ -475,74 +379,39 @@ def test_numbers_are_bounded():
 
 # Each of these is quadratic, or fails, for some plausible way to write the verifier (half a MB of
 # each).
-HOSTILE_UNITS = [
-    "9",
-    "9,",
-    "1,000,",
-    ",",
-    ".",
-    "1.",
-    "1/",
-    "1e",
-    "#",
-    "#### ",
-    "#### 1",
-    "#### 1 or ",
-    "\\boxed{",
-    "\\boxed{1",
-    "\\frac{1",
-    "\\frac{1}{",
-    "the answer is ",
-    "answer:",
-    "answer*",
-    "A:",
-    "-",
-    "1-",
-    "$",
-    "\\$",
-    "*",
-    "#### **",
-    " ",
-    "\t",
-    "\u2212",
-    "\n",
-    "1 000 ",
-    "#### 1 000",
-    "7\u00b2",
-]
+HOSTILE_UNITS = plain(
+    r"9¦9,¦1,000,¦,¦.¦1.¦1/¦1e¦#¦#### ¦#### 1¦#### 1 or ¦\boxed{¦\boxed{1¦\frac{1¦\frac{1}{¦"
+    r"the answer is ¦answer:¦answer*¦A:¦-¦1-¦$¦\$¦*¦#### **¦ ¦⇥¦\u2212¦⏎¦1 000 ¦#### 1 000¦7²"
+).split("¦")
 HOSTILE_STARTS = ["", "#### ", "#### 1", "\\frac{1"]
 
 
-def test_half_a_megabyte_of_anything_is_read_in_linear_time():
-    """Quadratic time is 10^10 steps or more, minutes; the limit only ends such a run, linear time
-    takes a second.
+@pytest.mark.parametrize(
+    "length, limit", [(10**5, 5), pytest.param(5 * 10**5, 60, marks=pytest.mark.full)]
+)
+def test_any_text_is_read_in_linear_time(length, limit):
+    """Quadratic time is 10^10 steps, at least 15 s of processor time; linear time is milliseconds.
+    SIGPROF ends the process after `limit` seconds of one text.
     """
     program = (
-        "import faulthandler, json, sys\n"
+        "import json, signal, sys\n"
         "from mindspeed_qerl.tasks.gsm8k.verifier import score\n"
-        "for start, unit in json.loads(sys.argv[1]):\n"
-        "    faulthandler.dump_traceback_later(60, exit=True)\n"
-        "    text = start + unit * (5 * 10**5 // len(unit)) + 'z'\n"
-        "    print(int(score(text, '1', 'strict')), int(score(text, '1')))\n"
+        "length, limit, texts = json.loads(sys.argv[1])\n"
+        "for start, unit in texts:\n"
+        "    signal.setitimer(signal.ITIMER_PROF, limit)\n"
+        "    text = start + unit * (length // len(unit)) + 'z'\n"
+        "    print(int(score(text, '1', 'strict')), int(score(text, '1')), flush=True)\n"
     )
-    texts = [
-        (start, unit)
-        for unit in HOSTILE_UNITS
-        for start in HOSTILE_STARTS
-        if not start or unit in " ,9*\\$"
-    ]
-    command = [sys.executable, "-c", program, json.dumps(texts)]
+    texts = [(start, unit) for unit in HOSTILE_UNITS for start in HOSTILE_STARTS]
+    texts = [(start, unit) for start, unit in texts if not start or unit in " ,9*\\$"]
+    command = [sys.executable, "-c", program, json.dumps([length, limit, texts])]
     done = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, (
-        f"{len(done.stdout.splitlines())} of {len(texts)} texts were read: {done.stderr[-500:]}"
-    )
-    assert len(done.stdout.splitlines()) == len(texts)
-    verdicts = dict(zip(map(tuple, texts), done.stdout.splitlines()))
-    assert (
-        verdicts["", "#### 1"] == "1 1"
-        and verdicts["", "9"] == "0 0"
-        and verdicts["#### 1", " "] == "1 1"
-    )
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, f"slow: {texts[len(lines) :][:1]}, {done.stderr[-500:]}"
+    verdicts = dict(zip(texts, lines, strict=True))
+    assert verdicts["", "#### 1"] == "1 1"
+    assert verdicts["", "9"] == "0 0"
+    assert verdicts["#### 1", " "] == "1 1"
 
 
 # --- against independent formulations
@@ -584,7 +453,7 @@ def test_equal_means_equal_as_decimals(number, other, style, same, frame):
 
 
 def read_word(word: str) -> Decimal | None:
-    """One word of the generated texts as a number, by string methods: the oracle of the next test."""
+    """A word of the generated texts as a number, by string methods: the next test's oracle."""
     core = word.rstrip(".,%")
     sign = -1 if core.startswith("-") else 1
     whole, point, rest = core.lstrip("-$").partition(".")
@@ -601,18 +470,29 @@ def read_word(word: str) -> Decimal | None:
     return sign * Decimal("".join(groups) + point + rest)
 
 
-words = st.one_of(
-    st.sampled_from(["apples", "so", "is", "=", "+", "-", "...", "$", "#", "##", "(a)", "Tom"]),
-    st.from_regex(r"-?\$?[0-9]{1,4}(,[0-9]{2,4}){0,2}(\.[0-9]{1,2}){0,2}[%.,]?", fullmatch=True),
-)
+def made_word(rng: random.Random) -> str:
+    """A word, or `-?$?D,DD,DD.D.D%` with some of its parts left out: grouped well or badly."""
+    if rng.random() < 0.5:
+        return rng.choice("apples so is = + - ... $ # ## (a) Tom".split())
+    digits = str(rng.randrange(10**5)).zfill(5)
+    parts = [rng.choice(["", "-"]), rng.choice(["", "$"]), digits[: rng.randint(1, 4)]]
+    parts += ["," + digits[: rng.randint(2, 4)] for _ in range(rng.randint(0, 2))]
+    parts += ["." + digits[: rng.randint(1, 2)] for _ in range(rng.randint(0, 2))]
+    return "".join(parts) + rng.choice(["", "%", ".", ","])
 
 
-@given(st.lists(words, max_size=12))
-def test_last_number_against_a_word_by_word_reading(sentence):
-    numbers = [word for word in sentence if any(c.isdigit() for c in word)]
-    expected = read_word(numbers[-1]) if numbers else None
-    answer = extract_answer(" so ".join(sentence), "flexible")  # a space alone may join two numbers
-    assert (None if answer is None else Decimal(answer)) == expected
+@pytest.mark.parametrize("count", [5000, pytest.param(10**5, marks=pytest.mark.full)])
+def test_last_number_against_a_word_by_word_reading(count):
+    rng, read_ones = random.Random(count), 0
+    for _ in range(count):
+        sentence = [made_word(rng) for _ in range(rng.randint(0, 12))]
+        numbers = [word for word in sentence if any(char.isdigit() for char in word)]
+        expected = read_word(numbers[-1]) if numbers else None
+        # a space alone may join two numbers
+        answer = extract_answer(" so ".join(sentence), "flexible")
+        assert (None if answer is None else Decimal(answer)) == expected, sentence
+        read_ones += answer is not None
+    assert read_ones > count / 5
 
 
 @given(

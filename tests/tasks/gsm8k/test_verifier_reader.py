@@ -17,62 +17,16 @@ from mindspeed_qerl.tasks.gsm8k.verifier import METHODS, extract_answer, score
 
 sys.path.insert(0, str(Path(__file__).parent))
 from reader import read
+from tables import plain
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
-MARKERS = [
-    "####",
-    "#### ",
-    "##### ",
-    "\\boxed{",
-    "The answer is ",
-    "answer: ",
-    "**Answer:** ",
-    "ANSWER IS: ",
-    "an\u017fwer is ",
-    "answer \u0130s ",
-    "xanswer: ",
-    "\u00e5answer is ",
-    "A: ",
-    "QA: ",
-    "a: ",
-]
+MARKERS = plain(
+    r"####¦#### ¦##### ¦\boxed{¦The answer is ¦answer: ¦**Answer:** ¦ANSWER IS: ¦anſwer is ¦"
+    r"answer İs ¦xanswer: ¦åanswer is ¦A: ¦QA: ¦a: "
+).split("¦")
 SPACES = [" ", "  ", "\n", "\t", "\u00a0", "\u2009", "\u3000", "\x85", " " * 17]
-BEHIND = [
-    "%",
-    " dollars",
-    "½",
-    "kg",
-    " or ",
-    "and",
-    " to ",
-    "x",
-    "\\times ",
-    " cdot 2",
-    "=",
-    ":",
-    "~",
-    ".",
-    ",",
-    "so ",
-]
-MARKS = [
-    "*",
-    "**",
-    "_",
-    "`",
-    "(",
-    ")",
-    "}",
-    "\\text{",
-    "\\mathbf{",
-    "\\!",
-    ",\\!",
-    "{,}",
-    "\\",
-    "\ud800",
-    "\U0001d7d9",
-    "\0",
-]
+BEHIND = plain(r"%¦ dollars¦½¦kg¦ or ¦and¦ to ¦x¦\times ¦ cdot 2¦=¦:¦~¦.¦,¦so ").split("¦")
+MARKS = plain(r"*¦**¦_¦`¦(¦)¦}¦\text{¦\mathbf{¦\!¦,\!¦{,}¦\¦\ud800¦\U0001d7d9¦\u0000").split("¦")
 SIGNS, CURRENCIES = (
     ["", "", "-", "+", "\u2212", "\u2013", "--", "- "],
     ["", "", "$", "\\$", "€", "$-"],
@@ -112,187 +66,28 @@ def test_any_answer(text):
 # A grammar of answers: what stands in front, the number in many hands, what touches it, what
 # follows.
 BODIES = ["", "", "48 + 24 = 72\n", "In 2020, 1 000 of 3 1/2.\n", "#### 72\n", "\u2713 x^2 = 16\n"]
-STARTS = [
-    "#### ",
-    "####",
-    "#### **",
-    "#### $",
-    "\\boxed{",
-    "\\boxed{\\text{",
-    "The answer is ",
-    "**Answer:** ",
-    "A: ",
-    "= ",
-    "so ",
-    "\\sqrt{",
-    "\\binom{9}{",
-    "x_{",
-    "\u221a",
-    "\u00b1",
-    "\u2248",
-    "#### about ",
-    "(",
-]
-GROUPS = [
-    ",",
-    " ",
-    "\u00a0",
-    "\u2009",
-    "\u202f",
-    "\u2007",
-    "'",
-    "\u2019",
-    "_",
-    "\u066c",
-    "\uff0c",
-    "{,}",
-    ",\\!",
-    "\\,",
-    "\\;",
-    "\\:",
-    "\\!",
-    "\\ ",
-    "~",
-    "\\thinspace ",
-    "\\text{ }",
-    "{}",
-    "\u200b",
-    ".",
-    "\u00b7",
-    ";",
-    "\u2063",
-    "`",
-    "  ",
-]
-BEHINDS = [
-    "",
-    "",
-    ".",
-    "%",
-    "\\%",
-    " %",
-    "\u20ac",
-    "}",
-    "**",
-    "$",
-    " dollars",
-    " km",
-    " kg",
-    " miles",
-    " m",
-    "m",
-    " months",
-    " minutes",
-    "k",
-    " k",
-    "K",
-    " K",
-    "M",
-    " M",
-    "m ",
-    " bn",
-    " thousand",
-    " Million",
-    "-million",
-    "} million",
-    "** hundred",
-    " lakh",
-    " crores",
-    " dozen",
-    " dozens",
-    " dozenth",
-    " hundredths",
-    " tenth",
-    " thousand million",
-    " Millionen",
-    " millones",
-    " milh\u00f5es",
-    " milliards",
-    " million 5",
-    " hundred and 5",
-    " percent",
-    "\u2030",
-    "\u00b0",
-    "^\\circ",
-    "^2",
-    "^{10}",
-    " m^2",
-    " \\text{m}^{2}",
-    " m\u00b2",
-    "\u00b2",
-    "\u00bd",
-    " 1/2",
-    " and 1/2",
-    " and a half",
-    "\\frac{1}{2}",
-    " \\dfrac12",
-    "/7",
-    "/0",
-    "/day",
-    "e5",
-    "e-5",
-    "x8",
-    "\\pi",
-    " \u03c0",
-    "\\text{ cm}",
-    " m$",
-    "\\\\",
-    "+",
-    "+x",
-    "!",
-    "?",
-    "\u2705",
-    " \u2705",
-    "\u4e2a",
-    "\u4e07",
-    "\u5343\u514b",
-    "\u5143",
-    ":30",
-    "_8",
-    "_",
-    " (or ",
-    " or ",
-    " to ",
-    ", ",
-    "-",
-    " = ",
-    " apples or ",
-    "\\times ",
-    " ($",
-    "\r",
-    "\n",
-    "\n72",
-    "</b>",
-    " squared",
-    ", so 5 times 3",
-    ". Check: 3",
-    " (48 + 24)",
-    " #### ",
-    "\n#### ",
-    "\ud800",
-    "\x00",
-    "\u0336",
-    "\u3002",
-]
-OTHERS = [
-    "1,00,000",
-    "12,34,567",
-    "1,00",
-    "1.2.3",
-    ".5",
-    "3\u00bd",
-    "3/4",
-    "\\frac{3}{4}",
-    "\\frac34",
-    "007",
-    "\\frac{x}{4}",
-    "\\frac{ 3 }{4}",
-    "\u0667\u0662",
-    "\uff17\uff12",
-    "\U0001d7d5\u0662",
-    "1e3",
-    "0x48",
-]
+STARTS = plain(
+    r"#### ¦####¦#### **¦#### $¦\boxed{¦\boxed{\text{¦The answer is ¦**Answer:** ¦A: ¦= ¦so ¦"
+    r"\sqrt{¦\binom{9}{¦x_{¦\u221a¦\u00b1¦\u2248¦#### about ¦("
+).split("¦")
+GROUPS = plain(
+    r",¦ ¦\u00a0¦\u2009¦\u202f¦\u2007¦'¦\u2019¦_¦\u066c¦\uff0c¦{,}¦,\!¦\,¦\;¦\:¦\!¦\ ¦~¦"
+    r"\thinspace ¦\text{ }¦{}¦\u200b¦.¦\u00b7¦;¦\u2063¦`¦  "
+).split("¦")
+BEHINDS = plain(
+    r"¦¦.¦%¦\%¦ %¦€¦}¦**¦$¦ dollars¦ km¦ kg¦ miles¦ m¦m¦ months¦ minutes¦k¦ k¦K¦ K¦M¦ M¦m ¦"
+    r" bn¦ thousand¦ Million¦-million¦} million¦** hundred¦ lakh¦ crores¦ dozen¦ dozens¦"
+    r" dozenth¦ hundredths¦ tenth¦ thousand million¦ Millionen¦ millones¦ milhões¦ milliards¦"
+    r" million 5¦ hundred and 5¦ percent¦\u2030¦°¦^\circ¦^2¦^{10}¦ m^2¦ \text{m}^{2}¦ m²¦²¦½¦"
+    r" 1/2¦ and 1/2¦ and a half¦\frac{1}{2}¦ \dfrac12¦/7¦/0¦/day¦e5¦e-5¦x8¦\pi¦ π¦\text{ cm}¦"
+    r" m$¦\\¦+¦+x¦!¦?¦✅¦ ✅¦个¦万¦千克¦元¦:30¦_8¦_¦ (or ¦ or ¦ to ¦, ¦-¦ = ¦ apples or ¦\times ¦ ($¦"
+    r"\u000d¦⏎¦⏎72¦</b>¦ squared¦, so 5 times 3¦. Check: 3¦ (48 + 24)¦ #### ¦⏎#### ¦\ud800¦"
+    r"\u0000¦\u0336¦\u3002"
+).split("¦")
+OTHERS = plain(
+    r"1,00,000¦12,34,567¦1,00¦1.2.3¦.5¦3½¦3/4¦\frac{3}{4}¦\frac34¦007¦\frac{x}{4}¦"
+    r"\frac{ 3 }{4}¦\u0667\u0662¦\uff17\uff12¦\U0001d7d5\u0662¦1e3¦0x48"
+).split("¦")
 
 
 def spelt(rng: random.Random) -> str:
@@ -333,9 +128,9 @@ def made_answer(rng: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("count", [4000, pytest.param(10**6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [2000, pytest.param(10**6, marks=pytest.mark.full)])
 def test_answers_of_the_grammar(count):
-    """Most are seen once, and many are read: a reader that reads nothing would agree with itself."""
+    """Many are read: a reader that reads nothing would agree with itself."""
     rng, read_ones = random.Random(count), 0
     for _ in range(count):
         text = made_answer(rng)
@@ -348,7 +143,7 @@ def test_answers_to_gsm8k():
     """Its own solutions, said in other ways: right, wrong, hedged, without a number, cut off."""
     if not GSM8K.is_dir():
         pytest.skip("no ../shared/data/gsm8k beside the repository")
-    for line in (GSM8K / "test.jsonl").read_bytes().splitlines()[::20]:
+    for line in (GSM8K / "test.jsonl").read_bytes().splitlines()[::60]:
         solution = json.loads(line)["answer"]
         body, _, gold = solution.rpartition("#### ")
         wrong = str(int(gold.replace(",", "")) + 1)
@@ -368,49 +163,13 @@ def test_answers_to_gsm8k():
             assert score(text, gold) == float(read(text, "flexible") == int(gold.replace(",", "")))
 
 
-UNITS = [
-    "9",
-    "9,",
-    "1,000,",
-    ".",
-    "1.",
-    "1/",
-    "1e",
-    "#",
-    "#### ",
-    "#### 1",
-    "#### 1 or ",
-    "\\boxed{",
-    "\\boxed{1",
-    "\\frac{1",
-    "\\frac{1}{",
-    "the answer is ",
-    "answer:",
-    "answer*",
-    "an\u017fwer",
-    "A:",
-    "A: 1",
-    "-",
-    "1-",
-    "$",
-    "\\$",
-    "*",
-    "#### **",
-    " ",
-    "\t",
-    "\u2212",
-    "\n",
-    "1 000 ",
-    "#### 1 000",
-    "7\u00b2",
-    "\uff17",
-    "x\u2019",
-    "{,}",
-    ",\\!",
-    "\ud800",
-]
+UNITS = plain(
+    r"9¦9,¦1,000,¦.¦1.¦1/¦1e¦#¦#### ¦#### 1¦#### 1 or ¦\boxed{¦\boxed{1¦\frac{1¦\frac{1}{¦"
+    r"the answer is ¦answer:¦answer*¦anſwer¦A:¦A: 1¦-¦1-¦$¦\$¦*¦#### **¦ ¦⇥¦\u2212¦⏎¦1 000 ¦"
+    r"#### 1 000¦7²¦\uff17¦x\u2019¦{,}¦,\!¦\ud800"
+).split("¦")
 CASES = [
-    *product(UNITS, ["", "#### 1", "\\frac{1"], [5000]),
+    *product(UNITS, ["", "#### 1", "\\frac{1"], [1000]),
     *(pytest.param(unit, "", 10**6, marks=pytest.mark.full) for unit in UNITS),
 ]
 

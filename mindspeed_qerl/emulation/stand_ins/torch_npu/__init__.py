@@ -62,5 +62,5 @@ sys.modules["vllm_ascend._build_info"] = _build_info
 
 def __getattr__(name: str):
     if not name.startswith(("npu_", "_npu_", "atb")):
-        raise AttributeError(f"the emulated torch_npu has no {name} (docs/emulation.md)")
+        raise AttributeError(f"the emulated torch_npu has no {name} (docs/architecture.md)")
     return not_emulated(f"torch_npu.{name}")

@@ -1,0 +1,68 @@
+"""The run's observer, told of answers as token ids."""
+
+from mindspeed_qerl.ascend.limits import epoch_steps
+from mindspeed_qerl.families import end_tokens
+from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.observer import Rollout, RunObserver
+from mindspeed_qerl.runs.progress import Progress
+from mindspeed_qerl.tasks.evaluation import evaluate_answers
+from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
+from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
+from mindspeed_qerl.tasks.rewards import first_reward
+
+
+class TokenObserver(RunObserver):
+    """RunObserver with the tokenizer and the rows of the task.
+
+    Attributes:
+        problems: rows and prompts of the evaluation. ends: ids of the tokens that end an answer.
+
+    Raises:
+        ConfigError: tokenizer or rows are wrong, or another evaluation than when the run started.
+    """
+
+    def __init__(
+        self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress
+    ):
+        super().__init__(recipe, run, metrics, progress, epoch=epoch_steps(recipe))
+        self.tokenizer = load_tokenizer(recipe.model.path)
+        self.ends = end_tokens(recipe.model.path) | {self.tokenizer.eos_token_id} - {None}
+        self.problems = Prompts(
+            recipe.task.test_file,
+            self.tokenizer,
+            recipe.task.prompt,
+            recipe.sampling.max_prompt_length,
+            recipe.evaluation.n_problems,
+            run.started,
+        )
+        run.keep(evaluation_prompts=self.problems.digest())
+        if self.problems.dropped:
+            progress.message(self.problems.left_out("evaluation"))
+        self.packed_rows = read_packed_rows(recipe.task.data_path)
+
+    def sampled_tokens(self, step: int, answers: dict[str, list]) -> None:
+        """`sampled`, with columns of the transfer dock, a tensor for each answer."""
+        texts = {}
+        for column in ("prompts", "responses", "labels"):
+            ids = answers[column][: self.recipe.run.rollout_samples]
+            texts[column] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        rows = rows_of_labels(texts["labels"], self.packed_rows)
+        golds, rewards = [row.answer for row in rows], map(float, answers["rm_scores"])
+        columns = zip(texts["prompts"], texts["responses"], golds, rewards)
+        self.sampled(step, [Rollout(*values) for values in columns])
+
+    def evaluated_tokens(self, step: int, answers: list[list[list[int]]], seconds: float) -> None:
+        """`evaluated`, with the token ids of each problem's answers."""
+        responses = [ids for group in answers for ids in group]
+        limit = self.recipe.sampling.max_tokens
+        truncated = [len(ids) >= limit and ids[-1] not in self.ends for ids in responses]
+        result, scored = evaluate_answers(
+            self.problems.rows,
+            self.tokenizer.batch_decode(responses, skip_special_tokens=True),
+            truncated,
+            self.recipe.evaluation.samples_per_problem,
+            first_reward(self.recipe.task.verifiers),
+        )
+        self.evaluated(step, result, scored, seconds)

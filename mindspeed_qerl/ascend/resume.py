@@ -1,0 +1,118 @@
+"""Checkpoints of a run on their way back into upstream, and what lies beside them to prove that
+they are whole and this run's.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.common.files import (
+    POSITION,
+    TRACKER,
+    checkpoint_iterations,
+    describe_files,
+    fault_of_files,
+    write_whole,
+)
+from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.directory import RunDirectory
+
+WEIGHTS, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"  # of a rank, by Megatron's names
+
+
+def checkpoint_folder(run: RunDirectory, step: int) -> Path:
+    return run.checkpoints_dir / f"iter_{step:07d}"
+
+
+def write_position(run: RunDirectory, step: int, batches_asked: int) -> None:
+    """Before checkpoint `step` is written: beside it the batches of prompts that were asked so far,
+    so that whatever Megatron's tracker names has them.
+    """
+    folder = checkpoint_folder(run, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    position = {"batches_asked": batches_asked, **run.identity()}
+    write_whole(folder / POSITION, json.dumps(position))
+
+
+def write_digests(run: RunDirectory, step: int) -> None:
+    """Once checkpoint `step` is on disk: what its files hold, other machines' disks aside."""
+    folder = checkpoint_folder(run, step)
+    files = describe_files(folder, folder.glob("mp_rank_*/*"))
+    write_whole(folder / POSITION, json.dumps({**read_position(run, step), "files": files}))
+
+
+def read_position(run: RunDirectory, step: int) -> dict[str, Any]:
+    """What was written beside checkpoint `step`; FileNotFoundError if nothing was."""
+    return json.loads((checkpoint_folder(run, step) / POSITION).read_text())
+
+
+def last_checkpoint(recipe: Recipe) -> int:
+    """The step that the run in `recipe.run.resume` can resume after; ValueError if it saved none,
+    or the last one is another run's, or not what was saved.
+    """
+    run = RunDirectory.open(recipe.run.resume)
+    steps, tracker = checkpoint_iterations(run.checkpoints_dir), run.checkpoints_dir / TRACKER
+    try:
+        step = int(tracker.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"{recipe.run.resume} has no checkpoint to resume from ({error}). One is saved every "
+            "megatron_training.save_interval steps. Start a new run without run.resume"
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{tracker} names no checkpoint ({error}): the run was killed while it was written. "
+            f"Write the number of the last one into it; there are: {', '.join(map(str, steps))}"
+        ) from error
+    checkpoint = checkpoint_folder(run, step)
+    try:
+        position = read_position(run, step)
+        run.check_owner(checkpoint, position["run"])
+        fault = fault_of_files(checkpoint, position.get("files", {}))
+    except FileNotFoundError:
+        fault = f"{POSITION}, which has the position in the data, is missing"
+    if fault:
+        earlier = [number for number in steps if number < step]
+        fix = "there is no other checkpoint: start a new run"
+        if earlier:
+            fix = f"write {earlier[-1]} into {tracker} to resume from that one"
+        raise ValueError(
+            f"the checkpoint {checkpoint} is damaged: {fault}. Bring the file back, or {fix}"
+        )
+    return step
+
+
+def batches_asked(recipe: Recipe) -> int:
+    """Batches of prompts that the resumed run had asked at its last checkpoint; 0 for a new run."""
+    if not recipe.run.resume:
+        return 0
+    run = RunDirectory.open(recipe.run.resume)
+    return read_position(run, last_checkpoint(recipe))["batches_asked"]
+
+
+def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:
+    """The base checkpoint once more, as links, under the step of the run's last checkpoint and with
+    that one's optimizer state: Megatron takes the step and the distributed optimizer's state from
+    `load` (training/checkpointing.py:1400-1411), never from `lora_load`.
+    """
+    step = last_checkpoint(recipe)
+    tracker = (base / TRACKER).read_text().strip()
+    weights = base / ("release" if tracker == "release" else f"iter_{int(tracker):07d}")
+    view = run.path / "resume"
+    shutil.rmtree(view, ignore_errors=True)
+    for rank in checkpoint_folder(run, step).glob("mp_rank_*"):
+        source = weights / rank.name / WEIGHTS
+        if not source.is_file():
+            raise EngineError(
+                f"actor_config.load = {base} has no {rank.name}/{WEIGHTS}, which the run's "
+                "checkpoint has: it is for another layout"
+            )
+        links = view / f"iter_{step:07d}" / rank.name
+        links.mkdir(parents=True)
+        (links / WEIGHTS).symlink_to(source.resolve())
+        if (rank / OPTIMIZER).is_file():
+            (links / OPTIMIZER).symlink_to((rank / OPTIMIZER).resolve())
+    (view / TRACKER).write_text(str(step))
+    return view.resolve()

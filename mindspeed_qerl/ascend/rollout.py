@@ -1,0 +1,125 @@
+"""vLLM on one NPU rank: upstream's engine with our sampling, noise and quantisation."""
+
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from mindspeed_rl.workers import actor_hybrid_worker
+
+from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.ascend.limits import epoch_steps
+from mindspeed_qerl.ascend.quantized import QuantizedModel
+from mindspeed_qerl.ascend.recorder import AscendRecorder
+from mindspeed_qerl.common.seeds import derived_seed
+from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.recipe.types import Recipe
+
+
+class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
+    """Upstream's vLLM engine with six changes: prompts as token ids, answers with the log-probs
+    that they were drawn by and with their routes, AQN on the norms, linear weights that are
+    quantised, a seed for each prompt.
+
+    Attributes:
+        injector, quantized, recorder: None where there is no noise, no quantisation, no replay of
+            the rollout's routes. quantizes: whether the next weight sync brings quantised weights.
+        noise_step: the step, from 0, whose noise the next weight sync brings; None: a clean model.
+        noise_report: of the last sync. seed_of: "rollout" or "evaluation", and the step: what the
+            next prompts' seeds are derived from.
+    """
+
+    injector: NoiseInjector | None = None
+    quantized: QuantizedModel | None = None
+    recorder: AscendRecorder | None = None
+    quantizes = False
+    noise_step: int | None = None
+    noise_report: NoiseReport | None = None
+    seed_of = ("rollout", 0)
+
+    def __init__(self, *args, **kwargs):
+        """Upstream's; log-probs are of the distribution that is drawn from, temperature included,
+        in the sampler of vLLM and in that of vllm-ascend, which does not pass `logprobs_mode` on
+        (sample/sampler.py:16).
+        """
+        super().__init__(*args, **kwargs)
+        sampler = self.runner.sampler
+        sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = "processed_logprobs"
+
+    @property
+    def runner(self) -> Any:
+        """vllm-ascend's model runner."""
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def add_ours(self, recipe: Recipe) -> None:
+        """What `recipe` asks for beside upstream's."""
+        if recipe.noise.enabled:
+            arguments = recipe.noise_arguments(epoch_steps(recipe))
+            self.injector = NoiseInjector(self.model, **arguments)
+        if recipe.quantization.enabled:
+            self.quantized = QuantizedModel(self.model, recipe.quantization)
+        if recipe.algorithm.routing_replay == "rollout":
+            routers, longest = read_shape(recipe.model.path).routers, recipe.batch.max_model_len
+            self.recorder = AscendRecorder(self.runner, routers, longest, self.model)
+
+    def sync_model_weights(self, params, load_format="megatron"):
+        """Upstream's, then quantisation and noise, in any order, since noise is on norms alone:
+        vLLM's parameters are views of buffers that are filled by copy at each sync
+        (megatron_weight_loaders.py:225,238), so nothing of it can reach the training weights.
+        """
+        super().sync_model_weights(params, load_format)
+        if self.quantized is not None and self.quantizes:
+            self.quantized.quantize()
+        self.noise_report = None
+        if self.injector is not None and self.noise_step is not None:
+            self.noise_report = self.injector.apply(self.noise_step)
+
+    def offload_model_weights(self):
+        """Upstream's; the noise goes first, since afterwards the weights lie elsewhere, and int8
+        copies are freed.
+        """
+        if self.quantized is not None:
+            self.quantized.free()
+        if self.injector is not None:
+            self.injector.remove()
+        super().offload_model_weights()
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: list[list[int]], record_routes: bool = False, **sampling: Any
+    ) -> list[list[Any]]:
+        """For each prompt, token ids, its answers as vLLM's CompletionOutput; with `record_routes`
+        and a recorder, which all ranks have or none has, with an attribute `routes`. sampling:
+        other sampling parameters.
+
+        Upstream's `generate_sequences` decodes the prompts with skip_special_tokens=True
+        (vllm_engine.py:489), which loses the chat template, and cuts the answers at the padding
+        token, which a model may say.
+        """
+        self.init_cache_engine()
+        recorder = self.recorder if record_routes else None
+        recording = recorder.recording() if recorder else nullcontext()
+        with self.update_sampling_params(**sampling), recording:
+            outputs = self.llm.generate(
+                prompts=[{"prompt_token_ids": ids} for ids in prompts],
+                sampling_params=[self._sampling_params(ids) for ids in prompts],
+                use_tqdm=False,
+            )
+        self.free_cache_engine()
+        groups = [output.outputs for output in outputs]
+        if recorder:
+            for answer, routes in zip(chain(*groups), chain(*recorder.take(outputs))):
+                answer.routes = routes
+        return groups
+
+    def _sampling_params(self, prompt: list[int]) -> Any:
+        """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends
+        on that seed, the step and the prompt only; n samples of a prompt get seed, seed + 1, ...
+        from vLLM.
+        """
+        params = self.sampling_params.clone()
+        params.logprobs = 0  # of the sampled token alone
+        if params.seed is not None:
+            purpose, step = self.seed_of
+            params.seed = derived_seed(params.seed, f"{purpose}/{prompt}", step)
+        return params

@@ -1,0 +1,332 @@
+"""The terms of a rank's memory: what is held, bytes, and how they come about.
+
+Weights and activations are bfloat16; gradients, optimizer state and logits float32.
+"""
+
+from dataclasses import dataclass
+
+from mindspeed_qerl.families import family_of
+from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.weights import layer_weights, training_weights
+
+GB = 10**9
+BF16, FP32 = 2, 4
+ADAMW = 3 * FP32  # master weight and two moments
+# Assumptions, not counts:
+RUNTIME = 2 * GB  # CANN, the operators' code and torch_npu's own
+EXPERT_LOAD = 2  # tokens of the busiest rank over the average, in the layer that is computed
+# copies in float32: logits, their clone (RL utils/compute.py:45), softmax; and the gradient
+LOGITS_UPDATE, LOGITS_FORWARD = 4, 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What memory depends on beside layout and batch."""
+
+    memory_gb: float = 64.0  # of one rank, 10^9 bytes
+    gpu_memory_utilization: float = 0.6
+    max_num_seqs: int = 128
+    offload_train_param: bool = True
+    offload_train_grad: bool = True
+    offload_train_optimizer: bool = True
+    distributed_optimizer: bool = True
+    recompute: bool = True  # recompute_granularity full
+    recompute_num_layers: int | None = None  # of each stage, method block; None = all
+    lora_r: int = 32
+    lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    hccl_buffer_mib: int = 640
+    int8_rollouts: bool = False  # rollout_quantization int8_w8a8
+
+
+@dataclass(frozen=True)
+class Part:
+    """One term of a sum: what it is, bytes, how they come about, and which of memory.KINDS."""
+
+    name: str
+    bytes: int
+    how: str
+    kind: str
+
+
+def size_of(parts: list[Part]) -> int:
+    """Bytes of all."""
+    return sum(part.bytes for part in parts)
+
+
+# ---- weights and what trains them ----
+
+
+def weights(what: str, kind: str, counts: tuple[int, int], shared: str, dealt: str) -> list[Part]:
+    """Weights in bfloat16; `shared` and `dealt` say how a rank gets its part of all but the
+    experts, and of the experts.
+    """
+    dense, experts = counts
+    how = f"{dense / GB:.2f} x 10^9 parameters ({shared}) x 2"
+    parts = [Part(f"{what}, dense part", dense * BF16, how, kind)]
+    if experts:
+        how = f"{dealt}: {experts / GB:.2f} x 10^9 x 2"
+        parts.append(Part(f"{what}, experts", experts * BF16, how, kind))
+    return parts
+
+
+def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, int]:
+    """LoRA parameters on one training rank: all but experts, experts.
+
+    PEFT's A is whole beside a column-parallel B, B is whole beside a row-parallel A (peft
+    tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM
+    tasks/posttrain/lora/moe/experts.py:437).
+    """
+    layout, dense, experts = plan.layout, 0, 0
+    for linear in family_of(plan.shape).linears(plan.shape):
+        if linear.target not in settings.lora_targets:
+            continue
+        if linear.split == "expert":
+            copies = linear.copies // (layout.tp * layout.ep)
+            experts += copies * (linear.inputs + linear.outputs)
+        elif linear.split == "column":
+            dense += linear.inputs + linear.outputs // layout.tp
+        else:
+            dense += linear.inputs // layout.tp + linear.outputs
+    scale = settings.lora_r * plan.layers[stage]
+    return dense * scale, experts * scale
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training adds to the base weights; without LoRA the weights themselves are trained."""
+
+    adapters: list[Part]
+    gradients: list[Part]
+    optimizer: list[Part]
+
+
+def trained(plan: Plan, settings: Settings, stage: int) -> Trained:
+    layout, kind = plan.layout, "adapters and optimizer"
+    if plan.lora:
+        dense, experts = adapter_weights(plan, settings, stage)
+    else:
+        dense, experts = training_weights(plan, stage)
+    dp, expert_dp = 1, 1
+    if settings.distributed_optimizer:
+        dp, expert_dp = layout.dp * layout.cp, layout.expert_dp
+    total = dense + experts
+    numbers = f"{total / 1e6:.1f} x 10^6"
+    how = f"12 bytes (master weight, two moments): {dense / 1e6:.1f} x 10^6 over {dp} ranks"
+    if experts:
+        how += f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}"
+    state = dense * ADAMW // dp + experts * ADAMW // expert_dp
+    adapters = [Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind)]
+    return Trained(
+        adapters if plan.lora else [],
+        [Part("gradients", total * FP32, f"{numbers} x 4", kind)],
+        [Part("AdamW", state, how, kind)],
+    )
+
+
+# ---- the runtime ----
+
+
+def communicators(plan: Plan) -> list[str]:
+    """Groups of more than one rank over which a rank sends data; HCCL keeps two buffers of
+    HCCL_BUFFSIZE for each (CANN, HCCL_BUFFSIZE).
+    """
+    layout, moe = plan.layout, plan.shape.moe
+    sizes = {
+        "world": layout.world,
+        "TP": layout.tp,
+        "PP": layout.pp,
+        "DP": layout.dp * layout.cp,
+        "EP": layout.tp * layout.ep * moe,
+        "expert DP": layout.expert_dp * moe,
+        "vLLM TP": layout.infer_tp,
+        "vLLM EP": layout.infer_tp * layout.infer_ep * moe,
+        "vLLM MC2": layout.infer_tp * layout.infer_ep * moe,
+    }
+    return [name for name, size in sizes.items() if size > 1]
+
+
+def runtime(plan: Plan, settings: Settings) -> list[Part]:
+    groups = communicators(plan)
+    buffers = len(groups) * 2 * settings.hccl_buffer_mib * 2**20
+    names = ", ".join(groups)
+    how = f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {names}"
+    return [
+        Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu", "runtime"),
+        Part("HCCL buffers", buffers, how, "runtime"),
+    ]
+
+
+# ---- forward and backward passes ----
+
+
+def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
+    """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
+    shape, tp, hidden = plan.shape, plan.layout.tp, plan.shape.hidden_size
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    spread = tp if plan.layout.sequence_parallel else 1
+    # two residuals, two normed inputs
+    numbers = 4 * hidden / spread
+    # q, k, v before and after rotation and norm, attention's output
+    numbers += (queries + 2 * keys) * 2 / tp + queries / tp
+    # gate and up, their product
+    numbers += 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size) / tp
+    # npu_fusion_attention keeps maximum and sum eightfold
+    statistics = shape.num_attention_heads / tp * 2 * 8 * FP32
+    copies_of_token = expert_load * shape.num_experts_per_tok / spread
+    experts = copies_of_token * (4 * hidden + 3 * shape.moe_intermediate_size)
+    return int(tokens * ((numbers + experts) * BF16 + statistics))
+
+
+def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
+    """Activations of forward and backward passes, with those kept for micro-batches in flight."""
+    layout, batch, kind = plan.layout, plan.batch, "activations and logits"
+    layers, hidden = plan.layers[stage], plan.shape.hidden_size
+    tokens = batch.micro_batch_size * batch.seq_length // layout.cp
+    micro_batches = max(1, plan.mini_share // batch.micro_batch_size)
+    in_flight = min(layout.pp - stage, micro_batches)
+    times = f" x {in_flight} micro-batches in flight" if in_flight > 1 else ""
+    recomputed = 0
+    if settings.recompute:
+        recomputed = min(settings.recompute_num_layers or layers, layers)
+    parts = []
+    if recomputed:
+        spread = layout.tp if layout.sequence_parallel else 1
+        inputs = in_flight * recomputed * tokens * hidden * BF16 // spread
+        how = f"{recomputed} layers x {tokens} tokens x {hidden} x 2"
+        how += f" / TP {spread}{times}" if spread > 1 else times
+        parts.append(Part("layer inputs kept", inputs, how, kind))
+    if layers > recomputed:
+        kept = layer_activations(plan, tokens, 1)
+        how = f"{layers - recomputed} layers x {kept / GB:.2f} GB for {tokens} tokens{times}"
+        parts.append(Part("activations kept", in_flight * (layers - recomputed) * kept, how, kind))
+    layer = layer_activations(plan, tokens, EXPERT_LOAD)
+    how = f"update: {layer / GB:.2f} GB and its gradient"
+    if plan.shape.moe:
+        how += f", {EXPERT_LOAD} x the average tokens on the busiest rank"
+    parts.append(Part("one layer at work", 2 * layer, how, kind))
+    return parts + _logits(plan, stage, tokens, LOGITS_UPDATE, "update")
+
+
+def forward(plan: Plan, stage: int) -> list[Part]:
+    """Activations of the passes for log-probs."""
+    answers = max(plan.batch.actor_forward, plan.batch.ref_forward)
+    tokens = answers * plan.batch.seq_length // plan.layout.cp
+    layer = layer_activations(plan, tokens, EXPERT_LOAD)
+    how = f"log-probs: {tokens} tokens"
+    return [
+        Part("one layer at work", layer, how, "activations and logits"),
+        *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"),
+    ]
+
+
+def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> list[Part]:
+    if stage < plan.layout.pp - 1:
+        return []
+    rows = plan.rows // plan.layout.tp
+    how = f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4"
+    return [Part("logits", copies * tokens * rows * FP32, how, "activations and logits")]
+
+
+# ---- from training to vLLM ----
+
+
+def sync(plan: Plan, stage: int) -> list[Part]:
+    """The fuller of the container's two passes (vllm_weight_container.py): tensor after tensor into
+    vLLM's buffers, joined and cut where infer TP is not TP (:461-464); then the experts of one
+    pipeline stage after the other, in a buffer that is N times a vLLM rank's share, which is a
+    training rank's (:490-546). Our adaptor merges one tensor after the other, and the one before is
+    still there.
+    """
+    return max(_dense_sync(plan, stage), _experts_sync(plan, stage), key=size_of)
+
+
+def _dense_sync(plan: Plan, stage: int) -> list[Part]:
+    layout, shape, kind = plan.layout, plan.shape, "sync buffers"
+    first, last = stage == 0, stage == layout.pp - 1
+    tables = first + (last and not shape.tie_word_embeddings)
+    joined, kept = _joined(plan, plan.rows * shape.hidden_size)
+    how = f"TP {layout.tp} to infer TP {layout.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 "
+    how += "joined and cut" + (", beside the output layer" if tables > 1 else "")
+    embedding = bool(tables) * joined + (tables > 1) * kept
+    largest = 0
+    for linear in family_of(shape).linears(shape):
+        if linear.split != "expert":
+            largest = max(largest, linear.inputs * linear.outputs)
+    merging = 2 * largest // layout.tp * FP32 if plan.lora else 0
+    joined, kept = _joined(plan, largest)
+    merged_beside = largest // layout.tp * BF16 * plan.lora + joined + kept
+    how_linear = f"the largest linear layer, {largest / 1e6:.1f} x 10^6 / TP {layout.tp}: "
+    how_linear += "W and W + BA, float32"
+    terms = [
+        Part("embedding on its way", embedding, how, kind),
+        Part("merging", max(merging, merged_beside), how_linear, kind),
+    ]
+    return [max(terms, key=lambda part: part.bytes)]
+
+
+def _joined(plan: Plan, numbers: int) -> tuple[int, int]:
+    """Bytes to bring a tensor of so many numbers from training's TP ranks to vLLM's, and what is
+    left of them while the next one comes (:655-760): training's shares are gathered, joined and
+    cut.
+    """
+    layout = plan.layout
+    if layout.tp == layout.infer_tp:
+        return 0, 0
+    kept = numbers * BF16
+    if layout.tp > layout.infer_tp:  # a part of what was joined
+        kept //= layout.infer_tp
+    return (layout.tp > 1) * numbers * BF16 + kept, kept
+
+
+def _experts_sync(plan: Plan, stage: int) -> list[Part]:
+    """With pipeline stages the buffer of the one before is still there: variables hold views of it
+    (:535-537).
+    """
+    if not plan.shape.moe:
+        return []
+    _, layer = layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)
+
+    def buffers(last: int) -> Part:
+        layers = plan.layers[max(last - 1, 0) : last + 1]
+        owner = "a stage's" if len(layers) == 1 else "two stages'"
+        how = f"a second copy of {owner} experts, {sum(layers)} layers"
+        return Part("experts on their way", layer * sum(layers) * BF16, how, "sync buffers")
+
+    # a stage merges while the buffer of its own experts is filled
+    own = [buffers(stage)]
+    if plan.lora:
+        merging = layer * 2 // 3 * 2 * FP32 + layer // 3 * BF16
+        how = "W and W + BA of one layer's fc1, float32, beside fc2"
+        own.append(Part("merging", merging, how, "sync buffers"))
+    others = [[buffers(last)] for last in range(plan.layout.pp)]
+    return max(own, *others, key=size_of)
+
+
+# ---- vLLM ----
+
+
+def int8_copies(plan: Plan) -> Part:
+    """Of the linear weights but experts (ascend/quantized.py), beside gpu_memory_utilization: vLLM
+    measures before.
+    """
+    shape, tp = plan.shape, plan.layout.infer_tp
+    linears = layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp)
+    numbers = shape.num_hidden_layers * linears
+    return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1", "vLLM's weights")
+
+
+def profiled(plan: Plan, settings: Settings) -> Part:
+    """What vLLM's profiling run leaves aside: the widest point of one layer for
+    max_num_batched_tokens, and the logits of max_num_seqs.
+    """
+    shape, tokens = plan.shape, plan.batch.max_num_batched_tokens
+    hidden, sequences = shape.hidden_size, settings.max_num_seqs
+    mlp = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size)
+    width = mlp / plan.layout.infer_tp + 2 * hidden
+    width += shape.num_experts_per_tok * (2 * hidden + 3 * shape.moe_intermediate_size)
+    logits = 2 * sequences * plan.vllm_rows * FP32
+    how = f"one layer for {tokens} tokens, and 2 x {sequences} sequences x {plan.vllm_rows:,} "
+    how += "logits x 4"
+    size = int(tokens * width * BF16) + logits
+    return Part("vLLM's activations", size, how, "activations and logits")

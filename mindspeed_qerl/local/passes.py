@@ -1,0 +1,218 @@
+"""Passes of one rank's part of the model over the micro-batches of a shard, by megatron-core's 1F1B
+schedule (with one pipeline stage: forward, backward, forward, ...).
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_entropy, token_logprobs
+from mindspeed_qerl.algorithm.metrics import Mean, Metric
+from mindspeed_qerl.local.batch import Batch
+from mindspeed_qerl.local.place import Place
+from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay
+from mindspeed_qerl.runs.checks import logprobs_fault
+from mindspeed_qerl.tasks.prompts import text_of
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is known of a micro-batch after its forward pass; tensors of the device, since a copy to
+    the host would wait for it.
+    """
+
+    metrics: dict[str, Metric]
+    loss: torch.Tensor  # a number: what `backward` gets
+    logprobs: torch.Tensor  # float32 [n, l - 1]
+
+
+class Passes:
+    """Forward passes, with and without backward passes. Only the last pipeline stage has results.
+
+    Args:
+        replay: puts a shard's routes into the routers; None: there are none.
+        skip_prompts: of the model's last layer, if it may leave out what precedes the answers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        place: Place,
+        replay: RouteReplay | None,
+        skip_prompts: nn.Module | None,
+    ):
+        self.model, self.recipe, self.place = model, recipe, place
+        self.replay, self.skip_prompts = replay, skip_prompts
+        self.temperature = recipe.sampling.temperature
+
+    @torch.no_grad()
+    def logprobs(
+        self, shard: Batch, size: int, taken: list[MicroBatch] | None = None
+    ) -> np.ndarray:
+        """Log probabilities of the tokens, float32 [N, L-1]; zeros but on the last pipeline stage.
+
+        Args:
+            size: answers in a micro-batch.
+            taken: is given the routes that each micro-batch took.
+        """
+        return self._assembled(shard, size, self._run(shard, size, taken=taken))
+
+    def train(self, shard: Batch, divisor: float) -> list[dict[str, Metric]]:
+        """Add to the parameters' gradients; returns the metrics of each micro-batch, with tensors
+        of the device in them. RuntimeError where a log probability is none. divisor: of the loss,
+        for the whole mini-batch.
+        """
+        size = self.recipe.batch.micro_batch_size
+        results = self._run(shard, size, divisor)
+        self._assembled(shard, size, [result.logprobs for result in results])
+        parts = []
+        for result in results:
+            # what is logged is what was trained
+            total = result.loss.double() * divisor
+            count = result.metrics["loss/total"].count
+            parts.append(result.metrics | {"loss/total": Mean(total, count)})
+        return parts
+
+    def _run(
+        self,
+        shard: Batch,
+        size: int,
+        divisor: float | None = None,
+        taken: list[MicroBatch] | None = None,
+    ) -> list:
+        """What `_logprobs` gives of each micro-batch, or with a divisor `_trained`."""
+        from megatron.core.pipeline_parallel import schedules
+
+        starts = range(0, len(shard), size)
+        micros = [shard.rows(np.arange(start, min(start + size, len(shard)))) for start in starts]
+        return schedules.forward_backward_pipelining_without_interleaving(
+            forward_step_func=partial(self._forward, divisor, taken),
+            data_iterator=iter(micros),
+            model=self.model,
+            num_microbatches=len(micros),
+            seq_length=shard.tokens.shape[1],
+            micro_batch_size=size,
+            forward_only=divisor is None,
+            collect_non_loss_data=divisor is None,
+        )
+
+    def _forward(
+        self,
+        divisor: float | None,
+        taken: list[MicroBatch] | None,
+        micros: Iterator[Batch],
+        model: nn.Module,
+    ) -> tuple[torch.Tensor, Any]:
+        """A forward step of the schedule: the output of this stage, and what makes a result of it,
+        if it is the last one.
+        """
+        micro = next(micros)
+        length, first = micro.tokens.shape[1], 0
+        if self.skip_prompts:
+            if divisor is not None:
+                first = int(micro.mask.any(0).argmax())
+            self.skip_prompts.first = first
+        padding = -length % self.place.tp_size  # tensor parallel ranks share the sequence
+        tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, padding))))
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        with self._routed(micro, tokens.shape[1], taken):
+            output = model(tokens, positions, None)
+        tokens = tokens[:, first + 1 : length]
+        if divisor is None:
+            return output, partial(self._logprobs, tokens, first)
+        return output, partial(self._trained, micro, tokens, first, divisor)
+
+    @contextlib.contextmanager
+    def _routed(self, micro: Batch, length: int, taken: list[MicroBatch] | None) -> Iterator[None]:
+        """Inside, the routes of `micro` are replayed, if it has some, or those that it takes are
+        recorded.
+        """
+        if micro.routes is None and taken is None:
+            yield
+            return
+        routes, known = micro.routes_by_position(length)
+        if routes is not None:
+            routes = self._tensor(routes)
+        current = MicroBatch(routes, self._tensor(known))
+        if taken is not None:
+            taken.append(current)
+        with self.replay.forward(current):
+            yield
+
+    def _logits(self, output: torch.Tensor, length: int) -> torch.Tensor:
+        """Of the whole vocabulary, [n, length, vocabulary]."""
+        from megatron.core import tensor_parallel
+
+        return tensor_parallel.gather_from_tensor_model_parallel_region(output)[:, :length]
+
+    def _logprobs(
+        self, tokens: torch.Tensor, first: int, output: torch.Tensor, non_loss_data: bool = True
+    ) -> torch.Tensor:
+        """float32 [n, l - 1], 0 where no answer has begun; the signature is megatron-core's."""
+        logits = self._logits(output, tokens.shape[1])
+        return pad(token_logprobs(logits, tokens, self.temperature), (first, 0))
+
+    def _trained(
+        self, micro: Batch, tokens: torch.Tensor, first: int, divisor: float, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Trained]:
+        """(loss for `backward`, number of tokens that nothing is divided by, the result)."""
+        algorithm = self.recipe.algorithm
+        logits = self._logits(output, tokens.shape[1])
+        logprobs = pad(token_logprobs(logits, tokens, self.temperature), (first, 0))
+        with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
+            entropy = pad(token_entropy(logits, self.temperature), (first, 0))
+        inputs = LossInputs(
+            logprobs,
+            logprobs.detach() if micro.old_logprobs is None else self._tensor(micro.old_logprobs),
+            self._tensor(micro.rollout_logprobs),
+            self._tensor(micro.advantages),
+            self._tensor(micro.mask),
+            None if micro.reference_logprobs is None else self._tensor(micro.reference_logprobs),
+            entropy,
+        )
+        total, metrics = loss(inputs, algorithm, self.recipe.correction)
+        trained = total / divisor
+        tokens = torch.zeros((), dtype=torch.int, device=trained.device)
+        return trained, tokens, Trained(metrics, trained.detach(), logprobs.detach())
+
+    def _assembled(self, shard: Batch, size: int, parts: Sequence[torch.Tensor]) -> np.ndarray:
+        """The log probabilities of micro-batches as those of their shard, on the host; RuntimeError
+        that names the answer where one of a token to train is none.
+        """
+        whole = np.zeros(shard.mask.shape, dtype=np.float32)
+        for start, part in zip(range(0, len(shard), size), parts):
+            whole[start : start + size, : part.shape[1]] = part.cpu().numpy()
+        words = partial(text_of, self.recipe.model.path)
+        if fault := logprobs_fault(whole, shard.mask, shard.tokens[:, 1:], words):
+            raise RuntimeError(fault)
+        return whole
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.place.device)
+
+
+def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """With numbers in the place of tensors, by one copy from the device.
+
+    >>> on_host({"loss/total": Mean(torch.tensor(1.5), count=3)})
+    {'loss/total': Mean(total=1.5, count=3)}
+    """
+    tensors = {}
+    for name, metric in metrics.items():
+        for field, value in vars(metric).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name, field] = value.double()
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
+    copied = dict(metrics)
+    for (name, field), number in zip(tensors, numbers):
+        copied[name] = replace(copied[name], **{field: number})
+    return copied

@@ -1,0 +1,158 @@
+"""The weights of vLLM's model: synced in place, packed anew for its kernels (packing.py), and read
+back for the proof that a sync arrived.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+import torch
+
+from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.local.packing import PackedExperts, PackedLinear, packed_linears
+from mindspeed_qerl.local.quantized import QuantizedModel
+from mindspeed_qerl.lora.proof import join, movement
+from mindspeed_qerl.recipe.types import Quantization
+
+ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # vLLM's ranks share the input of these layers
+
+
+class ServedWeights:
+    """Those of one engine, one of `tp_size` that share the model.
+
+    Args:
+        model: vLLM's.
+        quantization: of the linear layers; None: they are what was synced.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        model_dir: str,
+        quantization: Quantization | None,
+        tp_rank: int,
+        tp_size: int,
+    ):
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+        self.model, self.model_dir = model, model_dir
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.experts = [
+            PackedExperts(name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, RoutedExperts)
+        ]
+        self.quantized: QuantizedModel | None = None
+        if quantization:
+            self.quantized = self.quantize(Checkpoint(model_dir), quantization)
+            self._put(quantized=True)
+
+    def quantize(self, checkpoint: Checkpoint, quantization: Quantization) -> QuantizedModel:
+        """The linear layers as `quantization` rounds them. checkpoint: the base model's."""
+        names = {}
+        for parameter, weight in self._kernel_weights().items():
+            names[parameter] = [name for name, _ in self._take_apart({parameter: weight})]
+        return QuantizedModel(self.model, names, checkpoint, quantization)
+
+    @torch.no_grad()
+    def start_sync(self) -> None:
+        """Until `finish_sync` the expert weights are unpacked, in place, one layer at a time."""
+        for experts in self.experts:
+            experts.unpack()
+
+    def load(self, *parts: dict[str, np.ndarray]) -> None:
+        """HF-named tensors from several ranks, into the weights in place; those left out stay as
+        they are.
+        """
+        for part in parts:
+            self.load_tensors((name, torch.from_numpy(array)) for name, array in part.items())
+
+    @torch.no_grad()
+    def load_tensors(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The same of (name, tensor)."""
+        self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
+
+    @torch.no_grad()
+    def finish_sync(self) -> dict[str, float]:
+        """Pack the weights again; returns the relative error that quantisation made of the linear
+        weights, of all and by layer (empty: nothing is quantised).
+        """
+        self._pack(quantized=True)
+        return self.quantized.weights.errors() if self.quantized else {}
+
+    @torch.no_grad()
+    def _put(self, quantized: bool) -> None:
+        """Compute with the quantised weights, or with those that were synced."""
+        self.start_sync()
+        self._pack(quantized)
+
+    def _pack(self, quantized: bool) -> None:
+        if self.quantized:
+            self.quantized.put(quantized)
+        for layer in packed_linears(self.model):
+            layer.cpu_linear.forget()
+        for experts in self.experts:
+            experts.pack()
+
+    @torch.no_grad()
+    def movement(
+        self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]
+    ) -> dict[str, dict[str, float]]:
+        """What each LoRA target did to the weights that this engine's kernels read, against (alpha
+        / r) B A and the base weights on disk (lora/proof.py); of quantised weights to what was
+        quantised, and whether they are that. factors: from each rank (`adapter_factors`).
+        """
+        held = dict(self._take_apart(self._kernel_weights()))
+        if self.quantized:
+            adapters = dict(self._take_apart(self.quantized.adapters))
+            for name, *tensors in self.quantized.weights:
+                synced, used, adapter = (self._part(name, tensor) for tensor in tensors)
+                held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
+        checkpoint, whole, moved = Checkpoint(self.model_dir), {}, []
+        for part in factors:
+            whole |= part
+        for name, (target, b, a) in sorted(whole.items()):
+            base = self._part(name, checkpoint.read(name))
+            update = self._part(name, torch.from_numpy(b) @ torch.from_numpy(a))
+            moved.append({target: movement(held[name], base, update)})
+        return join(moved)
+
+    def _part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """What this engine holds of a linear layer's whole weight [out, in]."""
+        return weight.chunk(self.tp_size, dim=int(name.endswith(ROW_PARALLEL)))[self.tp_rank]
+
+    def _kernel_weights(self) -> dict[str, torch.Tensor]:
+        """Every linear weight as vLLM computes with it now, unpacked, by vLLM's parameter names."""
+        from vllm.model_executor.layers.linear import LinearBase
+
+        weights = {}
+        for name, module in self.model.named_modules():
+            if isinstance(module, LinearBase):
+                weight = module.weight
+                if isinstance(module.cpu_linear, PackedLinear):
+                    weight = module.cpu_linear.held(weight)
+                weights[f"{name}.weight"] = weight
+        for experts in self.experts:
+            weights |= experts.unpacked()
+        return weights
+
+    def _take_apart(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor) of what is fused or stacked in tensors that have vLLM's
+        parameter names.
+        """
+        for name, tensor in tensors.items():
+            layer, _, which = name.rpartition(".")
+            parent, _, leaf = layer.rpartition(".")
+            if which == "weight":
+                fused = self.model.packed_modules_mapping.get(leaf, [leaf])
+                module = self.model.get_submodule(layer)
+                sizes = getattr(module, "output_partition_sizes", [len(tensor)])
+                for part, weight in zip(fused, tensor.split(sizes)):
+                    yield f"{parent}.{part}.weight", weight
+                continue
+            # of experts: w13 has the gate above the up projection
+            parts = ("gate", "up") if which == "w13_weight" else ("down",)
+            for expert, stacked in enumerate(tensor):
+                for part, weight in zip(parts, stacked.chunk(len(parts))):
+                    yield f"{parent}.{expert}.{part}_proj.weight", weight

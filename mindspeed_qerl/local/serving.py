@@ -1,0 +1,211 @@
+"""vLLM over token ids, in this process."""
+
+import gc
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.families import ModelShape, family_of, read_shape
+from mindspeed_qerl.routing.recorder import RouteRecorder
+from mindspeed_qerl.routing.routes import Routers
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sampled answer: token ids (with the end token, if reached), their logprobs under the policy
+    that sampled, if they are needed, and its routes, if they were recorded.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    truncated: bool
+    # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to; arrays are not
+    # compared with ==
+    routes: np.ndarray | None = field(default=None, compare=False)
+
+
+def start_vllm(
+    model_dir: str,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    kv_cache_gib: int,
+    share_prompts: bool = False,
+    **more: Any,
+) -> Any:
+    """vLLM's LLM over token ids.
+
+    Args:
+        kv_cache_gib: for the KV cache where there is no accelerator.
+        share_prompts: common prefixes are computed once, in blocks of 32 tokens, the smallest that
+            vLLM's CPU attention takes; by the weights of that moment: `reset_prefix_cache` when
+            they change.
+        more: goes to LLM.
+    """
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib),
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_NO_USAGE_STATS="1",
+    )
+    from vllm import LLM
+
+    gc.freeze()  # vLLM collects garbage five times while it starts
+    # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start,
+    # the same numbers.
+    torch.compiler.set_stance("force_eager")
+    if share_prompts:
+        more["block_size"] = 32
+    return LLM(
+        model=model_dir,
+        dtype=dtype,
+        # else a consolidated.safetensors beside the weights is read instead, as Mistral's
+        load_format="hf",
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        # which config.json may leave out
+        hf_overrides={"architectures": [family_of(read_shape(model_dir)).architecture]},
+        enable_prefix_caching=share_prompts,
+        **more,
+    )
+
+
+def use_external_launcher(rank: int, size: int, port: int | None) -> dict[str, str]:
+    """Prepare this process for one of `size` tensor parallel engines, which meet at `port` of this
+    machine; returns arguments of LLM. Call before the engine is built.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    os.environ.update(
+        RANK=str(rank),  # torchrun's variables
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        VLLM_HOST_IP="127.0.0.1",
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    # by vLLM's own name of the shared memory ("env://", cpu_worker.py) two runs would meet
+    Shared.make_group_name = staticmethod(
+        lambda communicator: f"qerl{port}-{communicator.unique_name}-cpushm"
+    )
+    return {"distributed_executor_backend": "external_launcher"}
+
+
+def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
+    """ConfigError where vLLM's model computes otherwise than a rank's: its class, rotary positions,
+    norms or windows of attention. Of linear layers loading the weights has shown it.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+    built = {("architecture", type(model).__name__, family_of(shape).architecture)}
+    for module in model.modules():
+        if isinstance(module, RotaryEmbeddingBase):
+            built |= {
+                ("rotary positions", type(module).__name__, "RotaryEmbedding"),
+                ("rope_theta", module.base, shape.rope_theta),
+                ("rotary width", module.rotary_dim, shape.head_dim),
+            }
+        elif isinstance(module, RMSNorm):
+            built.add(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
+        elif isinstance(module, Attention):
+            built |= {
+                ("sliding_window", module.sliding_window, None),
+                ("head_dim", module.head_size, shape.head_dim),
+            }
+    faults = []
+    for name, theirs, ours in built:
+        if theirs != ours:
+            faults.append(f"{name} {theirs} in vLLM, {ours} in training")
+    if faults:
+        raise ConfigError(f"config.json is not read alike: {'; '.join(sorted(faults))}")
+
+
+def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecorder:
+    """A recorder that hooks every router of vLLM's model in this process; RuntimeError if one is
+    missing.
+    """
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    recorder = RouteRecorder(worker.model_runner, routers, max_model_len)
+    layers = []
+    for name, module in worker.model_runner.model.named_modules():
+        router = getattr(module, "router", None)
+        if isinstance(router, BaseRouter):
+            layer = int(re.search(r"\blayers\.(\d+)\.", name)[1])
+            router.set_capture_fn(partial(recorder.capture, layer))
+            layers.append(layer)
+    if tuple(sorted(layers)) != routers.layers:
+        raise RuntimeError(
+            f"vLLM has routers in the layers {sorted(layers)}, config.json in "
+            f"{list(routers.layers)}: algorithm.routing_replay=none goes without their routes"
+        )
+    return recorder
+
+
+def complete(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    use_tqdm: bool = False,
+    recorder: RouteRecorder | None = None,
+    **sampling: Any,
+) -> list[list[Completion]]:
+    """Per prompt (token ids) its sampled completions, with their routes if there is a recorder.
+    sampling: keyword arguments of vLLM's SamplingParams; by default with the logprobs of the
+    sampled tokens, logprobs=None: without.
+    """
+    # one list of numbers, not a dictionary a token
+    sampling = {"logprobs": 0, "flat_logprobs": True} | sampling
+    if recorder:
+        with recorder.recording():
+            outputs = generate(llm, prompts, use_tqdm, **sampling)
+        routes = recorder.take(outputs)
+    else:
+        outputs = generate(llm, prompts, use_tqdm, **sampling)
+        routes = [[None] * len(output.outputs) for output in outputs]
+    return [_completions(output, taken) for output, taken in zip(outputs, routes)]
+
+
+def _completions(output: Any, routes: Sequence[np.ndarray | None]) -> list[Completion]:
+    """The answers to one prompt."""
+    completions = []
+    for answer, route in zip(output.outputs, routes):
+        logprobs = answer.logprobs.logprobs if answer.logprobs else []
+        is_cut_off = answer.finish_reason == "length"
+        completions.append(Completion(list(answer.token_ids), logprobs, is_cut_off, route))
+    return completions
+
+
+def generate(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    use_tqdm: bool = False,
+    seed: int | None = None,
+    **sampling: Any,
+) -> list:
+    """vLLM's outputs. With a `seed` each answer has one of its own: vLLM counts on from a prompt's
+    for its further answers.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    params = SamplingParams(detokenize=False, **sampling)
+    if seed is not None:
+        params = [
+            SamplingParams(detokenize=False, seed=seed + i * params.n, **sampling)
+            for i in range(len(prompts))
+        ]
+    tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    return llm.generate(tokens, params, use_tqdm=use_tqdm)

@@ -1,0 +1,155 @@
+"""The adapters of the undivided model, of which each rank holds a part: merged weights for the
+rollout engine, factors for the proof of the sync, tensors of a checkpoint.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import nn
+
+from mindspeed_qerl.families.tensors import Mapping
+from mindspeed_qerl.local.checkpoint import write_tensors
+from mindspeed_qerl.local.place import Place
+from mindspeed_qerl.lora.adapters import LoRALinear, lora_layers
+
+# in checkpoints, of a factor and of AdamW's state of it, by torch's names
+SUFFIXES = ("", ".exp_avg", ".exp_avg_sq")
+
+
+class ShardedAdapters:
+    """One rank's part of them. Data-parallel ranks hold the same; one of them hands it over. Every
+    method is called on all ranks at once.
+
+    Args:
+        table: what the model's parameters are made of.
+        buffer: bytes of merged weights that are handed over at a time.
+    """
+
+    optimizer: torch.optim.Optimizer  # of the adapters
+
+    def __init__(self, model: nn.Module, table: Iterable[Mapping], place: Place, buffer: int):
+        self.model, self.place = model, place
+        self.table = {mapping.megatron: mapping for mapping in table}
+        self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
+        # those that this rank hands over, together with its tensor parallel group
+        self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
+        self.parts = self._divided(buffer)
+
+    def _divided(self, buffer: int) -> list[list[tuple[Mapping, LoRALinear]]]:
+        """The layers in parts whose merged weights fill the buffer, or are a single larger one."""
+        parts, filled = [], math.inf
+        for mapping, layer in self.owned:
+            base = layer.base_layer
+            size = 4 * base.input_size * base.output_size  # they travel as float32
+            if filled + size > buffer:
+                parts.append([])
+                filled = 0
+            parts[-1].append((mapping, layer))
+            filled += size
+        return parts
+
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Per LoRA target its modules and parameters, each layer counted on one rank."""
+        counts: dict[str, dict[str, int]] = {}
+        for mapping, layer in self.layers:
+            count = counts.setdefault(_target(mapping), {"modules": 0, "parameters": 0})
+            if self.place.owns(layer.lora_A) and self._is_first(layer):
+                count["modules"] += 1
+                count["parameters"] += sum(map(math.prod, _whole_shapes(layer)))
+        return counts
+
+    def sync_parts(self) -> int:
+        """How many parts of this rank's merged weights a sync takes."""
+        return len(self.parts)
+
+    def _is_first(self, layer: LoRALinear) -> bool:
+        """Whether this rank is the first of those that share the layer."""
+        return layer.tp_size == 1 or self.place.tp_rank == 0
+
+    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
+        """HF name -> W + (alpha / r) B A, float32, of one part of a sync."""
+        merged = {}
+        for mapping, layer in self.parts[part] if part < len(self.parts) else ():
+            weight = self.place.whole(layer.merged_weight().float(), mapping.shared)
+            if weight is not None:
+                for name, tensor in zip(mapping.hf, mapping.split(weight)):
+                    merged[name] = tensor.contiguous().cpu().numpy()
+        return merged
+
+    @torch.no_grad()
+    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+        """HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32: the proof of a sync uses
+        them.
+        """
+        factors = {}
+        for mapping, layer in self.owned:
+            scaled = layer.scaling * layer.lora_B
+            if whole := self.whole(mapping, layer, layer.lora_A, scaled):
+                a = whole[0].cpu().numpy()
+                for name, b in zip(mapping.hf, mapping.split(whole[1])):
+                    factors[name] = (_target(mapping), b.contiguous().cpu().numpy(), a)
+        return factors
+
+    def whole(
+        self, mapping: Mapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(A, B) whole, from this rank's parts of both, of their gradients or their moments; None
+        where another rank hands them over.
+        """
+        shares_input = layer.row_parallel and layer.tp_size > 1
+        a = self.place.whole(a, mapping.shared if shares_input else None)
+        b = self.place.whole(b, None if shares_input else mapping.shared)
+        return (a, b) if self._is_first(layer) else None
+
+    @torch.no_grad()
+    def save(self, folder: str) -> None:
+        """Write whole factors, and the optimizer's moments of them, into a checkpoint's folder."""
+        tensors, state = {}, self.optimizer.state
+        for mapping, layer in self.owned:
+            for suffix in SUFFIXES:
+                pair = [layer.lora_A, layer.lora_B]
+                if suffix and layer.lora_A in state:
+                    pair = [state[factor][suffix[1:]] for factor in pair]
+                elif suffix:  # before the first update
+                    pair = [torch.zeros_like(factor) for factor in pair]
+                for side, tensor in zip("AB", self.whole(mapping, layer, *pair) or ()):
+                    tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
+        write_tensors(tensors, folder)
+
+    @torch.no_grad()
+    def restore(self, folder: str, updates: int) -> None:
+        """Read what the ranks of any layout saved after `updates` steps of the optimizer."""
+        from torch.distributed import checkpoint
+
+        whole = {}
+        for _, layer in self.layers:
+            for side, shape in zip("AB", _whole_shapes(layer)):
+                for suffix in SUFFIXES:
+                    whole[f"{layer.name}.lora_{side}{suffix}"] = torch.empty(shape)
+        checkpoint.load(whole, storage_reader=checkpoint.HuggingFaceStorageReader(folder))
+        for mapping, layer in self.layers:
+            for side, factor in (("A", layer.lora_A), ("B", layer.lora_B)):
+                values = [whole[f"{layer.name}.lora_{side}{suffix}"] for suffix in SUFFIXES]
+                if factor.tensor_model_parallel:
+                    rank, size = self.place.tp_rank, self.place.tp_size
+                    values = [mapping.shared.shard(value, rank, size) for value in values]
+                factor.copy_(values[0])
+                first, second = (value.to(factor.device, copy=True) for value in values[1:])
+                self.optimizer.state[factor] = {
+                    "step": torch.tensor(float(updates)),
+                    "exp_avg": first,
+                    "exp_avg_sq": second,
+                }
+
+
+def _target(mapping: Mapping) -> str:
+    """linear_qkv of decoder.layers.0.self_attention.linear_qkv.weight."""
+    return mapping.megatron.split(".")[-2]
+
+
+def _whole_shapes(layer: LoRALinear) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of (A, B), undivided."""
+    rank, base = len(layer.lora_A), layer.base_layer
+    return (rank, base.input_size), (base.output_size, rank)

@@ -1,0 +1,71 @@
+"""The table of checks.yaml: every check of the preflight, a row each.
+
+python -m mindspeed_qerl.preflight.table    # as Markdown, for docs/troubleshooting.md
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindspeed_qerl.preflight.case import Case, Check
+from mindspeed_qerl.preflight.machine import Machine
+
+FILE = Path(__file__).with_name("checks.yaml")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check: its place in the table, and what checks.yaml says of it. `verdict` answers for a
+    machine and a case with one line, several, or None where there is nothing to say.
+    """
+
+    group: str
+    name: str
+    ask: str
+    verdict: Callable[[Machine, Case], Check | Iterable[Check] | None]
+    needs: str = ""
+    fix: str = ""
+    refused: bool = False
+
+
+def read_table() -> tuple[Row, ...]:
+    groups = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    kinds = groups.pop("kinds")
+    rows = []
+    for group, checks in groups.items():
+        rows += [_row(group, name, kinds.get(group, {}) | row) for name, row in checks.items()]
+    return tuple(rows)
+
+
+def _row(group: str, name: str, row: dict[str, Any]) -> Row:
+    row = dict(row)
+    options = row.pop("with", None)
+    module, function = row.pop("verdict").split(".")
+    verdict = getattr(import_module(f"{__package__}.{module}"), function)
+    for text in ("ask", "fix"):
+        row[text] = row.get(text, "").format(name=name, **options or {})
+    if options is not None:
+        verdict = partial(verdict, name=name, **options)
+    return Row(group, name, verdict=verdict, **row)
+
+
+TABLE = read_table()
+
+
+def markdown() -> str:
+    """The table for a reader: what each check asks, and what to do where it fails or warns."""
+    lines = ["|check|asks|otherwise|", "|---|---|---|"]
+    for row in TABLE:
+        fix = row.fix.partition("\n")[0].partition("    #")[0]
+        cells = (f"`{row.name}`", row.ask, f"`{fix}`" if fix else "")
+        lines.append("|" + "|".join(cell.replace("|", r"\|") for cell in cells) + "|")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(markdown())

@@ -1,0 +1,127 @@
+"""Values of a config that exclude each other, whatever the engine."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindspeed_qerl.common.errors import Fault, unknown
+from mindspeed_qerl.recipe.keys import Values
+
+
+def conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
+    """Faults of values that exclude each other."""
+    batch, sampling, evaluation = parts["batch"], parts["sampling"], parts["evaluation"]
+    optimizer, task = parts["optimizer"], parts["task"]
+    names, weights = len(task.verifier_function), len(task.verifier_weight)
+    if names != weights or not names:
+        yield _conflict(
+            "rl_config.verifier_weight",
+            f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
+            "long as each other, of at least one",
+        )
+    if sampling.longest > batch.max_model_len:
+        yield _conflict(
+            "generate_config.max_model_len",
+            f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
+            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = "
+            f"{batch.max_model_len}",
+        )
+    if batch.samples_per_prompt < 2:
+        yield _conflict(
+            "rl_config.n_samples_per_prompt",
+            f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
+            "compares the answers to one prompt",
+        )
+    if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
+        yield _conflict(
+            "eval.temperature",
+            f"eval.temperature = 0 with eval.samples_per_problem = "
+            f"{evaluation.samples_per_problem}: it must be above 0, or 0 (greedy) with 1 sample",
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield _conflict(
+            "actor_config.min_lr",
+            f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = "
+            f"{optimizer.min_lr}",
+        )
+    yield from _algorithm_conflicts(parts, values)
+    if parts["selection"].overlong_buffer_enable:
+        yield from _overlong_conflicts(parts)
+    if parts["selection"].filter_groups_enable:
+        yield from _filter_conflicts(parts)
+
+
+def _conflict(key: str, message: str, fix: str = "") -> Fault:
+    return Fault("conflict", message, key, fix)
+
+
+def _algorithm_conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
+    algorithm = parts["algorithm"]
+    if parts["correction"].method == "sequence_tis" and algorithm.loss_mode == "cispo":
+        yield _conflict(
+            "rollout_correction.method",
+            "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO "
+            "weighs each token by a ratio of its own, and an answer's would undo its bound",
+            "Take token_tis, or loss_mode=vanilla",
+        )
+    if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
+        yield _conflict(
+            "rl_config.use_kl_in_reward",
+            "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
+            "the rewards, and pays for the reference",
+            "Set init_kl_coef above 0, or use_kl_in_reward=false",
+        )
+    if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
+        yield _conflict(
+            "algorithm.loss_agg_mode",
+            "rl_config.token_level_loss = true with algorithm.loss_agg_mode = "
+            f"{algorithm.loss_agg_mode!r}: leave one of them out; token_level_loss is token-mean",
+        )
+
+
+def _overlong_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
+    selection, max_tokens = parts["selection"], parts["sampling"].max_tokens
+    if not 1 <= selection.overlong_buffer <= max_tokens:
+        yield _conflict(
+            "rl_config.overlong_buffer",
+            f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
+            f"must be between 1 and sampling max_tokens = {max_tokens}: it is the tokens before "
+            "the limit that cost reward",
+            "rl_config.overlong_buffer_enable=false switches it off",
+        )
+    if selection.rollout_max_tokens != max_tokens:
+        yield _conflict(
+            "rl_config.rollout_max_tokens",
+            f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
+            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
+        )
+
+
+def _filter_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
+    """Of dynamic sampling."""
+    selection, batch, task = parts["selection"], parts["batch"], parts["task"]
+    wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
+    key = "rl_config.filter_groups_train_batch_size"
+    if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
+        yield _conflict(
+            "aqn.restart_every",
+            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a "
+            "step asks is not known before, so neither is how many steps are a pass over the data",
+            "Give a number of steps",
+        )
+    if 0 < batches * batch.global_batch_size < wanted:
+        yield _conflict(
+            key,
+            f"{key} = {wanted} prompts cannot come from filter_groups_max_batches = {batches} "
+            f"batches of megatron_training.global_batch_size = {batch.global_batch_size}",
+        )
+    if wanted % batch.mini_batch_size:
+        yield _conflict(
+            key,
+            f"{key} = {wanted} prompts must be a multiple of rl_config.mini_batch_size = "
+            f"{batch.mini_batch_size}",
+        )
+    metric = selection.filter_groups_metric
+    if metric is not None and metric not in task.verifier_function:
+        key = "rl_config.filter_groups_metric"
+        sentence = unknown("verifier of verifier_function", metric, task.verifier_function)
+        yield _conflict(key, f"{key}: {sentence}")

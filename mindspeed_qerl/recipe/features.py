@@ -1,0 +1,114 @@
+"""The Recipe's parts that say what a rollout has besides the policy: noise, another number format,
+errors of other hardware, and the weights that correct for it.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
+from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, key, part
+
+# local/hardware_error.py has the formulas
+HARDWARE_ERRORS = ("gaussian", "bf16_blocks")
+# quantization/formats.py has the numerics
+ROLLOUT_FORMATS = ("none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4")
+Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
+MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
+
+
+@part
+class Noise:
+    """AQN: noise on the RMSNorm weights of the rollout model (docs/aqn.md)."""
+
+    section: ClassVar[str] = "aqn"
+    enabled: bool = False
+    schedule: Literal[KINDS] = "exponential"
+    sigma_start: Float = 0.05
+    sigma_end: Float = 0.0005
+    num_stages: int = Field(10, le=MAX_STEPS)
+    targets: Any = "auto"
+    exclude: Names = ()
+    restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
+    # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
+    multipliers: Mapping[Any, Any] | None = None
+    # more of them, YAML or JSON: a measured profile {layer: multiplier}
+    multipliers_file: str | None = None
+    seed: int | None = None  # None: the run's
+    # the multipliers of both, as `NoiseInjector` takes them
+    factors: tuple[tuple[str, float], ...] = key(None, ())
+
+    def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
+        """The schedule over a run of `total_steps`; ValueError if a value is out of range.
+
+        Args:
+            epoch: steps of one pass over the training rows; None: not known yet, the whole run
+                counts as one.
+        """
+        restart = self.restart_every
+        if restart == "epoch":
+            restart = epoch or total_steps
+        return NoiseSchedule(
+            kind=self.schedule,
+            sigma_start=self.sigma_start,
+            sigma_end=self.sigma_end,
+            num_stages=self.num_stages,
+            total_steps=total_steps,
+            restart_every=restart,
+        )
+
+
+@part
+class Correction:
+    """Importance weights for answers that another policy sampled (algorithm/corrections.py)."""
+
+    section: ClassVar[str] = "rollout_correction"
+    method: Literal["none", "token_tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
+    cap: Float = Field(2.0, ge=1)  # below 1 even answers of the policy itself would count for less
+    floor: Float = Field(0.5, ge=0, le=1)  # of icepop and geometric_mask
+    # effective sample size of tokens that is warned of, with AQN on
+    warn_below: Float = Field(0.5, ge=0, le=1)
+
+
+@part
+class Quantization:
+    """What the linear layers of the rollout model are rounded to (docs/quantization.md); training
+    is not.
+    """
+
+    section: ClassVar[str] = "rollout_quantization"
+    format: Literal[ROLLOUT_FORMATS] = "none"
+    # the merged weights at each sync; or the base alone, as QeRL does
+    lora: Literal["merged", "beside"] = "merged"
+    ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantised
+    evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
+    # of each step, by which the effects of format and noise are told apart
+    probe_answers: int = Field(0, ge=0)
+
+    @property
+    def enabled(self) -> bool:
+        return self.format != "none"
+
+
+@part
+class HardwareError:
+    """Which side of a run on the local engine computes as other hardware would, and how
+    (docs/quantization.md).
+    """
+
+    section: ClassVar[str] = "hardware_error"
+    rollout: Kinds = ()
+    training: Kinds = ()
+    evaluation: Kinds = ()
+    gaussian_std: Float = Field(0.05, gt=0, lt=1)  # relative error of each element
+    block: Size = 64  # length of the blocks that are summed
+
+    def arguments(
+        self, side: Literal["rollout", "training", "evaluation"]
+    ) -> dict[str, Any] | None:
+        """For `HardwareErrorMode`; None if this side computes as it is."""
+        kinds = getattr(self, side)
+        if not kinds:
+            return None
+        return {"kinds": kinds, "gaussian_std": self.gaussian_std, "block": self.block}

@@ -1,0 +1,178 @@
+import json
+import random
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from mindspeed_qerl.demo import tiny_model, word_problems
+from mindspeed_qerl.demo.tiny_model import Recipe
+from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
+from mindspeed_qerl.tasks.gsm8k.verifier import score
+from mindspeed_qerl.tasks.rows import read_rows
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+QUICK = Recipe(steps=2, batch_size=4, train_problems=30, test_problems=20)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    return directory, tiny_model.make_tiny_model(directory, QUICK)
+
+
+@pytest.fixture(scope="module")
+def saved_tokenizer(made):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(made[0])
+
+
+def test_tokenizer_gives_every_wording_back(saved_tokenizer):
+    texts = list(word_problems.all_wordings())
+    training_pairs, held_out_pairs = word_problems.split_pairs(0.15, seed=0)
+    rng = random.Random(0)
+    for _ in range(1000):
+        problem = word_problems.random_problem(training_pairs + held_out_pairs, rng)
+        texts.append(
+            problem.question
+            + "\n"
+            + word_problems.mixed_answer(problem, set(training_pairs), MIXTURE, rng)
+        )
+    for text in texts:
+        token_ids = saved_tokenizer.encode(text)
+        assert saved_tokenizer.decode(token_ids) == text
+        assert saved_tokenizer.unk_token_id not in token_ids
+
+
+@pytest.mark.parametrize(
+    "text, tokens",
+    [
+        ("Tom has 13 apples.\n#### 23", "Tom| has| |1|3| apples|.|\n|####| |2|3"),
+        # unknown words, and nothing is lost around them
+        ("Natalia sold 48 apples; Tom's", "<unk>|<unk>| |4|8| apples|<unk>| Tom|<unk>|<unk>"),
+    ],
+)
+def test_tokenizer_splits_numbers_into_digits(saved_tokenizer, text, tokens):
+    assert saved_tokenizer.tokenize(text) == tokens.split("|")
+
+
+def test_directory_loads_in_transformers_with_the_trained_weights(made):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    directory, report = made
+    config = AutoConfig.from_pretrained(directory)
+    assert (config.model_type, config.num_experts, config.num_experts_per_tok, config.head_dim) == (
+        "qwen3_moe",
+        8,
+        2,
+        32,
+    )
+    assert config.vocab_size == report["vocabulary"]
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.dtype == torch.float32
+    assert model.num_parameters() == report["parameters"]
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    generation = GenerationConfig.from_pretrained(directory)
+    assert (generation.eos_token_id, generation.pad_token_id) == (
+        config.eos_token_id,
+        config.pad_token_id,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as it is made: other threads, other sums
+    torch.manual_seed(QUICK.seed)
+    tokenizer = tiny_model.build_tokenizer()
+    again = tiny_model.build_model(tokenizer, "tiny")
+    untrained = again.get_input_embeddings().weight.detach().clone()
+    tiny_model.train_supervised(
+        again, tokenizer, word_problems.split_pairs(QUICK.held_out, QUICK.seed)[0], QUICK
+    )
+    torch.set_num_threads(threads)
+    assert not torch.equal(untrained, again.get_input_embeddings().weight)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name]), name
+
+
+def test_data_are_the_word_problems_of_the_split(made):
+    directory, _ = made
+    training_pairs, held_out_pairs = (
+        set(pairs) for pairs in word_problems.split_pairs(QUICK.held_out, QUICK.seed)
+    )
+    for name, pairs, count in (("train", training_pairs, 30), ("test", held_out_pairs, 20)):
+        raw = [
+            json.loads(line)
+            for line in (directory / "data" / "raw" / f"{name}.jsonl").read_text().splitlines()
+        ]
+        converted = [row.columns for row in read_rows(directory / "data" / f"{name}_chat.parquet")]
+        assert len(raw) == len(converted) == count
+        for row, chat in zip(raw, converted):
+            assert chat["question"] == row["question"]
+            assert tuple(sorted(map(int, re.findall(r"\d+", row["question"])))) in pairs
+            assert score(row["answer"], chat["answer"], method="strict") == 1.0
+
+
+def test_made_again_it_is_read_from_the_cache(made, capsys):
+    directory, report = made
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    assert tiny_model.make_tiny_model(directory, QUICK) == json.loads(json.dumps(report))
+    assert "already made" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+
+
+def test_another_recipe_is_refused_and_named(made):
+    with pytest.raises(FileExistsError, match="seed is 0, asked for 1"):
+        tiny_model.make_tiny_model(made[0], replace(QUICK, seed=1))
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "recipe.json", "file"])
+def test_what_is_in_the_way_is_refused_and_kept(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(FileExistsError, match="was not made by this tool"):
+        tiny_model.make_tiny_model(tmp_path / name if name == "file" else tmp_path, QUICK)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+@pytest.mark.parametrize("damage", ["model.safetensors", "data/test_chat.parquet"])
+def test_damaged_or_missing_files_are_refused(made, tmp_path, damage):
+    copy = tmp_path / "copy"
+    shutil.copytree(made[0], copy)
+    with open(copy / damage, "ab") as file:
+        file.write(b"\0")
+    with pytest.raises(FileExistsError, match=f"{damage} is changed"):
+        tiny_model.make_tiny_model(copy, QUICK)
+    (copy / damage).unlink()
+    with pytest.raises(FileExistsError, match=f"{damage} is missing"):
+        tiny_model.make_tiny_model(copy, QUICK)
+
+
+def test_a_making_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_model, "train_supervised", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny_model.make_tiny_model(tmp_path / "model", QUICK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_loss_is_on_the_completion_only():
+    tokenizer = tiny_model.build_tokenizer()
+    problem = Problem(
+        "Tom has 3 apples and Ben has 4. How many apples do they have together?", 3, "+", 4
+    )
+    input_ids, labels = tiny_model._batch(
+        tokenizer, [problem, problem], ["3+4=7\n#### 7", "The answer is 7"]
+    )
+    for ids, label, answer in zip(input_ids, labels, ("3+4=7\n#### 7", "The answer is 7")):
+        assert tokenizer.decode(label[label != -100]) == answer + "<eos>"
+        assert tokenizer.decode(ids, skip_special_tokens=True) == problem.question + "\n" + answer
+        assert (label == ids)[label != -100].all()
+
+
+def test_large_variant_has_about_ten_million_parameters():
+    tokenizer = tiny_model.build_tokenizer()
+    assert 9e6 < tiny_model.build_model(tokenizer, "large").num_parameters() < 11e6

@@ -1,0 +1,212 @@
+"""Sampled answers, and the batch that is trained of them."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mindspeed_qerl.local.processes import WorkerError
+from mindspeed_qerl.local.sampled import (
+    Sampled,
+    check_answers,
+    select,
+    tokens_to_replay,
+    tokens_to_train,
+)
+from mindspeed_qerl.local.serving import Completion
+from mindspeed_qerl.recipe.types import Algorithm, Batch, Selection
+from mindspeed_qerl.routing.routes import Routers
+from mindspeed_qerl.tasks.rows import row_of
+
+ANSWERS = [
+    Completion([1, 2], [-0.1, -0.2], False),
+    Completion([3], [-0.3], False),
+    Completion([4], [-0.4], True),
+    Completion([1, 1, 1], [-0.5, -0.6, -0.7], True),
+]
+ROW = row_of({"prompt": "2+2?", "answer": "4"})
+
+
+def sampled(rewards, answers=ANSWERS, prompts=((5, 6), (5, 6), (7,), (7,))):
+    rewards = np.array(rewards, dtype=float)
+    return Sampled(
+        [ROW] * len(answers),
+        [list(prompt) for prompt in prompts],
+        list(answers),
+        ["?"] * len(answers),
+        rewards,
+        {"gsm8k": rewards > 1},
+    )
+
+
+def recipe(mini_batch_size=1, **options):
+    algorithm, selection = (
+        {name: value for name, value in options.items() if name in part.__pydantic_fields__}
+        for part in (Algorithm, Selection)
+    )
+    return SimpleNamespace(
+        batch=Batch(samples_per_prompt=2, mini_batch_size=mini_batch_size, global_batch_size=2),
+        algorithm=Algorithm(**algorithm),
+        selection=Selection(**selection),
+    )
+
+
+def test_every_answer_is_trained_with_its_groups_advantage():
+    batch, _ = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
+    assert batch.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0], abs=1e-5)
+    assert batch.tokens.tolist() == [[5, 6, 1, 2], [5, 6, 3, 0], [7, 4, 0, 0], [7, 1, 1, 1]]
+    assert batch.mask.sum() == sum(len(answer.token_ids) for answer in ANSWERS)
+    assert batch.rollout_logprobs[batch.mask].tolist() == pytest.approx(
+        [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
+    )
+
+
+@pytest.mark.parametrize(
+    "options, advantages",
+    [
+        ({"norm_adv_by_std_in_grpo": False}, [0.5, -0.5, -1.5, 1.5]),
+        ({"adv_estimator": "rloo"}, [1, -1, -3, 3]),
+    ],
+)
+def test_advantages_go_by_their_options(options, advantages):
+    batch, _ = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(**options))
+    assert batch.advantages.tolist() == advantages
+
+
+def test_answers_that_were_cut_off_are_not_trained_where_that_is_asked():
+    batch, _ = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(mask_truncated_completions=True))
+    assert batch.mask.any(1).tolist() == [True, True, False, False]
+
+
+def before(old, reference):
+    """Stands for `LocalEngine.logprobs_before`: the same number for each token, also where there is
+    none.
+    """
+    return lambda batch: tuple(
+        np.full(batch.mask.shape, value, np.float32) for value in (old, reference)
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask_truncated_completions": True}, {"mini_batch_size": 3}]
+)
+def test_kl_in_the_reward_costs_every_answer_its_tokens_before_the_group_is_compared(options):
+    """0.5 nats a token by k1: answers of 2, 1, 1 and 3 tokens, the last two cut off."""
+    asked = recipe(
+        kl_coefficient=0.2,
+        kl_penalty="kl",
+        use_kl_in_reward=True,
+        norm_adv_by_std_in_grpo=False,
+        **options,
+    )
+    batch, metrics = select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, -1.5))
+    assert batch.advantages[:4].tolist() == pytest.approx([0.45, -0.45, 0.1, -0.1])
+    assert metrics == {"reward/kl": pytest.approx(0.5 * 7 / 4)}
+    assert (batch.old_logprobs == -1).all() and batch.old_logprobs.shape == batch.mask.shape
+    assert batch.mask.any(1)[2:4].all() == ("mask_truncated_completions" not in options)
+    assert len(batch) == (6 if "mini_batch_size" in options else 4) and not batch.mask[4:].any()
+    assert select(sampled([1, 0, 2, 2]), np.arange(2), recipe(kl_coefficient=0.2))[1] == {}
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_kl_that_is_no_number_names_the_answer(value):
+    asked = recipe(kl_coefficient=0.2, use_kl_in_reward=True)
+    with pytest.raises(WorkerError, match=r"KL of the answer '\?' to '2\+2\?'"):
+        select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, value))
+
+
+def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
+    batch, _ = select(sampled([1, 0, 0, 3]), np.array([1]), recipe(mini_batch_size=3))
+    assert len(batch) == 6 and batch.tokens[:2].tolist() == [[7, 4, 0, 0], [7, 1, 1, 1]]
+    assert batch.mask.sum(1).tolist() == [1, 3, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "logprobs, given",
+    [
+        ([-0.1, math.nan], "nan as the log probability of a token"),
+        ([-math.inf, 0.0], "-inf as the log probability of a token"),
+        ([0.5, 0.0], "0.5 as the log probability of a token"),
+        ([-0.1], "1 log probabilities for 2"),
+    ],
+)
+def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
+    answers = [ANSWERS[0], Completion([3, 4], logprobs, False)]
+    with pytest.raises(WorkerError, match=rf"vLLM gave {given} of the answer '\?' to '2\+2\?'"):
+        check_answers(sampled([0, 1], answers, [[5], [5]]), None)
+    check_answers(sampled([0, 1], ANSWERS[:2], [[5], [5]]), None)
+
+
+@pytest.mark.parametrize(
+    "routes, fault",
+    [
+        (None, "it has no routes"),
+        (np.zeros((1, 2, 2)), r"its routes have the shape \[1, 2, 2\], and 2 tokens in 2 layers"),
+        (
+            np.full((2, 2, 2), (0, 8)),
+            r"layer 0 sends token 0 to an expert that is none of its 8: \[0, 8\]",
+        ),
+        (np.full((2, 2, 2), 5), r"layer 0 sends token 0 to the same expert twice: \[5, 5\]"),
+    ],
+)
+def test_routes_that_cannot_be_name_the_answer(routes, fault):
+    routers, good = Routers((0, 1), experts=8, top_k=2), np.full((2, 2, 2), (3, 1), dtype=np.uint8)
+    answers = [
+        Completion([3, 4], [-0.1, -0.2], False, good[[0, 0]]),
+        Completion([3, 4], [-0.1, -0.2], False, routes),
+    ]
+    with pytest.raises(
+        WorkerError, match=rf"the answer '\?' to '2\+2\?': {fault}.*algorithm.routing_replay"
+    ):
+        check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
+    answers[1] = replace(answers[1], routes=good)
+    check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
+
+
+def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_trained():
+    answers = [
+        replace(answer, routes=np.full((tokens, 2, 2), (row, 7), dtype=np.uint8))
+        for row, (answer, tokens) in enumerate(zip(ANSWERS, (3, 2, 1, 3)))
+    ]
+    batch, _ = select(
+        sampled([1, 0, 2, 2], answers), np.arange(2), recipe(routing_replay="rollout")
+    )
+    assert (
+        batch.routes.shape == (4, batch.tokens.shape[1] - 1, 2, 2)
+        and batch.routes.dtype == np.uint8
+    )
+    for row, answer in enumerate(answers):
+        assert np.array_equal(batch.routes[row, : batch.lengths[row] - 1], answer.routes)
+    assert tokens_to_replay(batch, recipe()) == (batch.lengths - 1).sum()
+    batch.mask[:2] = False  # of the first of two mini-batches, which is not trained then
+    assert tokens_to_replay(batch, recipe()) == 4
+
+
+def with_batch(answers, **options):
+    given = sampled([1, 0, 2, 2], answers)
+    return given, np.arange(2), recipe(**options), select(given, np.arange(2), recipe(**options))[0]
+
+
+def test_the_tokens_to_train_are_counted_on_the_answers():
+    finished = [
+        Completion([1, 2], [-0.1, -0.2], False),
+        Completion([2], [-0.3], False),
+        *ANSWERS[2:],
+    ]
+    assert tokens_to_train(*with_batch(finished), ends={2}) == 7
+    assert tokens_to_train(*with_batch(finished, mask_truncated_completions=True), ends={2}) == 3
+    assert tokens_to_train(*with_batch(ANSWERS), ends=()) == 7  # of a model that names no end token
+    with pytest.raises(
+        WorkerError, match=r"1 of 2 answers .* none of the end tokens \[2\]: the first one's is 3"
+    ):
+        tokens_to_train(*with_batch(ANSWERS), ends={2})
+    given, kept, asked, batch = with_batch(ANSWERS)
+    batch.mask[3, -1] = False
+    with pytest.raises(WorkerError, match=r"^6 tokens were trained, and 7 were sampled and kept"):
+        tokens_to_train(given, kept, asked, batch, ends=())
+    with pytest.raises(WorkerError, match=r"the advantages of 1 of 2 groups do not add up to 0"):
+        tokens_to_train(
+            given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=()
+        )
