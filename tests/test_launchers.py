@@ -393,8 +393,8 @@ def test_ports_that_can_be(port, machine):
         (
             "engine=local",
             (
-                "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu engine=local "
-                "rehearsal.enabled=true"
+                "python cli/train_grpo.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu "
+                "engine=local rehearsal.enabled=true"
             ),
         ),
     ],

@@ -3,8 +3,8 @@ a minute on 2 quiet cores.
 
 The directory holds a Hugging Face model (transformers and vLLM load it), data/train_chat.parquet
 and data/test_chat.parquet (one-step word problems; the test problems use operand pairs that nothing
-in training uses), and recipe.json: what was made. Running it again finds the directory made and does
-nothing.
+in training uses), and recipe.json: what was made. Running it again finds the directory made and
+does nothing.
 """
 
 import argparse

@@ -18,14 +18,12 @@ class QuantizedModel:
     """The linear layers of vLLM's model that are quantised, and whether they are now (`is_on`).
 
     Args:
-        model: vLLM's.
-        names: by vLLM's parameter names of linear weights, the Hugging Face names of what is fused
-            or stacked in each.
-        checkpoint: the base model's.
+        model: vLLM's. names: by vLLM's parameter names of linear weights, the Hugging Face names of
+            what is fused or stacked in each. checkpoint: the base model's.
 
     Attributes:
-        weights: by Hugging Face names.
-        adapters: those of `weights`, as the layers have them: by vLLM's parameter names, unpacked.
+        weights: by Hugging Face names. adapters: those of `weights`, as the layers have them: by
+            vLLM's parameter names, unpacked.
 
     Raises:
         ConfigError: a pattern of `ignore` that names no linear weight, or only some of a layer's,

@@ -104,8 +104,7 @@ class RolloutEngine(ServedWeights):
         same call on the same weights gives the same completions.
 
         Args:
-            seed: of the sampler.
-            sampling: keyword arguments of vLLM's SamplingParams.
+            seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams.
             noise_step: the step whose noise is on, only inside this call; None: the synced weights.
             hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None:
                 computed as it is.

@@ -59,7 +59,8 @@ class PackedSplit:
 
     def dropped(self, max_prompt_length: int) -> int:
         """How many rows MindSpeed-RL leaves out: it keeps prompts shorter than `max_prompt_length`
-        (indexed_dataset.py:545)."""
+        (indexed_dataset.py:545).
+        """
         return sum(length >= max_prompt_length for length in self.prompt_lengths)
 
     def report(self, max_prompt_length: int | None) -> str:

@@ -16,14 +16,14 @@ class Prompts:
     date of `at` (`chat_ids`).
 
     Attributes:
-        rows, prompts: as many of both.
-        total: how many rows there were.
-        dropped: how many of them are left out, because their prompt has more than
-            `max_prompt_length` tokens.
+        rows, prompts: as many of both. total: how many rows there were. dropped: how many of them
+            are left out,
+        because their prompt has more than `max_prompt_length` tokens.
 
     Raises:
         ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be
-            made, or has a token that the model does not have, or none is short enough.
+            made, or has a token
+        that the model does not have, or none is short enough.
     """
 
     def __init__(

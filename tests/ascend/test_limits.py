@@ -143,8 +143,8 @@ def test_each_family_is_accepted(raw, family):
             "model.tiny.rotary_base",
             None,
             (
-                "rotary_base is left out of the config, which is 10000 to Megatron, but rope_theta = "
-                "1000000.0 in"
+                "rotary_base is left out of the config, which is 10000 to Megatron, but "
+                "rope_theta = 1000000.0 in"
             ),
         ),
         (

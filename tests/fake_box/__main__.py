@@ -1,7 +1,8 @@
 """A command in a fake Ascend box, by hand: what differs from a healthy box, then the command.
 
-    python -m tests.fake_box --box "lost=(3,)" -- bash examples/grpo/grpo_trainer_qwen3_30b_a3b_16npu.sh
-    python -m tests.fake_box --box "sick={13: 'Critical'}" --sourced \\
+    python -m tests.fake_box --box "lost=(3,)" -- bash
+    examples/grpo/grpo_trainer_qwen3_30b_a3b_16npu.sh python -m tests.fake_box --box "sick={13:
+    'Critical'}" --sourced \\
         --prepare grpo_qwen3_30b_a3b_gsm8k_16npu -- bash
 """
 

@@ -242,8 +242,8 @@ def test_what_megatron_derives_may_be_left_out():
         (
             {"tie_word_embeddings": True},
             (
-                "untie_embeddings_and_output_weights = True in the config, but tie_word_embeddings = "
-                "True in config.json"
+                "untie_embeddings_and_output_weights = True in the config, but "
+                "tie_word_embeddings = True in config.json"
             ),
         ),
         (

@@ -64,8 +64,8 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
     raw = changed("mindspeed_rl", {"generate_config.sampling_config.seed": ...})
     assert check(BASE["mindspeed_rl"], "local")[0] == [
         (
-            "generate_config.sampling_config.seed = 1 must be left out: megatron_training.seed is the "
-            "seed of everything"
+            "generate_config.sampling_config.seed = 1 must be left out: megatron_training.seed is "
+            "the seed of everything"
         )
     ]
     found, neutral = check(raw, "local")

@@ -180,8 +180,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             "rl_config.use_kl_in_reward",
             True,
             (
-                "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
-                "the rewards"
+                "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing "
+                "off the rewards"
             ),
         ),
         (
@@ -363,15 +363,15 @@ def test_a_fault_says_which_rule_and_which_key(raw):
                 "generate_config.dtype": "bfloat16",
             },
             (
-                "rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets base "
-                "and adapter as one weight"
+                "rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets "
+                "base and adapter as one weight"
             ),
         ),
         (
             {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc"},
             (
-                "rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'. Known: "
-                "gsm8k_strict"
+                "rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'. "
+                "Known: gsm8k_strict"
             ),
         ),
     ],
@@ -497,8 +497,8 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
             {"moe_intermediate_size": 64, "head_dim": 8},
             2,
             (
-                "a rank's part of the model's num_attention_heads x head_dim = 32 is no multiple of "
-                "its blocks of 32 inputs"
+                "a rank's part of the model's num_attention_heads x head_dim = 32 is no multiple "
+                "of its blocks of 32 inputs"
             ),
         ),
     ],

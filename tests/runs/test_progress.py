@@ -48,12 +48,12 @@ def test_a_log_file_gets_one_plain_line_per_step():
             "s/step | ETA 0:09:00"
         ),
         (
-            "tiny | step  2/10 | reward 0.500 | accuracy 0.250 ± 0.021 at 0 | sigma 5.0e-02 | 60.00 "
-            "s/step | ETA 0:08:00"
+            "tiny | step  2/10 | reward 0.500 | accuracy 0.250 ± 0.021 at 0 | sigma 5.0e-02 | "
+            "60.00 s/step | ETA 0:08:00"
         ),
         (
-            "tiny | step  3/10 | reward 0.500 | accuracy 0.250 ± 0.021 at 0 | sigma 5.0e-02 | 60.00 "
-            "s/step | ETA 0:07:00"
+            "tiny | step  3/10 | reward 0.500 | accuracy 0.250 ± 0.021 at 0 | sigma 5.0e-02 | "
+            "60.00 s/step | ETA 0:07:00"
         ),
         "see [bold] this",
     ]
