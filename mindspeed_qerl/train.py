@@ -100,26 +100,7 @@ def _train(
         metrics = MetricsWriter(directory, recipe.run.tensorboard, recipe.run.wandb_project, after)
     except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal
         return _stop(directory, _reason(error))
-    warnings = list(found.warnings)
-    if metrics.missing_steps:
-        steps = ", ".join(map(str, metrics.missing_steps))
-        warnings.insert(
-            0,
-            f"metrics.jsonl has lost the rows of steps {steps}; the training is whole, tables and "
-            "pictures lack these steps",
-        )
-    if other := directory.other_versions:
-        more = f"; {len(other) - 5} more" if len(other) > 5 else ""
-        warnings.append(
-            f"the run was started with other versions: {'; '.join(other[:5])}{more} "
-            "(versions.before.json)"
-        )
-    if found.unused and not rehearsed:  # a rehearsal's report names them
-        unused = ", ".join(found.unused)
-        warnings.append(
-            f"the {recipe.engine} engine does not use {unused} (`python -m "
-            "mindspeed_qerl.recipe.keys` says why)"
-        )
+    warnings = _warnings(recipe, found, directory, metrics, rehearsed is not None)
     started = time.perf_counter()
     try:
         with metrics, Progress(recipe.run.train_iters, name) as progress:
@@ -170,6 +151,33 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
     print(f"run.resume=auto: {what}", flush=True)
     sections = {**recipe.sections, "run": {**recipe.sections["run"], "resume": path}}
     return replace(recipe, run=replace(recipe.run, resume=path), sections=sections)
+
+
+def _warnings(
+    recipe: Recipe, found: Found, directory: RunDirectory, metrics: MetricsWriter, rehearsed: bool
+) -> list[str]:
+    """What a run says before it begins."""
+    warnings = list(found.warnings)
+    if metrics.missing_steps:
+        steps = ", ".join(map(str, metrics.missing_steps))
+        warnings.insert(
+            0,
+            f"metrics.jsonl has lost the rows of steps {steps}; the training is whole, tables and "
+            "pictures lack these steps",
+        )
+    if other := directory.other_versions:
+        more = f"; {len(other) - 5} more" if len(other) > 5 else ""
+        warnings.append(
+            f"the run was started with other versions: {'; '.join(other[:5])}{more} "
+            "(versions.before.json)"
+        )
+    if found.unused and not rehearsed:  # a rehearsal's report names them
+        unused = ", ".join(found.unused)
+        warnings.append(
+            f"the {recipe.engine} engine does not use {unused} (`python -m "
+            "mindspeed_qerl.recipe.keys` says why)"
+        )
+    return warnings
 
 
 def how_to_resume(directory: RunDirectory) -> str:

@@ -39,13 +39,15 @@ PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
 PLOTTED = 5  # layouts that a picture has room for
-EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists for NPUs; 2 wrong arguments
+EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists for NPUs; 2 wrong
+arguments
 
 examples:
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16
-  python tools/plan_layout.py --model /models/Qwen3-30B-A3B --ranks 16 --ranks-per-node 8 --top 20 --plot layouts.png
-  python tools/plan_layout.py --model qwen3_30b_a3b --ranks 12 --check tp=3,ep=4,infer_tp=6,infer_ep=2
-  python tools/plan_layout.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu actor_config.expert_model_parallel_size=8
+  python tools/plan_layout.py --model /models/Qwen3-30B-A3B --ranks 16 --ranks-per-node 8 --top 20
+  python tools/plan_layout.py --model qwen3_30b_a3b --ranks 12 --check tp=3,ep=4,infer_tp=6
+  python tools/plan_layout.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu \\
+      actor_config.expert_model_parallel_size=8
 """
 
 

@@ -61,15 +61,3 @@ def join(movements: Iterable[Movement]) -> Movement:
             "lost": max(values["lost"]),
         }
     return joined
-
-
-def in_words(movements: Movement) -> str:
-    """
-    >>> in_words({"linear_qkv": {"moved": 0.05, "expected": 0.05, "max_error": 0.0}})
-    'linear_qkv moved 0.05 of 0.05, max error 0'
-    """
-    lines = []
-    for target, entry in movements.items():
-        moved = f"moved {entry['moved']:.4g} of {entry['expected']:.4g}"
-        lines.append(f"{target} {moved}, max error {entry['max_error']:.1g}")
-    return ", ".join(lines)

@@ -37,7 +37,7 @@ print("cluster", json.dumps(look()))
 
 
 def see_npus(machine: Machine, own_ray: bool = False) -> Seen:
-    """Ask each part of the machine, with a time limit, and Ray unless one is started for the run."""
+    """Ask each part of the machine, with a time limit; Ray unless one is started for the run."""
     shell = machine.environment
     visible, given = shell.get(LIST), shell.get("RAY_ADDRESS", "")
     alone = own_ray or given == "local"  # a Ray of the run's own

@@ -1,4 +1,4 @@
-"""What the preflight asks a machine, in one class, so that a test can answer in a machine's place."""
+"""What the preflight asks a machine, in one class: a test can answer in a machine's place."""
 
 import importlib.metadata
 import importlib.util
@@ -108,7 +108,7 @@ class Machine:
         return check(installed())
 
     def checkout(self, package: str) -> Path | None:
-        """The folder that holds the package of upstream that Python takes; None if there is none."""
+        """The folder of the package of upstream that Python takes; None if there is none."""
         return next(iter(installed().get(package, [])), None)
 
     def disk_free(self, path: str | Path) -> int:

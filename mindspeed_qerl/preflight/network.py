@@ -17,7 +17,7 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
     MASTER_ADDR may be a name: only Ray connects to it.
 
     >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
-    "NODE_ADDR=fd00::5 must be an IPv4 address: upstream's servers listen at tcp://ADDRESS, without brackets"
+    "NODE_ADDR=fd00::5 must be an IPv4 address: upstream's servers listen at tcp://ADDRESS"
     """
     host = re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value)
     if name == "MASTER_ADDR" and host:
@@ -31,19 +31,19 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
             f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no port, no spaces, no name"
         )
     if address.version != 4:
-        return f"{name}={value} must be an IPv4 address: upstream's servers listen at tcp://ADDRESS, without brackets"
+        return f"{name}={value} must be an IPv4 address: upstream's servers listen at tcp://ADDRESS"
     if address.is_unspecified or address.is_multicast or address.is_reserved:
         return f"{name}={value} is the address of no machine"
     if nodes > 1 and address.is_loopback:
-        return f"{name}={value} is this machine's own for itself: the other node needs one that both reach"
+        return f"{name}={value} is this machine's own: the other node needs one that both reach"
     return ""
 
 
 def host_and_port(address: str) -> tuple[str, int] | None:
     """Of HOST:PORT, in which an IPv6 address has brackets; None of anything else.
 
-    >>> host_and_port("10.0.0.1:6379"), host_and_port("[fd00::5]:6379"), host_and_port("ray://10.0.0.1:10001")
-    (('10.0.0.1', 6379), ('fd00::5', 6379), None)
+    >>> [host_and_port(a) for a in ("10.0.0.1:6379", "[fd00::5]:6379", "ray://10.0.0.1:10001")]
+    [('10.0.0.1', 6379), ('fd00::5', 6379), None]
     """
     try:
         parts = urlsplit(f"//{address}")

@@ -20,7 +20,7 @@ def hccl(machine: Machine, case: Case) -> Check:
     (vllm-ascend pull request 12318), or somewhere in HCCL_HOST_SOCKET_PORT_RANGE.
     """
     if machine.environment.get(RANGE):
-        return passed(f"those of {RANGE}, which is not looked at")
+        return _of_range(machine, case)
     dies = _dies(case)
     given = machine.environment.get(BASE) or npu_environment()[BASE]
     base, last = int(given) if given.isdecimal() else 0, PORTS[-1] - dies[-1]
@@ -53,6 +53,26 @@ def hccl(machine: Machine, case: Case) -> Check:
     return passed(f"{words} are free")
 
 
+def _of_range(machine: Machine, case: Case) -> Check:
+    given = machine.environment[RANGE].replace(" ", "")
+    ours = sorted(_spans(r"(\d+)(?:-(\d+))?", given))
+    if given == "auto":
+        return passed(f"{RANGE}=auto: HCCL takes free ones")
+    if len(ours) < case.ranks or ours[0] < PORTS[0] or ours[-1] > PORTS[-1]:
+        return failed(
+            f"{RANGE}={given} must be auto, or at least {case.ranks} ports from {PORTS[0]} to "
+            f"{PORTS[-1]}, such as 60000-60050",
+            f"unset {RANGE}",
+        )
+    shared = _shared(machine, ours) if case.own_ray else []
+    if shared:
+        return failed(f"{given}: {'; '.join(shared)}")
+    free = sum(machine.port_free(port) for port in ours)
+    if free < case.ranks:
+        return failed(f"{RANGE}={given}: {free} of them are free, for {case.ranks} ranks")
+    return passed(f"{RANGE}={given}")
+
+
 def _dies(case: Case) -> list[int]:
     """The numbers that a rank's port may go by: its own, its die's in /dev and in npu-smi."""
     taken = [die.number for die in case.seen.taken(case.ranks)]
@@ -79,7 +99,12 @@ def _shared(machine: Machine, ours: list[int]) -> list[str]:
 
 def _ports(machine: Machine, name: str, spans: str) -> set[int]:
     """The ports of a file below /proc/sys/net/ipv4."""
+    return _spans(spans, machine.read(f"/proc/sys/net/ipv4/{name}") or "")
+
+
+def _spans(pattern: str, text: str) -> set[int]:
+    """The ports of first and last numbers in a text."""
     ports = set()
-    for first, last in re.findall(spans, machine.read(f"/proc/sys/net/ipv4/{name}") or ""):
+    for first, last in re.findall(pattern, text):
         ports |= set(range(int(first), int(last or first) + 1))
     return ports

@@ -15,10 +15,8 @@ def read_table(table: str) -> tuple[list[Die], dict[int, list[str]] | None]:
         | 0     Ascend910           | OK            | 178.5       36                0    / 0      |
         | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536  |
 
-        | NPU     Chip   | Process id    | Process name    | Process memory(MB)
-        |
-        | 0       0      | 632268        | python3.1       | 197
-        |
+        | NPU     Chip   | Process id    | Process name    | Process memory(MB) |
+        | 0       0      | 632268        | python3.1       | 197                |
 
     Processes of other containers are listed if all devices are mapped, with NA for what cannot be
     seen; 26.0 has one more column (vllm-ascend issue 12980).

@@ -45,20 +45,8 @@ def evaluate_answers(
             f"{len(rows)} problems with {n} answers each need as many texts and flags, not "
             f"{len(texts)} and {len(truncated)}"
         )
-    answered = [rows[i // n] for i in range(len(texts))]
-    scores = call_reward(verifier, load_reward(verifier), texts, answered).reshape(-1, n)
-    answers = []
-    for i, row in enumerate(rows):
-        part = slice(i * n, (i + 1) * n)
-        answers.append(
-            {
-                "question": row.question,
-                "answer": row.answer,
-                "responses": list(texts[part]),
-                "scores": scores[i].tolist(),
-                "truncated": list(map(bool, truncated[part])),
-            }
-        )
+    row_of_text = [rows[i // n] for i in range(len(texts))]
+    scores = call_reward(verifier, load_reward(verifier), texts, row_of_text).reshape(-1, n)
     per_problem = scores.mean(1)
     low, high = interval(scores)
     result = {
@@ -72,10 +60,11 @@ def evaluate_answers(
     }
     if n > 1:
         result[f"pass@{n}"] = scores.max(1).mean()
+    answers = _answers(rows, texts, truncated, scores)
     if verifier in METHOD_OF_VERIFIER:
         extracted = [extract_with_rule(text, METHOD_OF_VERIFIER[verifier]) for text in texts]
         for i, answer in enumerate(answers):
-            numbers, rules = zip(*extracted[i * n : (i + 1) * n])
+            numbers, rules = zip(*extracted[i * n : (i + 1) * n], strict=True)
             answer |= {"extracted": list(numbers), "rules": list(rules)}
         if n > 1:
             majorities = [majority_score(row["extracted"], row["scores"]) for row in answers]
@@ -83,6 +72,26 @@ def evaluate_answers(
         counts = Counter(rule for _, rule in extracted)
         result |= {f"rule/{rule}": counts[rule] / len(extracted) for rule in RULES if counts[rule]}
     return result, answers
+
+
+def _answers(
+    rows: Sequence[Row], texts: Sequence[str], truncated: Sequence[bool], scores: np.ndarray
+) -> list[dict[str, Any]]:
+    """What is written of each problem; scores [problems, answers to each]."""
+    n = scores.shape[1]
+    answers = []
+    for i, row in enumerate(rows):
+        part = slice(i * n, (i + 1) * n)
+        answers.append(
+            {
+                "question": row.question,
+                "answer": row.answer,
+                "responses": list(texts[part]),
+                "scores": scores[i].tolist(),
+                "truncated": list(map(bool, truncated[part])),
+            }
+        )
+    return answers
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:

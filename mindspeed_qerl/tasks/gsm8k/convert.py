@@ -138,8 +138,7 @@ def converted(row: dict) -> dict:
 
 
 def gold_answer(solution: str) -> str:
-    r"""The gold number behind the last `####` of a solution, canonical: "... = 1,000\n#### 1,000" ->
-    "1000".
+    r"""The gold number behind the last `####` of a solution, canonical: "1000" of "#### 1,000".
 
     ValueError if there is no `####`, or anything but one number behind it.
     """
