@@ -140,8 +140,10 @@ CASES = [
         ),
         "processes on the dies",
         WARNING,
-        "davinci1: python3.1 (process 632268, 197 MB); davinci7: python3.1 (process NA, 197 MB). "
-        "If",
+        (
+            "davinci1: python3.1 (process 632268, 197 MB); davinci7: python3.1 (process NA, 197 MB). "
+            "If"
+        ),
         "--privileged",
         {},
     ),
@@ -441,8 +443,10 @@ CASES = [
         },
         "other variables",
         PASSED,
-        "ASCEND_LAUNCH_BLOCKING, ATB_LLM_COMM_BACKEND, HCCL_OP_EXPANSION_MODE, OMP_PROC_BIND, "
-        "VLLM_",
+        (
+            "ASCEND_LAUNCH_BLOCKING, ATB_LLM_COMM_BACKEND, HCCL_OP_EXPANSION_MODE, OMP_PROC_BIND, "
+            "VLLM_"
+        ),
         "",
         {},
     ),
