@@ -167,7 +167,7 @@ TRAINING = (
         "shared_backbone_has_one_chunk",
         "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
         "A reference on the shared backbone goes with no virtual pipeline: only the first "
-        "chunk's adapters are switched off for layout.",
+        "chunk's adapters are switched off for it.",
         lambda layout, plan: (
             plan.share_backbone
             and layout.layers_per_virtual_stage is not None

@@ -210,12 +210,13 @@ def test_what_one_question_cannot_tell_is_null(tiny_model, tmp_path, monkeypatch
 
 
 @pytest.fixture
-def create(tmp_path):
-    """A run directory of a config."""
+def create(tmp_path, tiny_model):
+    """A run directory of a config, with the model's files as every run records them."""
 
-    def create(raw, name="a_run", data_files=None):
+    def create(raw, name="a_run", **more_files):
+        files = model_files(tiny_model) | more_files
         return RunDirectory.create(
-            tmp_path, name, config=raw, command=["cli"], seed=7, data_files=data_files or {}
+            tmp_path, name, config=raw, command=["cli"], seed=7, data_files=files
         )
 
     return create
@@ -272,7 +273,7 @@ def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp
     raw, test = raw_config(tiny_model, data_dir), tmp_path / "test.parquet"
     shutil.copy(raw["task"]["test_file"], test)
     raw["task"]["test_file"] = str(test)
-    run = create(raw, data_files={"test": test, **model_files(tiny_model)})
+    run = create(raw, test=test)
     assert of_run(run.path, step=0).data == str(test)
     shutil.copy(raw["task"]["train_file"], test)
     with pytest.raises(
