@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
@@ -142,7 +142,7 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
         config=dict(recipe.sections),
         may_change=engine_of(recipe).MAY_CHANGE,
     )
-    path = run and str(run.path)
+    path = str(run.path) if run else None
     what = (
         f"resumes {path}"
         if run
@@ -217,13 +217,13 @@ def _report(directory: RunDirectory) -> None:
         )
 
 
-def _is_full(error: BaseException) -> bool:
+def _is_full(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in FULL
 
 
 def _reason(error: BaseException) -> str:
     """An error's own words; with advice where they are the system's alone, which has no room."""
-    if _is_full(error) and error.strerror == os.strerror(error.errno):
+    if _is_full(error) and error.strerror == os.strerror(error.errno or 0):
         return (
             f"{error}: the disk of the run directory, or of temporary files, is full. Make room "
             "there"
