@@ -142,12 +142,10 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
         config=dict(recipe.sections),
         may_change=engine_of(recipe).MAY_CHANGE,
     )
-    path = str(run.path) if run else None
-    what = (
-        f"resumes {path}"
-        if run
-        else "no run of this config stopped with a checkpoint; a new one begins"
-    )
+    path, what = None, "no run of this config stopped with a checkpoint; a new one begins"
+    if run:
+        path = str(run.path)
+        what = f"resumes {path}"
     print(f"run.resume=auto: {what}", flush=True)
     sections = {**recipe.sections, "run": {**recipe.sections["run"], "resume": path}}
     return replace(recipe, run=replace(recipe.run, resume=path), sections=sections)

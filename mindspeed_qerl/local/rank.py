@@ -191,9 +191,9 @@ class TrainRank(ShardedAdapters):
             every_rank: list[dict[int, Counts]] = [{}] * self.recipe.layout.world
             dist.all_gather_object(every_rank, total(counts))
             metrics |= routing_metrics(total(every_rank), self.routers)
-        tokens_mean = merged["mismatch/k1"]
-        assert isinstance(tokens_mean, Mean), "a mean over tokens"
-        metrics["selection/trained_tokens"] = int(tokens_mean.count)
+        k1 = merged["mismatch/k1"]
+        assert isinstance(k1, Mean), "over the tokens that are trained"
+        metrics["selection/trained_tokens"] = int(k1.count)
         metrics["grad_norm"] = sum(norms) / len(norms)
         metrics["lr"] = lr
         metrics["updates"] = len(norms)

@@ -235,7 +235,9 @@ class Case:
     @property
     def legal(self) -> Plan | None:
         """The plan, if its layout breaks no rule."""
-        return None if self.plan is None or broken(self.plan) else self.plan
+        if self.plan is None or broken(self.plan):
+            return None
+        return self.plan
 
     def accepts(self, name: str) -> bool:
         """Whether check `name` may fail (run.accepted_checks)."""

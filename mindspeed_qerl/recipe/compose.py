@@ -166,7 +166,7 @@ def _loader() -> type:
     """Hydra's loader of YAML, which refuses numbers that are not what is written."""
     from omegaconf._utils import get_yaml_loader
 
-    class Loader(get_yaml_loader()):  # type: ignore[misc]
+    class Loader(get_yaml_loader()):  # type: ignore[misc]  # a base made at run time
         def number(self, node: Any) -> int | float:
             digits = node.value.lstrip("-+0_")
             # 07 is 7 in both

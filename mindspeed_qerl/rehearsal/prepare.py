@@ -40,12 +40,14 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
-    found.faults += unfilled_blocks(recipe, plan.shape) if plan else []
+    layers = 0
+    if plan:
+        found.faults += unfilled_blocks(recipe, plan.shape)
+        layers = layers_to_rehearse(plan, settings.layers)
     if not recipe.lora.targets:
         key = "megatron_training.lora_target_modules"
         message = f"{key} is empty. Known: {', '.join(LORA_TARGETS)}"
         found.faults.append(Fault("unsupported", message, key))
-    layers = layers_to_rehearse(plan, settings.layers) if plan else 0
     if plan and settings.layers != "all" and layers % plan.layout.pp:
         message = (
             f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
