@@ -53,7 +53,7 @@ test-full: install-dev lint
 test-upstream: upstream-env
 	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation
 lint: install-dev
-	$(PY) -m ruff check . && $(PY) -m ruff format --check --quiet .
+	$(PY) -m ruff check . && $(PY) -m ruff format --check --quiet . && $(PY) -m mypy
 
 install-dev: $(VENV)/.dev
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
@@ -142,12 +142,10 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
         config=dict(recipe.sections),
         may_change=engine_of(recipe).MAY_CHANGE,
     )
-    path = run and str(run.path)
-    what = (
-        f"resumes {path}"
-        if run
-        else "no run of this config stopped with a checkpoint; a new one begins"
-    )
+    path, what = None, "no run of this config stopped with a checkpoint; a new one begins"
+    if run:
+        path = str(run.path)
+        what = f"resumes {path}"
     print(f"run.resume=auto: {what}", flush=True)
     sections = {**recipe.sections, "run": {**recipe.sections["run"], "resume": path}}
     return replace(recipe, run=replace(recipe.run, resume=path), sections=sections)
@@ -217,13 +215,13 @@ def _report(directory: RunDirectory) -> None:
         )
 
 
-def _is_full(error: BaseException) -> bool:
+def _is_full(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in FULL
 
 
 def _reason(error: BaseException) -> str:
     """An error's own words; with advice where they are the system's alone, which has no room."""
-    if _is_full(error) and error.strerror == os.strerror(error.errno):
+    if _is_full(error) and error.strerror == os.strerror(error.errno or 0):
         return (
             f"{error}: the disk of the run directory, or of temporary files, is full. Make room "
             "there"

@@ -83,6 +83,7 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
         return float(mask.sum())
     answers = float(mask.any(1).sum())
     if algorithm.loss_agg_mode == "seq-mean-token-sum-norm":
+        assert algorithm.loss_scale_factor is not None, "the reader gives it its default"
         return answers * algorithm.loss_scale_factor
     return answers
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -68,7 +68,11 @@ class EffectiveSampleSize:
 
 
 class Metric(Protocol):
-    """What a loss returns: `join` makes one of two of a kind, `value` is the number in the end."""
+    """What a loss returns, a dataclass: `join` makes one of two of a kind, `value` is the number in
+    the end.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def join(self, other: Any) -> Metric: ...
 

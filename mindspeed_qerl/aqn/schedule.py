@@ -4,8 +4,10 @@ trl_trainer/noise_scheduler.py).
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-KINDS = ("exponential", "linear", "cosine", "constant")
+Kind = Literal["exponential", "linear", "cosine", "constant"]
+KINDS: tuple[str, ...] = get_args(Kind)
 # Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm
 # of 128 weights at one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since
 # weights of 1 in bfloat16 show 0.85 to 1.10 of any sigma above 1.5e-3. Narrow enough for noise of

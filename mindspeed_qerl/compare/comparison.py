@@ -107,7 +107,8 @@ class Comparison:
     verdicts: list[Verdict]
 
     def to_json(self) -> dict[str, Any]:
-        groups, notes = [], {}
+        groups: list[dict[str, Any]] = []
+        notes: dict[str, tuple[str, ...]] = {}
         for group in self.groups:
             entry = {
                 "name": group.name,
@@ -158,7 +159,9 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     groups = _named([*by_config.values()], differing)
     base = _find_baseline(groups, baseline)
     groups.remove(base)
-    accuracy, difference, verdicts = {}, {}, []
+    accuracy: BySteps = {}
+    difference: BySteps = {}
+    verdicts = []
     for group in (base, *groups):
         scores = group.scores(steps, questions, group.seeds)
         accuracy[group.name] = by_step(steps, scores)
@@ -274,7 +277,7 @@ def _verdict(
     (Bonferroni).
     """
     word, needed, limit = "not distinguishable", None, SIGNIFICANCE / comparisons
-    if len(seeds) < LEAST_SEEDS:
+    if difference is None or len(seeds) < LEAST_SEEDS:
         word = "no verdict"
     elif difference.p < limit:
         word = "better" if difference.mean > 0 else "worse"

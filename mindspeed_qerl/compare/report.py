@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from mindspeed_qerl.common.files import json_text
 from mindspeed_qerl.compare.comparison import SIGNIFICANCE, BySteps, Comparison, Verdict, shared
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
-from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, draw_series, stack
+from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE, Panel, draw_series, stack
 from mindspeed_qerl.runs.report import markdown_table
 
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
@@ -41,7 +41,7 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
     """A verdict in words."""
     difference, seeds = verdict.difference, len(verdict.seeds)
     groups, over = f"**{verdict.group}** beside {verdict.baseline}", _count(seeds, "seed")
-    if verdict.word == "no verdict":
+    if difference is None or verdict.word == "no verdict":
         return f"{groups}: no verdict, {over} in common; it takes {LEAST_SEEDS}"
     sharing, limit = round(SIGNIFICANCE / verdict.limit), ""
     if sharing > 1:
@@ -172,13 +172,14 @@ def draw(comparison: Comparison, file: Path) -> None:
         for name, values in comparison.reward.items():
             draw_series(axes, np.array([*values]), _ends(values)[0], colors[name])
 
-    panels = [accuracy]
+    panels: list[Panel] = [accuracy]
     if any(comparison.difference.values()):
         panels.append(difference)
     if all(comparison.reward.values()):
         panels.append(reward)
     with mpl.rc_context(STYLE):
         figure = stack(panels, comparison.steps, panel_height=2.8)
+        assert figure, "there are panels"
         legends = []
         for group in comparison.groups:
             legends.append(textwrap.fill(group.legend.replace("$", r"\$"), LEGEND_WIDTH))

@@ -73,7 +73,7 @@ def estimate(values: np.ndarray) -> Estimate:
 
 
 def _half_width(
-    p: float, of_seeds: float, seeds: int, of_questions: float, questions: int
+    p: float, of_seeds: float, seeds: float, of_questions: float, questions: int
 ) -> float:
     """Half the width of the interval that 1 - p of the cases are in."""
     squares = 0.0

@@ -14,6 +14,7 @@ from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
+from mindspeed_qerl.tasks.rows import Row
 
 
 class Engine(Protocol):
@@ -30,14 +31,14 @@ class Engine(Protocol):
         nothing.
         """
 
-    def data_files(self, recipe: Recipe) -> dict[str, str]:
+    def data_files(self, recipe: Recipe) -> Mapping[str, Path | str]:
         """The files that a run reads, by label: their hashes go into the run directory."""
 
     def versions(self) -> dict[str, Any]:
         """What versions.json says beside the installed packages."""
 
     def rehearsed(
-        self, recipe: Recipe, shape: ModelShape, rows: list[dict], model_dir: Path
+        self, recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path
     ) -> Recipe:
         """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in
         `model_dir`.

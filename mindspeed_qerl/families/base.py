@@ -197,7 +197,7 @@ class Family:
 
     def _head_dim(self, keys: Keys, usual: int) -> int:
         if keys.values.get("head_dim") is None:
-            keys.values["head_dim"] = usual
+            keys.values = {**keys.values, "head_dim": usual}
         head_dim = keys.size("head_dim")
         if not self.own_head_dim and head_dim != usual:  # vLLM's class does not read it
             rule = f"hidden_size / num_attention_heads = {usual} for model_type {self.model_type!r}"

@@ -9,6 +9,7 @@ head; `linear_fc1` holds gate and up.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -127,7 +128,7 @@ def mappings(
 def _layer(shape: ModelShape, ours: str, theirs: str, experts: range) -> list[Mapping]:
     family, attention = family_of(shape), ours + "self_attention."
     groups, head_dim = shape.num_key_value_heads, shape.head_dim
-    qkv = dict(
+    qkv: dict[str, Any] = dict(
         merge=partial(merge_qkv, groups=groups),
         split=partial(split_qkv, groups=groups, head_dim=head_dim),
         shared=COLUMN,

@@ -111,8 +111,15 @@ def _training_candidates(shape: ModelShape, world: int, ranks_per_node: int) -> 
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
             for ep in _divisors(world // tp // pp) if shape.moe else (1,):
-                sizes = dict(tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep)
-                yield Layout(world, **sizes, ranks_per_node=ranks_per_node)
+                yield Layout(
+                    world,
+                    tp=tp,
+                    pp=pp,
+                    ep=ep,
+                    infer_tp=tp,
+                    infer_ep=ep,
+                    ranks_per_node=ranks_per_node,
+                )
 
 
 def training_layouts(

@@ -26,7 +26,7 @@ class PromptOrder:
 
     def take(self, rows: int) -> list[int]:
         """The next `rows` row numbers; a row comes again in each pass."""
-        chosen, order, current = [], None, None
+        chosen, current = [], None
         for position in range(self.position, self.position + rows):
             number, place = divmod(position, self.count)
             if number != current:

@@ -173,7 +173,7 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
             for key in file.keys():  # noqa: SIM118
                 if key.endswith((".lora_A", ".lora_B")):
                     tensors[key] = file.get_tensor(key)
-    weights = {}
+    weights: dict[str, megatron.Pair] = {}
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:

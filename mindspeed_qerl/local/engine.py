@@ -21,6 +21,7 @@ def last_checkpoint(recipe: Recipe) -> int:
     """
     from mindspeed_qerl.local import checkpoint
 
+    assert recipe.run.resume, "a run is resumed"
     run = RunDirectory.open(recipe.run.resume)
     state = checkpoint.read_state(run.checkpoints_dir)
     run.check_owner(checkpoint.folder(run.checkpoints_dir, state["iteration"]), state.get("run"))

@@ -141,7 +141,7 @@ def of_run(path: str, **given: Any) -> Evaluation:
             f"{path}/config.yaml has no actor_config.load: the base weights were random and are "
             "not kept, so its adapters fit no model"
         )
-    files = {} if "data" in given else {"test": recipe.task.test_file}
+    files: dict[str, Path | str] = {} if "data" in given else {"test": recipe.task.test_file}
     if "model" not in given and Path(recipe.model.path).is_dir():
         files |= model_files(recipe.model.path)
     if changed := run.other_data(files):
@@ -151,7 +151,8 @@ def of_run(path: str, **given: Any) -> Evaluation:
         )
     if given.get("quantization"):
         given["quantization"] = replace(recipe.quantization, **given["quantization"])
-    settings, values = recipe.evaluation, {"samples": 0}
+    settings = recipe.evaluation
+    values: dict[str, Any] = {"samples": 0}
     if settings.temperature:
         values = {"samples": settings.samples_per_problem, "temperature": settings.temperature}
     if recipe.quantization.enabled and recipe.quantization.evaluation:
@@ -283,7 +284,7 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     from mindspeed_qerl.local.serving import complete, start_vllm
 
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    common = dict(max_tokens=what.max_tokens, stop_token_ids=stop, logprobs=None)
+    common: dict[str, Any] = dict(max_tokens=what.max_tokens, stop_token_ids=stop, logprobs=None)
     length = what.max_prompt_length + what.max_tokens
     sizes = (what.dtype, length, what.max_num_seqs, what.kv_cache_gib)
     if what.modelled:
@@ -306,6 +307,7 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     if what.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     npu = _is_npu()
+    more: dict[str, Any]
     if npu:  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
         scheduler = {"ascend_scheduler_config": {"enabled": True}, "refresh": True}
         more = {"additional_config": scheduler}

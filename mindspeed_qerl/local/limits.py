@@ -207,7 +207,7 @@ def _unshared_widths(shape: ModelShape, size: int) -> Iterator[Fault]:
         yield Fault("layout", message, key)
 
 
-def data_files(recipe: Recipe) -> dict[str, str]:
+def data_files(recipe: Recipe) -> dict[str, Path | str]:
     """The files that a run reads, by label."""
     return {"train": recipe.task.train_file, **recipe.data_files, **model_files(recipe.model.path)}
 

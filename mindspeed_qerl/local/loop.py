@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -130,8 +130,10 @@ class LocalEngine:
         metrics["selection/sampled_groups"] = groups
         metrics["selection/trained_groups"] = len(kept)
         if self.routers:
-            metrics["routing/captured_tokens"] = sum(len(a.routes) for a in sampled.answers)
+            captured = (a.routes for a in sampled.answers if a.routes is not None)
+            metrics["routing/captured_tokens"] = sum(map(len, captured))
         if tokens:
+            assert batch is not None, "it has the tokens"
             if recipe.algorithm.routing_replay != "none":
                 routes = tokens_to_replay(batch, recipe)
             self.progress("update")
@@ -166,7 +168,7 @@ class LocalEngine:
             return sampled, np.arange(len(sampled.rewards) // n), noise
         batches, wanted = 1, selection.filter_groups_train_batch_size
         while True:
-            scores = sampled.scores.get(selection.filter_groups_metric, sampled.rewards)
+            scores = sampled.scores.get(selection.filter_groups_metric or "", sampled.rewards)
             kept = np.flatnonzero(groups_with_signal(scores, n))[:wanted]
             if len(kept) == wanted or batches == selection.filter_groups_max_batches:
                 return sampled, kept, noise
@@ -257,7 +259,8 @@ class LocalEngine:
         way.
         """
         processes = self.processes
-        loading, sent = processes.start_on_rollouts(RolloutEngine.start_sync), {}
+        loading = processes.start_on_rollouts(RolloutEngine.start_sync)
+        sent: dict[Any, Any] = {}
         for part in range(self.sync_parts):
             merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
             processes.gather(loading, sent)
@@ -344,7 +347,7 @@ class LocalEngine:
         self,
         prompts: Sequence[list[int]],
         n: int,
-        purpose: str,
+        purpose: Literal["rollout", "evaluation"],
         step: int,
         noise_step: int | None = None,
         temperature: float | None = None,

@@ -110,7 +110,7 @@ def build_model(
     if last:
         model.output_layer.register_forward_hook(_gradient_in_memory_order)
     table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
-    tensors = []
+    tensors: list[str] = []
     for mapping in table:
         tensors += mapping.hf
     check_tensors(checkpoint, shape, tensors)

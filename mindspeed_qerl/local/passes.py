@@ -145,6 +145,7 @@ class Passes:
         current = MicroBatch(routes, self._tensor(known))
         if taken is not None:
             taken.append(current)
+        assert self.replay, "without it there are no routes"
         with self.replay.forward(current):
             yield
 

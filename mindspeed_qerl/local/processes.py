@@ -98,7 +98,10 @@ class Worker:
         **arguments: Any,
     ):
         self.name, self.log_file = name, log_file
-        self.actor = _Host.options(num_cpus=1, runtime_env={"env_vars": environment}).remote()
+        remote = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
+            num_cpus=1, runtime_env={"env_vars": environment}
+        )
+        self.actor = remote.remote()
         self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> "ray.ObjectRef[Result]":
@@ -120,7 +123,7 @@ class Processes:
     def wait_until_ready(self) -> None:
         """Returns once every object is built."""
         workers = [*self.ranks, *self.rollouts]
-        pids = self.gather({worker: worker.built for worker in workers})
+        pids: list[int] = self.gather({worker: worker.built for worker in workers})
         self.pids = {worker.name: pid for worker, pid in zip(workers, pids)}
 
     def on_ranks(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:

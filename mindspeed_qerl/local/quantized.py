@@ -70,6 +70,7 @@ class QuantizedModel:
         """
         if not self.is_on or parameter not in self._rounding:
             return linear(x, weight, bias)
+        assert self.activation, "only a layer whose activations are rounded is in _rounding"
         y = linear(self.activation(x).to(x.dtype), weight, bias)
         adapter = self.adapters.get(parameter)
         if adapter is None:

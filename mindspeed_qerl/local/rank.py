@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_qerl.algorithm.losses import denominator
-from mindspeed_qerl.algorithm.metrics import Metric, merge
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import Batch
@@ -23,7 +23,7 @@ from mindspeed_qerl.local.place import join
 from mindspeed_qerl.local.sharded import ShardedAdapters
 from mindspeed_qerl.lora.adapters import adapters_disabled, apply_lora
 from mindspeed_qerl.recipe.types import Optimizer, Recipe
-from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay, routing_metrics, total
+from mindspeed_qerl.routing.replay import Counts, MicroBatch, RouteReplay, routing_metrics, total
 
 
 class TrainRank(ShardedAdapters):
@@ -109,7 +109,8 @@ class TrainRank(ShardedAdapters):
         """`shard` with the log-probs of the policy as it is, and the routes of that pass, of this
         rank's layers.
         """
-        taken, size = [], self.recipe.batch.actor_forward
+        taken: list[MicroBatch] = []
+        size = self.recipe.batch.actor_forward
         logprobs = self.passes.logprobs(shard, size, taken)
         shape = (*shard.mask.shape, len(self.routers.layers), self.routers.top_k)
         routes = np.zeros(shape, self.routers.dtype)
@@ -119,6 +120,7 @@ class TrainRank(ShardedAdapters):
 
     def _copy_routes(self, micro: MicroBatch, routes: np.ndarray) -> None:
         """What a micro-batch chose, into `routes` [n, L-1, layers, top_k]."""
+        assert self.replay, "without it no layer chose"
         for layer, chosen in micro.chosen.items():
             # under sequence parallelism a rank decides for its part
             if len(chosen) < len(micro.known):
@@ -186,10 +188,12 @@ class TrainRank(ShardedAdapters):
         merged = self._merge_over_ranks(parts)
         metrics = {name: metric.value() for name, metric in merged.items()}
         if self.replay:
-            every_rank = [{}] * self.recipe.layout.world
+            every_rank: list[dict[int, Counts]] = [{}] * self.recipe.layout.world
             dist.all_gather_object(every_rank, total(counts))
             metrics |= routing_metrics(total(every_rank), self.routers)
-        metrics["selection/trained_tokens"] = int(merged["mismatch/k1"].count)
+        k1 = merged["mismatch/k1"]
+        assert isinstance(k1, Mean), "over the tokens that are trained"
+        metrics["selection/trained_tokens"] = int(k1.count)
         metrics["grad_norm"] = sum(norms) / len(norms)
         metrics["lr"] = lr
         metrics["updates"] = len(norms)
@@ -201,7 +205,7 @@ class TrainRank(ShardedAdapters):
         """
         merged = on_host(merge(parts))
         for group in (self.place.data_group, self.place.pipeline_group):
-            every_rank = [{}] * group.size()
+            every_rank: list[dict[str, Metric]] = [{}] * group.size()
             dist.all_gather_object(every_rank, merged, group=group)
             merged = merge(every_rank)
         return merged

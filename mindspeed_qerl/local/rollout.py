@@ -161,7 +161,8 @@ class RolloutEngine(ServedWeights):
 
         with self._policy(noise_step, None, quantized=True) as noise:
             sigma = noise.measured_std if noise else 0.0
-        policies = {"": (True, None)}  # by name of the metric: quantised, noise
+        # by name of the metric: quantised, noise
+        policies: dict[str, tuple[bool, int | None]] = {"": (True, None)}
         if sigma:
             policies |= {"noise_": (False, noise_step), "together_": (True, noise_step)}
         clean, metrics = logprobs(False, None), {}
@@ -215,8 +216,6 @@ class RolloutEngine(ServedWeights):
         self, parameter: str, weights: torch.Tensor
     ) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """One linear layer of an expert, for `plain_experts`; weights: unpacked, of all experts."""
-        if self.quantized:
-            return lambda expert, x: self.quantized.linear(
-                parameter, x, weights[expert], expert=expert
-            )
+        if quantized := self.quantized:
+            return lambda expert, x: quantized.linear(parameter, x, weights[expert], expert=expert)
         return lambda expert, x: linear(x, weights[expert])

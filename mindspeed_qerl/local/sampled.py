@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
+from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.local.batch import Batch, build_batch
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.serving import Completion
@@ -97,13 +98,19 @@ def select(
         np.zeros(len(rows)),
         [answer.routes for answer in answers] if algorithm.routing_replay == "rollout" else None,
     )
-    rewards, metrics = torch.from_numpy(sampled.rewards[rows]), {}
+    rewards = torch.from_numpy(sampled.rewards[rows])
+    metrics: dict[str, Metric] = {}
     if algorithm.use_kl_in_reward:
+        assert logprobs_before, "KL needs it"
         old, reference = logprobs_before(batch.padded(missing))
         old, reference = old[: len(rows)], reference[: len(rows)]
         batch = replace(batch, old_logprobs=old)
         rewards, metrics = rewards_less_kl(
-            rewards, *map(torch.from_numpy, (old, reference, batch.mask)), algorithm
+            rewards,
+            torch.from_numpy(old),
+            torch.from_numpy(reference),
+            torch.from_numpy(batch.mask),
+            algorithm,
         )
         for row in rows[~np.isfinite(rewards.numpy())]:
             answer, question = sampled.texts[row][:200], sampled.rows[row].question[:200]

@@ -107,7 +107,8 @@ class ServedWeights:
             for name, *tensors in self.quantized.weights:
                 synced, used, adapter = (self._part(name, tensor) for tensor in tensors)
                 held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
-        checkpoint, whole, moved = Checkpoint(self.model_dir), {}, []
+        checkpoint, moved = Checkpoint(self.model_dir), []
+        whole: dict[str, tuple[str, np.ndarray, np.ndarray]] = {}
         for part in factors:
             whole |= part
         for name, (target, b, a) in sorted(whole.items()):

@@ -110,7 +110,9 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    built = {("architecture", type(model).__name__, family_of(shape).architecture)}
+    built: set[tuple[str, Any, Any]] = {
+        ("architecture", type(model).__name__, family_of(shape).architecture)
+    }
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
             built |= {
@@ -145,7 +147,9 @@ def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecor
     for name, module in worker.model_runner.model.named_modules():
         router = getattr(module, "router", None)
         if isinstance(router, BaseRouter):
-            layer = int(re.search(r"\blayers\.(\d+)\.", name)[1])
+            match = re.search(r"\blayers\.(\d+)\.", name)
+            assert match, f"{name} is in no layer"
+            layer = int(match[1])
             router.set_capture_fn(partial(recorder.capture, layer))
             layers.append(layer)
     if tuple(sorted(layers)) != routers.layers:
@@ -169,6 +173,7 @@ def complete(
     """
     # one list of numbers, not a dictionary a token
     sampling = {"logprobs": 0, "flat_logprobs": True} | sampling
+    routes: Sequence[Sequence[np.ndarray | None]]
     if recorder:
         with recorder.recording():
             outputs = generate(llm, prompts, use_tqdm, **sampling)

@@ -39,7 +39,8 @@ class ShardedAdapters:
 
     def _divided(self, buffer: int) -> list[list[tuple[Mapping, LoRALinear]]]:
         """The layers in parts whose merged weights fill the buffer, or are a single larger one."""
-        parts, filled = [], math.inf
+        parts: list[list[tuple[Mapping, LoRALinear]]] = []
+        filled = math.inf
         for mapping, layer in self.owned:
             base = layer.base_layer
             size = 4 * base.input_size * base.output_size  # they travel as float32
@@ -133,6 +134,7 @@ class ShardedAdapters:
             for side, factor in (("A", layer.lora_A), ("B", layer.lora_B)):
                 values = [whole[f"{layer.name}.lora_{side}{suffix}"] for suffix in SUFFIXES]
                 if factor.tensor_model_parallel:
+                    assert mapping.shared, "a parameter that tensor parallel ranks share"
                     rank, size = self.place.tp_rank, self.place.tp_size
                     values = [mapping.shared.shard(value, rank, size) for value in values]
                 factor.copy_(values[0])

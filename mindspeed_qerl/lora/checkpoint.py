@@ -243,7 +243,7 @@ def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, 
     return checkpoint_dir / f"iter_{iteration:07d}", iteration
 
 
-def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, int, int], Tensors]]:
+def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, ...], Tensors]]:
     """The run's arguments, and by (tensor, pipeline, expert) rank its adapters."""
     there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
     if not there:
@@ -272,7 +272,7 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, int, int], 
             f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
             "bring the files of all nodes together"
         )
-    ranks = {}
+    ranks: dict[tuple[int, ...], Tensors] = {}
     for rank, folder in folders.items():
         checkpoint = _read(directory / folder / FILE)
         if _sizes(checkpoint["args"]) != sizes:

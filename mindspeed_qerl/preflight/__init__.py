@@ -136,8 +136,8 @@ def print_table(checks: list[Check], title: str, console: Console) -> None:
         state = Text(check.state + number, style=STYLES[check.state])
         table.add_row(Text(f"  {check.name}"), state, Text(check.found))
     console.print(table)
-    for number, check in enumerate(fixes, 1):
-        console.print(f"[bold]{escape(f'[{number}]')} {escape(check.name)}[/bold]", highlight=False)
+    for place, check in enumerate(fixes, 1):
+        console.print(f"[bold]{escape(f'[{place}]')} {escape(check.name)}[/bold]", highlight=False)
         for line in check.fix.splitlines():
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
     names = [plain(check.name) for check in checks if check.state == FAILED]

@@ -106,7 +106,8 @@ def _ray(machine: Machine, address: str | None, running: bool) -> Any:
         fault = fault_of_ray_address(address)
         if fault:
             return ProbeError(fault)
-        if not running and not machine.listens(*host_and_port(address)):
+        place = host_and_port(address)
+        if not running and place and not machine.listens(*place):
             return ProbeError("nothing listens there")
     command = [sys.executable, "-c", RAY_PROBE, address or "auto"]
     answer = _answer(machine, command, r"(?m)^cluster (.*)$")

@@ -56,15 +56,15 @@ def enough(have: float, least: float, comfortable: float, found: str, fix: str =
 @dataclass(frozen=True)
 class Die:
     """One NPU as `npu-smi info` shows it: `number` is that of its /dev/davinci*; memory in MiB,
-    None where npu-smi does not print it.
+    0 where npu-smi does not print it.
     """
 
     card: int
     chip: int
     number: int
     health: str
-    used: int | None
-    total: int | None
+    used: int
+    total: int
 
     @property
     def healthy(self) -> bool:
@@ -114,6 +114,7 @@ class Seen:
 
     def npus_of_ray(self, which: str) -> int:
         """Of the running cluster: its `resources`, or what is `available` of them."""
+        assert self.cluster is not None, "asked only where there is one"
         return int(self.cluster[which].get("NPU", 0))
 
     def taken(self, count: int) -> list[Die]:
@@ -232,8 +233,11 @@ class Case:
         return experts and layout.enable_expert_parallel and layout.infer_ep > 1
 
     @property
-    def legal(self) -> bool:
-        return self.plan is not None and not broken(self.plan)
+    def legal(self) -> Plan | None:
+        """The plan, if its layout breaks no rule."""
+        if self.plan is None or broken(self.plan):
+            return None
+        return self.plan
 
     def accepts(self, name: str) -> bool:
         """Whether check `name` may fail (run.accepted_checks)."""

@@ -54,8 +54,8 @@ def layout(machine: Machine, case: Case) -> Iterator[Check]:
         return
     for rule in broken(case.plan):
         yield failed(f"{rule.message} ({rule.source})", name=rule.rule.replace("_", " "))
-    if case.legal:
-        plan, batch = case.plan.layout, case.plan.batch
+    if legal := case.legal:
+        plan, batch = legal.layout, legal.batch
         yield passed(
             f"legal: TP {plan.tp} PP {plan.pp} EP {plan.ep} DP {plan.dp}, vLLM TP {plan.infer_tp} "
             f"EP {plan.infer_ep}, {batch.global_batch_size} prompts x {batch.samples_per_prompt}"
@@ -66,12 +66,13 @@ def memory(machine: Machine, case: Case) -> Check:
     """The estimate of layout/memory.py, against the smallest die's: 64 GB, or less by npu-smi (a
     910B4, a slice).
     """
-    if not case.legal:
+    plan = case.legal
+    if plan is None:
         return skipped("no legal layout to estimate")
     settings = settings_of(case.recipe)
     sizes = [die.total * 2**20 / 1e9 for die in case.seen.dies if die.total]
     smallest = min([settings.memory_gb, *sizes])
-    held = estimate(case.plan, replace(settings, memory_gb=smallest))
+    held = estimate(plan, replace(settings, memory_gb=smallest))
     if held.fits:
         sync, update = gigabytes(held.total("weight sync")), gigabytes(held.total("update"))
         return passed(
@@ -128,10 +129,11 @@ def shape(machine: Machine, case: Case) -> Iterator[Check]:
 
 def rotary_base(machine: Machine, case: Case) -> Iterator[Check]:
     """Another one in the Instruct-2507 models; a wrong one trains, badly."""
-    folder = Path(case.recipe.model.path)
+    shape = _shape(Path(case.recipe.model.path))
     for fault in filter(_is_rotary, model_faults(case)):
-        base = _shape(folder).rope_theta
-        yield failed(fault.message, f"++{fault.key}={base:.0f}    # an override of the config")
+        assert shape, "the fault compares with its config.json"
+        fix = f"++{fault.key}={shape.rope_theta:.0f}    # an override of the config"
+        yield failed(fault.message, fix)
 
 
 def _is_rotary(fault: Fault) -> bool:

@@ -14,6 +14,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folder
 from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.parts import BF16
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.weights import training_weights
 from mindspeed_qerl.preflight.case import (
@@ -209,17 +210,17 @@ def base_weights(machine: Machine, case: Case) -> Check:
     # else "release"
     iteration = f"iter_{int(written):07d}" if written.isdigit() else written
     paths = (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
-    return _whole(case, {path.parent.name: path for path in paths}, fix)
+    return _whole(case, case.plan, {path.parent.name: path for path in paths}, fix)
 
 
-def _whole(case: Case, files: dict[str, Path], fix: str) -> Check:
+def _whole(case: Case, plan: Plan, files: dict[str, Path], fix: str) -> Check:
     """Whether these are the layout's files, each a whole zip of a rank's size."""
-    load, layout = case.recipe.model.load, case.plan.layout
+    load, layout = case.recipe.model.load, plan.layout
     wanted = f"TP {layout.tp} PP {layout.pp} EP {layout.ep}"
     shares = {}  # bytes of a rank's file
     for tp, pp, ep in product(range(layout.tp), range(layout.pp), range(layout.ep)):
         folder = rank_folder(tp, pp, ep, pp=layout.pp, ep=layout.ep)
-        shares[folder] = BF16 * sum(training_weights(case.plan, pp))
+        shares[folder] = BF16 * sum(training_weights(plan, pp))
     if files.keys() != shares.keys():
         return failed(
             f"{load} has {len(files)} files, {_ends(files)}; {wanted} needs {len(shares)} files, "

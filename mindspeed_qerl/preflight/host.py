@@ -115,11 +115,11 @@ def run_disk(machine: Machine, case: Case) -> Check:
     """Room for the run's checkpoints. Sizes are computed: 2 bytes a weight, and 12 of AdamW for
     each one that is trained, in every rank's file.
     """
-    run, plan = case.recipe.run, case.plan
+    run, plan = case.recipe.run, case.legal
     free = machine.disk_free(run.root)
     if not case.upstream:
         return enough(free, 0, 10**9, f"{gigabytes(free)} free for {run.root}")
-    if not case.legal:
+    if plan is None:
         return skipped(f"{gigabytes(free)} free for {run.root}; no legal layout to compute with")
     trained = _per_rank(plan, training_weights)
     if plan.lora:
@@ -135,12 +135,12 @@ def run_disk(machine: Machine, case: Case) -> Check:
 
 def base_disk(machine: Machine, case: Case) -> Check | None:
     """Room for the converted base weights."""
-    load = case.recipe.model.load
+    load, plan = case.recipe.model.load or "", case.legal
     if not machine.writable(load):
         return failed(f"{load} cannot be written: the base weights are converted into it")
-    if not case.legal:
+    if plan is None:
         return None
-    size, free = BF16 * _per_rank(case.plan, training_weights), machine.disk_free(load)
+    size, free = BF16 * _per_rank(plan, training_weights), machine.disk_free(load)
     words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
     return enough(free, size, size, words)
 
@@ -157,10 +157,10 @@ def host_memory(machine: Machine, case: Case) -> Check:
     torch.load); what is trained, its gradients and optimizer state are offloaded to the host while
     vLLM runs.
     """
-    room = machine.memory()
-    if not case.legal or not room:
+    room, plan = machine.memory(), case.legal
+    if plan is None or not room:
         return skipped("no legal layout to compute with, or no size of memory")
-    plan, ranks, (limit, free) = case.plan, case.ranks, _least(room)
+    ranks, (limit, free) = case.ranks, _least(room)
     layout, files = plan.layout, 0
     if case.recipe.model.load:
         files = BF16 * _per_rank(plan, training_weights) * ranks
@@ -184,11 +184,11 @@ def conversion_memory(machine: Machine, case: Case) -> Check | None:
     """The converter holds a pipeline stage's weights, and up to as much again in their new form
     (convert_hf2mg.py).
     """
-    room = machine.memory()
-    if not (case.legal and room):
+    room, plan = machine.memory(), case.legal
+    if plan is None or not room:
         return None
     limit, free = _least(room)
-    weights = BF16 * model_parameters(case.plan.shape) // case.plan.layout.pp
+    weights = BF16 * model_parameters(plan.shape) // plan.layout.pp
     words = f"the converter holds {gigabytes(weights)} of weights, and up to as much again in "
     words += f"their new form; {gigabytes(free)} are left ({limit})"
     return enough(free, weights, 2 * weights, words)

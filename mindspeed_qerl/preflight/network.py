@@ -47,11 +47,11 @@ def host_and_port(address: str) -> tuple[str, int] | None:
     """
     try:
         parts = urlsplit(f"//{address}")
-        found = parts.hostname, parts.port
+        host, port = parts.hostname, parts.port
     except ValueError:
         return None
-    if all(found) and re.fullmatch(r"[\w.:\[\]-]+", address, re.ASCII):
-        return found
+    if host and port and re.fullmatch(r"[\w.:\[\]-]+", address, re.ASCII):
+        return host, port
     return None
 
 

@@ -71,6 +71,7 @@ def npu_smi(machine: Machine, case: Case) -> Check:
     seen, wanted = case.seen, case.ranks
     if not seen.dies:
         words = f"{seen.smi_fault}; health and memory of the dies are not known"
+        assert seen.smi_fault, "why there are no dies"
         reason = "library" if "shared librar" in words else seen.smi_fault.reason
         verdict = failed if reason == "timeout" else warning
         return verdict(words, SMI_FIXES[reason])
@@ -90,7 +91,7 @@ def npu_smi(machine: Machine, case: Case) -> Check:
         return _busy(busy, words, case)
     if any(not die.healthy for die in taken):
         return warning(f"{words}: a minor alarm, or an unknown word")
-    if seen.held is None or any(die.total is None for die in seen.dies):
+    if seen.held is None or any(not die.total for die in seen.dies):
         return warning(f"{words}; it prints no memory, or no processes")
     return passed(f"{words}; the first {wanted} that are mapped are healthy and free")
 
@@ -99,15 +100,16 @@ def _busy(busy: list[Die], words: str, case: Case) -> Check:
     """Memory that somebody holds on dies that the run takes, against the plan's."""
     names = _first(f"{_name(die)} ({die.used:,} of {die.total:,} MB)" for die in busy)
     words += f"; memory in use on {len(busy)}: {names}"
-    if not case.legal:
+    legal = case.legal
+    if legal is None:
         return warning(words)
-    plan = estimate(case.plan, settings_of(case.recipe))
+    plan = estimate(legal, settings_of(case.recipe))
     used, left = (
         max(MIB * die.used for die in busy),
         min(MIB * (die.total - die.used) for die in busy),
     )
     # vLLM counts what others hold as used by itself (vllm-ascend worker_v1.py:241-248)
-    cache, answer = plan.kv_cache - used, plan.kv_token * case.plan.batch.max_model_len
+    cache, answer = plan.kv_cache - used, plan.kv_token * legal.batch.max_model_len
     words += f". The plan needs {gigabytes(plan.peak)} of the {gigabytes(left)} that are left, and "
     words += f"{gigabytes(cache)} of its {gigabytes(plan.kv_cache)} of KV cache would be left"
     if plan.peak > left or cache < answer:
@@ -158,7 +160,7 @@ def visible(machine: Machine, case: Case) -> Check:
     spaces.
     """
     seen = case.seen
-    if seen.visible is None:
+    if seen.visible is None or seen.listed is None:
         return passed("not set: all are visible")
     entries, first = seen.visible.split(","), list(map(str, range(case.ranks)))
     words = f"{seen.listed} entries: {seen.visible or repr('')}"

@@ -46,13 +46,13 @@ def read_table(table: str) -> tuple[list[Die], dict[int, list[str]] | None]:
 def _die(above: dict[str, str], below: dict[str, str]) -> list[Die]:
     """The die of two lines, none if they have no numbers. The number of its /dev/davinci* is its
     Phy-ID (910C, two chips a card) or Device (310P), else that of the card (910B). Memory is that
-    of HBM, else the other; None if neither is printed.
+    of HBM, else the other; 0 if neither is printed.
     """
     card, chip = above.get("NPU", ""), below.get("Chip", "")
     number = below.get("Phy-ID") or below.get("Device") or card
     if not (card.isdecimal() and chip.isdecimal() and number.isdecimal()):
         return []
-    used = total = None
+    used = total = 0
     for title in ("Memory-Usage", "HBM-Usage"):
         if re.fullmatch(r"\d+/0*[1-9]\d*", below.get(title, "")):
             used, total = map(int, below[title].split("/"))
@@ -85,7 +85,7 @@ def _named(titles: list[str], cells: list[str]) -> dict[str, str]:
     >>> _named(["NPU   Name", "Temp(C)  Usage(page"], ["0     Ascend910", "36       0    / 15"])
     {'NPU': '0', 'Name': 'Ascend910', 'Temp': '36', 'Usage': '0/15'}
     """
-    named = {}
+    named: dict[str, str] = {}
     for title, cell in zip(titles, cells):
         title = re.sub(r"\s*\([^)]*\)?", "", title)
         names = [title] if title.startswith("Process") else title.split()

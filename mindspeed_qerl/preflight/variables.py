@@ -68,7 +68,8 @@ def _matches(value: str, interfaces: Iterable[str], prefixes: bool) -> bool:
     """
     mark = ""
     if prefixes:
-        mark, value = re.fullmatch(r"([=^]*)(.*)", value).groups()
+        rest = value.lstrip("=^")
+        mark, value = value.removesuffix(rest), rest
     names = tuple(name.strip() for name in value.split(","))
     for name in interfaces:
         listed = name.startswith(names) if prefixes and "=" not in mark else name in names

@@ -166,7 +166,7 @@ def _loader() -> type:
     """Hydra's loader of YAML, which refuses numbers that are not what is written."""
     from omegaconf._utils import get_yaml_loader
 
-    class Loader(get_yaml_loader()):
+    class Loader(get_yaml_loader()):  # type: ignore[misc]  # a base made at run time
         def number(self, node: Any) -> int | float:
             digits = node.value.lstrip("-+0_")
             # 07 is 7 in both
@@ -189,7 +189,7 @@ def _loader() -> type:
     return Loader
 
 
-def _yaml_reason(error: Exception, file: str) -> str:
+def _yaml_reason(error: BaseException, file: str) -> str:
     """An error of PyYAML in a line that begins with file and line, as far as they are known."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
@@ -294,7 +294,7 @@ class Session:
         loader = GlobalHydra.instance().config_loader()
         return loader.compute_defaults_list(self.name, self.search_path + self.groups, RunMode.RUN)
 
-    def reason(self, error: Exception) -> str:
+    def reason(self, error: BaseException) -> str:
         """An error of Hydra or OmegaConf in a line that begins with the place that it is about."""
         from hydra.errors import OverrideParseException
 

@@ -3,18 +3,20 @@ errors of other hardware, and the weights that correct for it.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from mindspeed_qerl.aqn.schedule import KINDS, NoiseSchedule
+from mindspeed_qerl.aqn.schedule import Kind, NoiseSchedule
 from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, key, part
 
 # local/hardware_error.py has the formulas
-HARDWARE_ERRORS = ("gaussian", "bf16_blocks")
+HardwareErrorKind = Literal["gaussian", "bf16_blocks"]
 # quantization/formats.py has the numerics
-ROLLOUT_FORMATS = ("none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4")
-Kinds = Annotated[tuple[Literal[HARDWARE_ERRORS], ...], AS_KINDS]
+RolloutFormat = Literal["none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4"]
+HARDWARE_ERRORS: tuple[str, ...] = get_args(HardwareErrorKind)
+ROLLOUT_FORMATS: tuple[str, ...] = get_args(RolloutFormat)
+Kinds = Annotated[tuple[HardwareErrorKind, ...], AS_KINDS]
 MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
 
 
@@ -24,7 +26,7 @@ class Noise:
 
     section: ClassVar[str] = "aqn"
     enabled: bool = False
-    schedule: Literal[KINDS] = "exponential"
+    schedule: Kind = "exponential"
     sigma_start: Float = 0.05
     sigma_end: Float = 0.0005
     num_stages: int = Field(10, le=MAX_STEPS)
@@ -78,7 +80,7 @@ class Quantization:
     """
 
     section: ClassVar[str] = "rollout_quantization"
-    format: Literal[ROLLOUT_FORMATS] = "none"
+    format: RolloutFormat = "none"
     # the merged weights at each sync; or the base alone, as QeRL does
     lora: Literal["merged", "beside"] = "merged"
     ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantised

@@ -2,12 +2,17 @@
 YAML's values.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-part = dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+PART_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass_transform(frozen_default=True)
+def part(cls: type) -> type:
+    return dataclass(cls, frozen=True, config=PART_CONFIG)
 
 
 def key(name: str | None, default: Any = None, *, required: bool = False, **limits: Any) -> Any:

@@ -146,7 +146,7 @@ def _decision(given: Any) -> Decision:
 
 def _by_key(group: Mapping[str, Any]) -> dict[str, dict[str, Decision]]:
     """{key: {engine: decision}} of {keys with commas between them: what is given there}."""
-    by_key = {}
+    by_key: dict[str, dict[str, Decision]] = {}
     for keys, given in group.items():
         if not (isinstance(given, dict) and given.keys() <= ENGINES.keys()):
             given = dict.fromkeys(ENGINES, given)

@@ -89,7 +89,9 @@ def checked(
     set_paths = _paths(config)
     accepted, faults = [], []
     for override in overrides:
-        prefix, key, rest = re.fullmatch(r"([+~]*)([^=]*)(.*)", override, re.DOTALL).groups()
+        match = re.fullmatch(r"([+~]*)([^=]*)(.*)", override, re.DOTALL)
+        assert match, "the pattern matches any text"
+        prefix, key, rest = match.groups()
         is_set = key in set_paths
         if not is_set and (prefix == "~" or not _is_known(key, config, known)):
             faults.append(f"unknown key {key!r}{guess(nearest(key, config, known))}")

@@ -110,7 +110,7 @@ def known_keys() -> dict[str, list[str]]:
     }
 
 
-def key_of(part: type, name: str) -> str | None:
+def key_of(part: Any, name: str) -> str | None:
     """The YAML key that a part's field is read from; None for a field that follows from others.
 
     >>> from mindspeed_qerl.recipe.types import Layout, Noise
@@ -158,7 +158,7 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Fault]:
 # ---- values ----
 
 
-def _part(kind: type, values: Values, faults: list[Fault]) -> Any:
+def _part(kind: Any, values: Values, faults: list[Fault]) -> Any:
     """The part `kind`; a fault for each value that is of the wrong type or out of range, and its
     default instead.
     """
@@ -177,7 +177,7 @@ def _part(kind: type, values: Values, faults: list[Fault]) -> Any:
     try:
         return kind(**given)
     except ValidationError as error:
-        errors: dict[str, list[Any]] = {}
+        errors: dict[Any, list[Any]] = {}
         for each in error.errors():
             if each["loc"][0] in given:  # else a default that follows from a value at fault
                 errors.setdefault(each["loc"][0], []).append(each)
@@ -236,7 +236,8 @@ def _fill_in(parts: dict[str, Any], values: Values) -> None:
 def _followed(part: Any, values: Values, **follows: Any) -> Any:
     """`part` with the values of `follows` whose keys are left out."""
     for name, value in follows.items():
-        if values.get(key_of(type(part), name))[1] is None:
+        key = key_of(type(part), name)
+        if key is not None and values.get(key)[1] is None:
             part = replace(part, **{name: value})
     return part
 

@@ -8,8 +8,7 @@ Files, shapes and layouts are the engines' to check.
 
 from collections.abc import Mapping
 from dataclasses import fields
-from itertools import zip_longest
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -23,7 +22,8 @@ from mindspeed_qerl.recipe.features import (
 from mindspeed_qerl.recipe.fields import AS_NAMES, Float, Names, Size, key, part
 from mindspeed_qerl.recipe.layout import Layout
 
-LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LORA_TARGETS: tuple[str, ...] = get_args(LoRATarget)
 DISPATCH = (
     "actor_rollout_dispatch_size",
     "actor_logprob_dispatch_size",
@@ -219,9 +219,7 @@ class LoRA:
 
     r: Size = key("megatron.lora_r", 8)
     alpha: Float = key("megatron.lora_alpha", 16, gt=0)
-    targets: Annotated[tuple[Literal[LORA_TARGETS], ...], AS_NAMES] = key(
-        "megatron.lora_target_modules", ()
-    )
+    targets: Annotated[tuple[LoRATarget, ...], AS_NAMES] = key("megatron.lora_target_modules", ())
 
 
 @part
@@ -246,8 +244,8 @@ class Task:
     @property
     def verifiers(self) -> tuple[tuple[str, float], ...]:
         """(name or module:function, weight) of each reward."""
-        weights = self.verifier_weight[: len(self.verifier_function)]
-        return tuple(zip_longest(self.verifier_function, weights, fillvalue=1.0))
+        names = self.verifier_function
+        return tuple(zip(names, self.verifier_weight + (1.0,) * len(names)))
 
 
 @part
@@ -382,6 +380,6 @@ class Recipe:
         return files
 
 
-PARTS: dict[str, type] = {
+PARTS: dict[str, Any] = {
     field.name: field.type for field in fields(Recipe) if hasattr(field.type, "__pydantic_fields__")
 }

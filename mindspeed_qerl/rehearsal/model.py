@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.families import ModelShape, family_of
@@ -109,7 +110,7 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    rope = {"rope_theta": shape.rope_theta}
+    rope: dict[str, Any] = {"rope_theta": shape.rope_theta}
     if int(transformers.__version__.split(".")[0]) >= 5:  # upstream's environment has 4
         rope = {"rope_parameters": {"rope_type": "default", **rope}}
     config = transformers.AutoConfig.for_model(

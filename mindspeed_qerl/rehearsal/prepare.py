@@ -40,12 +40,14 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
-    found.faults += unfilled_blocks(recipe, plan.shape) if plan else []
+    layers = 0
+    if plan:
+        found.faults += unfilled_blocks(recipe, plan.shape)
+        layers = layers_to_rehearse(plan, settings.layers)
     if not recipe.lora.targets:
         key = "megatron_training.lora_target_modules"
         message = f"{key} is empty. Known: {', '.join(LORA_TARGETS)}"
         found.faults.append(Fault("unsupported", message, key))
-    layers = plan and layers_to_rehearse(plan, settings.layers)
     if plan and settings.layers != "all" and layers % plan.layout.pp:
         message = (
             f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
@@ -59,6 +61,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         )
         found.faults.append(Fault("conflict", message, "rehearsal.enabled"))
     found.raise_faults()
+    assert plan, "without a plan there is a fault"
     shape = narrow(plan.shape, plan.layout, layers)
     # what the local engine would refuse once the model is made; of it it reads config.json alone
     if not engine.UPSTREAM:
@@ -85,10 +88,10 @@ def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
     """The number that rehearsal.layers means: "fewest" are those that each rank needs to do what it
     will do; the layers of these models are all of one kind.
     """
+    if isinstance(layers, int):
+        return layers
     if layers == "all":
         return plan.shape.num_hidden_layers
-    if layers != "fewest":
-        return layers
     virtual = plan.layout.layers_per_virtual_stage
     return plan.layout.pp * (2 * virtual if virtual else 1)
 

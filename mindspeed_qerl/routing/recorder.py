@@ -96,16 +96,15 @@ class RouteRecorder:
 
     def _sort(self, scheduled: dict[str, int]) -> None:
         """Put the rows of a forward pass where they belong."""
-        if missing := [layer for layer in self.routers.layers if layer not in self.chosen]:
+        chosen = self.chosen or {}
+        if missing := [layer for layer in self.routers.layers if layer not in chosen]:
             raise RuntimeError(
                 f"layer {missing[0]} chose no experts in a forward pass of "
-                f"{sum(scheduled.values())} tokens, {len(self.chosen)} of "
+                f"{sum(scheduled.values())} tokens, {len(chosen)} of "
                 f"{len(self.routers.layers)} layers did: routes cannot be recorded on this engine. "
                 "algorithm.routing_replay=none goes without"
             )
-        ids = self.own_rows(
-            torch.stack([self.chosen[layer] for layer in self.routers.layers], dim=1)
-        )
+        ids = self.own_rows(torch.stack([chosen[layer] for layer in self.routers.layers], dim=1))
         ids, end = ids.cpu().numpy().view(self.routers.dtype), 0
         if len(ids) < sum(scheduled.values()):
             raise RuntimeError(

@@ -146,18 +146,19 @@ class RouteReplay:
         """`routing` of one router, with the routes of the micro-batch in it."""
 
         def replayed(logits: torch.Tensor) -> Any:
-            micro, asked = self.micro, 0
-            if micro is None and self.again is None:  # a pass without routes: the reference's
+            asked, again = 0, self.micro is None
+            if self.micro is not None:
+                micro = self.micro
+                if layer in micro.chosen:
+                    raise RuntimeError(f"layer {layer} chose experts twice in one forward pass")
+            elif self.again is None:  # a pass without routes: the reference's
                 return routing(logits)
-            again = micro is None
-            if again and not self.again[layer]:
+            elif not self.again[layer]:
                 raise RuntimeError(
                     f"layer {layer} is computed again, and no routes are left for it"
                 )
-            if again:
+            else:
                 micro = self.again[layer].popleft()
-            elif layer in micro.chosen:
-                raise RuntimeError(f"layer {layer} chose experts twice in one forward pass")
 
             def choose(own: torch.Tensor) -> torch.Tensor:
                 nonlocal asked

@@ -123,7 +123,7 @@ def loss_fault(metrics: Mapping[str, float], algorithm: Algorithm) -> str | None
     )
 
 
-def tokens_fault(trained: int, sampled: int, epochs: int) -> str | None:
+def tokens_fault(trained: float, sampled: int, epochs: int) -> str | None:
     """Whether each token that was sampled and kept was in the loss, once an epoch.
 
     Args:
@@ -141,7 +141,7 @@ def tokens_fault(trained: int, sampled: int, epochs: int) -> str | None:
     )
 
 
-def replay_fault(replayed: int, recorded: int, epochs: int) -> str | None:
+def replay_fault(replayed: float, recorded: int, epochs: int) -> str | None:
     """Whether each token that has routes was replayed, once an epoch.
 
     Args:

@@ -76,7 +76,7 @@ def dotted(value: Any, name: str = "") -> dict[str, Any]:
     """
     if not isinstance(value, dict) or not value:
         return {name: value}
-    leaves = {}
+    leaves: dict[str, Any] = {}
     for part in value:
         leaves |= dotted(value[part], f"{name}.{part}".lstrip("."))
     return leaves

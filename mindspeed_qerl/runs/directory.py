@@ -183,7 +183,7 @@ class RunDirectory:
         self._note(state="running", reason=None, ended=None)
         return self
 
-    def other_data(self, data_files: Mapping[str, Path]) -> list[str]:
+    def other_data(self, data_files: Mapping[str, Path | str]) -> list[str]:
         """A line for each of the files that is not what the run was started with. FileNotFoundError
         for one that is missing.
         """
@@ -205,7 +205,7 @@ class RunDirectory:
     @classmethod
     def unfinished(
         cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()
-    ) -> Self | None:
+    ) -> "RunDirectory | None":
         """The newest run below `parent` that did not finish, has a checkpoint, and can be resumed
         with `config`.
         """
@@ -216,7 +216,9 @@ class RunDirectory:
         return None
 
     @classmethod
-    def finished(cls, parent: Path, *, config: dict, data_files: Mapping[str, Path]) -> Self | None:
+    def finished(
+        cls, parent: Path, *, config: dict, data_files: Mapping[str, Path | str]
+    ) -> "RunDirectory | None":
         """The newest run below `parent` that finished with `config` and these data.
         FileNotFoundError for a file that is missing.
         """
@@ -349,7 +351,8 @@ def _make_new(parent: Path, stem: str) -> Path:
         path = parent / (stem if attempt == 1 else f"{stem}-{attempt}")
         with suppress(FileExistsError):
             path.mkdir()
-            return path
+            break
+    return path
 
 
 def _now() -> datetime:

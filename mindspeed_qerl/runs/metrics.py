@@ -63,7 +63,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -114,7 +114,7 @@ class MetricsWriter:
                 "TensorBoard cannot be written, there is no package tensorboard: pip install torch "
                 "tensorboard, or turn it off (run.tensorboard=false)"
             )
-        self._tensorboard = None  # starts with the first row: that takes seconds
+        self._tensorboard: Any = None  # starts with the first row: that takes seconds
         self._start_tensorboard = partial(_start_tensorboard, run, after) if tensorboard else None
 
     def __enter__(self) -> Self:
@@ -126,7 +126,7 @@ class MetricsWriter:
         if self._wandb:
             self._wandb.finish()
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of training step `step` (1-based, increasing). Values are numbers or
         0-d arrays and tensors.
         """
@@ -201,7 +201,7 @@ def read_columns(path: Path) -> dict[str, list[float]]:
     return {name: [row.get(name, math.nan) for row in rows] for name in names}
 
 
-def _as_numbers(values: dict[str, Any]) -> dict[str, float]:
+def _as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for name, value in values.items():
         try:

@@ -62,7 +62,7 @@ class RunObserver:
         self.checks = StepChecks(recipe, epoch, read_shape(recipe.model.path).moe)
         if recipe.run.resume:
             self.checks.resume(read_jsonl(run.metrics_file))
-        self._sampled = Counter()  # rollouts written, by step
+        self._sampled: Counter[int] = Counter()  # rollouts written, by step
 
     def warn(self, text: str) -> None:
         """A warning for the reader."""
@@ -72,7 +72,7 @@ class RunObserver:
         """Report what LoRA trains. ranks: of each one, "modules" and "parameters" by target."""
         if self.recipe.noise.restart_every == "epoch":
             self.run.record(aqn_restart_every=self.epoch)
-        totals = {target: Counter() for target in self.recipe.lora.targets}
+        totals: dict[str, Counter[str]] = {target: Counter() for target in self.recipe.lora.targets}
         for rank in ranks:
             for target, counts in rank.items():
                 totals[target].update(counts)

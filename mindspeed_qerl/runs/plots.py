@@ -93,7 +93,7 @@ def learning(columns: Columns, evals: Columns) -> Figure | None:
             axes.annotate(f"{accuracy[k]:.3f}", place, **above)
         _limit_fractions(axes, accuracy)
 
-    panels = [draw_reward] if len(steps) else []
+    panels: list[Panel] = [draw_reward] if len(steps) else []
     if len(evaluated):
         panels.append(draw_accuracy)
     return stack(panels, [*steps, *evaluated])
@@ -192,7 +192,7 @@ def time_per_part(columns: Columns, evals: Columns) -> Figure | None:
         colors = [PART_COLORS[part] for part in parts]
         axes.stackplot(edges, heights, labels=parts, colors=colors, linewidth=0)
         if len(steps) > 2:
-            axes.set_ylim(0, 1.1 * sum(heights)[2:].max())
+            axes.set_ylim(0, 1.1 * np.sum(heights, axis=0)[2:].max())
         title = "Time per part of a step (the first, with its warm-up, may be cut off)"
         axes.set(title=title, ylabel="seconds per step")
         axes.grid(axis="x", visible=False)
@@ -312,7 +312,7 @@ def draw_series(
     label: str = "",
 ) -> None:
     """A line by step; a long one pale, with the mean over a twentieth of its points on top."""
-    style = dict(color=color, linestyle=linestyle)
+    style: dict[str, Any] = dict(color=color, linestyle=linestyle)
     if len(steps) > SMOOTHED_POINTS:
         half = len(steps) // 40
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)

@@ -5,7 +5,7 @@ log.txt`).
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Self
 
@@ -37,7 +37,7 @@ class Progress:
         self._started = clock()
         self._step = 0
         self._phase = "starting"
-        self._metrics: dict[str, float] = {}
+        self._metrics: Mapping[str, float] = {}
         self._accuracy = ""
         self._stamps: deque[float] = deque(maxlen=RECENT_STEPS + 1)  # when the recent steps ended
         self._live = None
@@ -71,7 +71,7 @@ class Progress:
         if not self._live and self._step == 0:
             self.message(f"{self._title} | {text} ...")
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Training step `step` (1-based) is done."""
         now = self._clock()
         if not self._stamps and "time/step" in metrics:

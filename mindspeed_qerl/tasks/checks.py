@@ -174,7 +174,7 @@ def check_prompts(task: Prompts, tokenizer: Any, chat: bool) -> tuple[list[Fault
     gives back of it: a tokenizer that lower-cases is no fault.
     """
     lost = f"the {'chat template' if chat else 'tokenizer'} loses the question"
-    questions = [row.last_turn if chat else row.prompt for row in task.rows]
+    questions = [row.last_turn if chat else row.prompt or "" for row in task.rows]
     unreadable = [tokenizer.unk_token_id in ids for ids in task.prompts]
     first_with: dict[tuple[int, ...], str] = {}
     for row, text, ids, unknown in zip(task.rows, questions, task.prompts, unreadable):

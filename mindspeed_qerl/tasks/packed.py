@@ -128,14 +128,15 @@ def pack_rows(
 def _pack(
     output: Path,
     splits: Mapping[str, tuple[Sequence[Row], Sequence[str]]],
-    others: Mapping[str, bytes],
+    others: dict[str, bytes],
     tokenizer: Any,
     progress: bool,
 ) -> list[PackedSplit]:
     """Write {name: (rows, label of each)} with the files {name: content} of `others`, all of them
     or none.
     """
-    packed, contents = [], {}
+    packed: list[PackedSplit] = []
+    contents: dict[str, bytes] = {}
     for name, (rows, labels) in splits.items():
         check_data_path(output / name)
         fields = _encode(tokenizer, rows, labels, progress)
@@ -276,7 +277,8 @@ def _encode(
     """
     from tqdm import tqdm
 
-    fields, now = {"input_ids": [], "labels": []}, datetime.now()  # one date for all rows
+    fields: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    now = datetime.now()  # one date for all rows
     bar = tqdm(rows, desc="tokenising", unit=" rows", disable=not progress)
     for row, label in zip(bar, labels):
         fields["input_ids"].append(prompts.chat_ids(tokenizer, row, now))

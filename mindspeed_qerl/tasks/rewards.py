@@ -91,7 +91,7 @@ def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
     if not inspect.isclass(reward):
         return reward
     try:
-        return _made(reward).__call__
+        return _made(reward).__call__  # type: ignore[arg-type]  # classes are hashable
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"verifier {name!r}: {function} in {file} is a class, and {function}() failed: "
@@ -164,7 +164,10 @@ def score(
             f"{_shown(int(skipped.argmax()), responses, rows)}"
         )
     scores = {name: np.nan_to_num(values) for name, values in scores.items()}
-    return sum(weight * scores[name] for name, weight in verifiers), scores
+    total = np.zeros(len(responses))
+    for name, weight in verifiers:
+        total += weight * scores[name]
+    return total, scores
 
 
 def try_reward(name: str, rows: Sequence[Row], may_skip: bool = False) -> None:
@@ -308,7 +311,7 @@ def _call(
         values = [list(responses), [row.answer for row in rows], columns]
         if not parameters:
             return _awaited([reward(*values)])[0]
-        known = dict(zip(OURS, values))
+        known: dict[str, Any] = dict(zip(OURS, values))
     elif form == "trl":
         known = {name: [row.get(name) for row in columns] for name in parameters}
         known |= _conversations(responses, rows, texts=inspect.ismethod(reward))
@@ -325,8 +328,8 @@ def _call(
 def _verl_values(
     responses: Sequence[str], rows: Sequence[Row], columns: Sequence[dict[str, Any]]
 ) -> dict[str, list]:
-    values = {"solution_str": list(responses), "data_source": [], "extra_info": []}
-    values["ground_truth"] = []
+    values: dict[str, list] = {"solution_str": list(responses), "data_source": []}
+    values |= {"extra_info": [], "ground_truth": []}
     for row, copied in zip(rows, columns):
         values["data_source"].append(copied.get("data_source"))
         values["extra_info"].append(copied.get("extra_info") or {})

@@ -116,7 +116,7 @@ def row_of(columns: dict[str, Any], where: str = "") -> Row:
 
 def _gold(columns: dict[str, Any]) -> str:
     """The answer of a row as text; ValueError if there is none."""
-    values = {"answer": columns.get("answer")}
+    values: dict[str, Any] = {"answer": columns.get("answer")}
     if isinstance(columns.get("reward_model"), dict):
         values["reward_model.ground_truth"] = columns["reward_model"].get("ground_truth")
     values |= {name: columns.get(name) for name in GOLDS}
@@ -129,7 +129,8 @@ def _gold(columns: dict[str, Any]) -> str:
         )
     value = values[name]
     if isinstance(value, Real | Decimal) and not isinstance(value, bool) and math.isfinite(value):
-        return str(int(value)) if value == int(value) else format(Decimal(str(value)), "f")
+        whole = int(value)  # type: ignore[arg-type]  # takes any real number
+        return str(whole) if value == whole else format(Decimal(str(value)), "f")
     # as verl's rewards compare with
     if name == "reward_model.ground_truth" and isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)

@@ -19,7 +19,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -64,7 +64,8 @@ def read_splits(
     source: str | Path, progress: bool = False, max_steps: int | None = None
 ) -> dict[str, list[dict]]:
     """{split: its converted rows}, all checked; for the arguments and errors see `convert`."""
-    splits, path = SPLITS, Path(source)
+    splits: Sequence[str] = SPLITS
+    path = Path(source)
     if path.is_file():
         splits = [split for split in SPLITS if path.name.startswith(split)]
         if not splits:

@@ -159,7 +159,7 @@ def _find_answer(text: str) -> int:
 
 
 # A character that each needs and most responses lack, where it can stand first, and its pattern.
-_FORMS = {
+_FORMS: dict[str, tuple[str, Callable[[str], int], re.Pattern[str]]] = {
     "####": ("#", methodcaller("find", "####"), re.compile("####" + _STATED)),
     "\\boxed": ("\\", methodcaller("find", "\\boxed{"), re.compile(r"\\boxed\{" + _STATED)),
     # the letter before the word boundary: searched much faster
@@ -237,9 +237,10 @@ def _read_number(text: str) -> Value:
     # nearly always
     if written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS:
         return int(written)
-    match = _GOLD.match(normalise(written).strip())
+    normalised = normalise(written).strip()
+    match = _GOLD.match(normalised)
     value, end = _value(match) if match else (None, None)
-    if value is None or not _REST_OF_GOLD.fullmatch(match.string, end):
+    if value is None or end is None or not _REST_OF_GOLD.fullmatch(normalised, end):
         raise ValueError(
             f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', "
             "'-7' or '1,000.5'"
@@ -294,7 +295,9 @@ def _last_number(text: str) -> Value | None:
         if last is not None:
             begin, end = last.span()
             front = line[max(begin - _LONGEST_FRONT, 0) : begin]
-            point, currency, sign, cut = _FRONT.match(front[::-1]).groups()
+            in_front = _FRONT.match(front[::-1])
+            assert in_front, "the pattern matches any text"
+            point, currency, sign, cut = in_front.groups()
             return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
         end = start
     return None
@@ -310,7 +313,7 @@ def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] 
 def _value_of_line(match: re.Match[str]) -> Value | None:
     """What a `####` and its line state: None if there is a second number, or an unreadable one."""
     value, end = _value(match)
-    if value is None:
+    if value is None or end is None:
         return None
     second = _DIGIT_IN_LINE.search(match.string, end)
     return value if second is None or second[0] in ("\n", "####") else None
@@ -320,7 +323,8 @@ def _value(match: re.Match[str]) -> tuple[Value | None, int | None]:
     """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if
     it goes on.
     """
-    return _value_of(*match.groups(), match.string, match.end())
+    sign, currency, run = match.groups()
+    return _value_of(sign, currency, run, match.string, match.end())
 
 
 def _value_of(
