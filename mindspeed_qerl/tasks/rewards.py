@@ -40,9 +40,7 @@ NO_LISTS = (str, bytes, Mapping, AbstractSet)
 
 
 class RewardError(ConfigError):
-    """A reward raised, or returned something that is not a finite number for each response; the
-    message shows the row.
-    """
+    """A reward raised, or did not return a finite number for each response; with the row."""
 
 
 def is_reward(name: str) -> bool:
@@ -85,9 +83,7 @@ def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
         raise ConfigError(f"verifier {name!r}: {nearest}")
     if not callable(reward):
         kind = type(reward).__name__
-        raise ConfigError(
-            f"verifier {name!r}: {function} in {file} is no function but of type {kind}"
-        )
+        raise ConfigError(f"verifier {name!r}: {function} in {file} is of type {kind}, no function")
     if not inspect.isclass(reward):
         return reward
     try:

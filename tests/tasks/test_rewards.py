@@ -545,7 +545,7 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
             "unknown function in FOLDER/own_rewards.py: 'my_rewards', did you mean 'my_reward'?",
         ),
         ("own_rewards:", "unknown function in FOLDER/own_rewards.py: ''"),
-        ("own_rewards:limit", "limit in FOLDER/own_rewards.py is no function but of type int"),
+        ("own_rewards:limit", "limit in FOLDER/own_rewards.py is of type int, no function"),
     ],
 )
 def test_what_is_wrong_with_a_name(modules, name, words):
