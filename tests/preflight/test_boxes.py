@@ -530,6 +530,10 @@ def test_the_list_is_counted_as_ray_counts_it(ready, given, entries, monkeypatch
         ({"RAY_PORT": "12344"}, "12345: Ray's client server"),
         ({"RAY_PORT": "12361"}, ""),
         ({"HCCL_IF_BASE_PORT": "52360"}, "52365: Ray's dashboard agent too"),
+        ({"HCCL_HOST_SOCKET_PORT_RANGE": "6370-6390"}, "6380: Ray's head (RAY_PORT=6380) too"),
+        ({"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60010"}, "must be auto, or at least 16 ports"),
+        ({"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60010, 60100 - 60110"}, ""),
+        ({"HCCL_HOST_SOCKET_PORT_RANGE": "auto"}, ""),
     ],
 )
 def test_ports_of_the_launchers_ray_against_hccls(ready, shell, found):
