@@ -123,7 +123,7 @@ FORMS = {
 | NPU     Chip     | Process id      | Process name  | Process memory(MB) |
 | No running processes found in NPU 5 |
 """,
-        (5, 0, 5, "General Warning", None, None),
+        (5, 0, 5, "General Warning", 0, 0),
         [],
     ),
 }
