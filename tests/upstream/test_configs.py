@@ -68,6 +68,13 @@ CONVERTED = {
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen2", {}),
     "grpo_qwen25_1_5b_gsm8k_8npu": ("qwen2", {"tie_word_embeddings": True}),
 }
+# The model has random weights: what GSM8K's verifier says of its answers is luck. Two answers that
+# differ have two of these rewards.
+REWARD = """
+from zlib import crc32
+def varied(responses, answers, rows):
+    return [crc32(response.encode()) / 2**32 for response in responses]
+"""
 SHAPE_KEYS = (
     "num_layers",
     "hidden_size",
@@ -174,22 +181,23 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
         "megatron_training.data_path": data / "packed" / "gsm8k_train",
         "task.test_file": data / "chat" / "test_chat.parquet",
         "run.root": tmp_path,
+        "rl_config.verifier_function": "[gsm8k,varied_reward:varied]",
+        "rl_config.verifier_weight": "[1.0,1.0]",
     }
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "varied_reward.py").write_text(REWARD)
     words = [ROOT / "cli" / "train_grpo.py", "--config-name", name]
     words += [f"{key}={value}" for key, value in overrides.items()]
-    result = run_python(words, environment(upstream), tmp_path)
+    result = run_python(words, environment(upstream, package), tmp_path)
     run = finished(result, tmp_path / name)
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert re.findall(r"AQN step (\d): Applied noise to (\d+) RMSNorm layers", result.stdout) == [
         ("2", str(NOISY_NORMS[family]))
     ]
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2]
-    learnt = [
-        row["grad_norm"] > 0
-        for row in read_jsonl(run.metrics_file)
-        if row["reward/groups_with_signal"] > 0
-    ]
-    assert learnt and all(learnt)
+    for row in read_jsonl(run.metrics_file):
+        assert row["reward/groups_with_signal"] == 1 and row["grad_norm"] > 0
     assert (run.checkpoints_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
