@@ -4,10 +4,10 @@ today's code.
     python tests/mutation_sample.py --before 2977db8 --count 30     # an hour on 2 cores
 
 A mutant is one operator, comparison, number or truth value of mindspeed_qerl/ changed, in a line
-that both commits have. Each is put into a copy of both commits, where the default tests that import
-its module are run (all of its folder's when none does) until one fails. Printed are the mutants
-that one of the two, or neither, sees: the latter are often no faults (another number of decimals, a
-time-out), or are seen by tests that run the whole program.
+that both commits have once, in whichever file. Each is put into a copy of both commits, where the
+default tests that import its module are run (all of its folder's when none does) until one fails.
+Printed are the mutants that one of the two, or neither, sees: the latter are often no faults
+(another number of decimals, a time-out), or are seen by tests that run the whole program.
 """
 
 import argparse
@@ -49,13 +49,11 @@ LONGEST = 600  # seconds of one mutant's tests; a mutant that makes them wait is
 
 @dataclass(frozen=True)
 class Mutant:
-    file: str  # below the root
     line: str
     mutated: str
 
-    def is_seen(self, root: Path, tests: list[str]) -> bool:
-        """Whether one of `tests` fails with it."""
-        path = root / self.file
+    def is_seen(self, path: Path, root: Path, tests: list[str]) -> bool:
+        """Whether one of `tests` fails with it in the file `path`."""
         source = path.read_text()
         path.write_text(source.replace(self.line, self.mutated, 1))
         try:
@@ -63,23 +61,32 @@ class Mutant:
         finally:
             path.write_text(source)
 
-    def tests(self, root: Path) -> list[str]:
-        """Files that import its module."""
-        package, module = (
-            Path(self.file).with_suffix("").as_posix().replace("/", ".").rsplit(".", 1)
-        )
-        package = re.escape(package)
-        names = re.compile(rf"from {package}\.{module} import|from {package} import .*\b{module}\b")
-        files = [
-            file
-            for file in sorted(root.glob("tests/**/test_*.py"))
-            if file.parent.name not in UPSTREAM and names.search(file.read_text())
-        ]
-        folder = root / "tests" / Path(self.file).parent.name
-        return [
-            str(file.relative_to(root))
-            for file in files or [folder if folder.is_dir() else root / "tests"]
-        ]
+
+def tests_of(path: Path, root: Path) -> list[str]:
+    """Test files that import the module `path`."""
+    name = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
+    package, module = name.rsplit(".", 1)
+    package = re.escape(package)
+    imports = re.compile(rf"from {package}\.{module} import|from {package} import .*\b{module}\b")
+    files = [
+        file
+        for file in sorted(root.glob("tests/**/test_*.py"))
+        if file.parent.name not in UPSTREAM and imports.search(file.read_text())
+    ]
+    folder = root / "tests" / path.parent.name
+    if not files:
+        files = [folder if folder.is_dir() else root / "tests"]
+    return [str(file.relative_to(root)) for file in files]
+
+
+def lines_of(root: Path) -> dict[str, Path]:
+    """Lines that the package has once -> their file."""
+    places: dict[str, list[Path]] = {}
+    for path in sorted(root.glob("mindspeed_qerl/**/*.py")):
+        if path.parent.name not in UPSTREAM:
+            for line in path.read_text().splitlines():
+                places.setdefault(line, []).append(path)
+    return {line: files[0] for line, files in places.items() if len(files) == 1}
 
 
 def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
@@ -100,21 +107,16 @@ def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
         yield node, str(not node.value) if isinstance(node.value, bool) else str(node.value + 1)
 
 
-def mutants(path: Path, root: Path, others: set[str]) -> Iterator[Mutant]:
-    """Those of a file in lines that it has once, and that are among `others`."""
+def mutants(path: Path, common: set[str]) -> Iterator[Mutant]:
+    """Those of a file in lines that are among `common`."""
     source = path.read_text()
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         for part, replacement in changes(node, source):
             line = lines[part.lineno - 1]
-            if (
-                part.lineno == part.end_lineno
-                and lines.count(line) == 1
-                and line in others
-                and line.isascii()
-            ):
+            if part.lineno == part.end_lineno and line in common and line.isascii():
                 mutated = line[: part.col_offset] + replacement + line[part.end_col_offset :]
-                yield Mutant(str(path.relative_to(root)), f"{line}\n", f"{mutated}\n")
+                yield Mutant(f"{line}\n", f"{mutated}\n")
 
 
 def copy_of(commit: str, folder: Path) -> Path:
@@ -159,25 +161,27 @@ def main() -> None:
             name: copy_of(commit, Path(temporary) / name)
             for name, commit in (("before", arguments.before), ("now", "HEAD"))
         }
-        found = []
-        for path in sorted(copies["now"].glob("mindspeed_qerl/**/*.py")):
-            old = copies["before"] / path.relative_to(copies["now"])
-            if old.exists() and path.parent.name not in UPSTREAM:
-                found += mutants(path, copies["now"], set(old.read_text().splitlines()))
-        sample = random.Random(arguments.seed).sample(sorted(found, key=repr), arguments.count)
-        print(f"{len(sample)} of {len(found):,} mutants", flush=True)
+        places = {name: lines_of(root) for name, root in copies.items()}
+        common = places["before"].keys() & places["now"].keys()
+        possible = set()
+        for path in {places["now"][line] for line in common}:
+            possible.update(mutants(path, common))
+        ordered = sorted(possible, key=repr)
+        sample = random.Random(arguments.seed).sample(ordered, arguments.count)
+        print(f"{len(sample)} of {len(possible):,} mutants", flush=True)
 
         def seen(name: str) -> list[bool | None]:
             """Of each mutant; None: its tests fail without it."""
             root, results, whole = copies[name], [], {}
             for number, mutant in enumerate(sample, 1):
-                tests = mutant.tests(root)
+                path = places[name][mutant.line.rstrip("\n")]
+                tests = tests_of(path, root)
                 if whole.setdefault(tuple(tests), None) is None:
                     whole[tuple(tests)] = not fail(root, tests)
-                results.append(mutant.is_seen(root, tests) if whole[tuple(tests)] else None)
+                results.append(mutant.is_seen(path, root, tests) if whole[tuple(tests)] else None)
+                file = path.relative_to(root)
                 print(
-                    f"{name} {number}: {results[-1]} {mutant.file}: {mutant.mutated.strip()}",
-                    flush=True,
+                    f"{name} {number}: {results[-1]} {file}: {mutant.mutated.strip()}", flush=True
                 )
             return results
 
@@ -186,7 +190,7 @@ def main() -> None:
     print("\n(seen before, seen now):", dict(Counter(zip(before, now))))
     for mutant, *both in zip(sample, before, now):
         if both != [True, True]:
-            print(f"before {both[0]}, now {both[1]}: {mutant.file}")
+            print(f"before {both[0]}, now {both[1]}:")
             print(f"  - {mutant.line.strip()}\n  + {mutant.mutated.strip()}")
 
 
