@@ -1,0 +1,80 @@
+"""What to do in a rollout worker of somebody else's trainer: read from one variable, or given."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.aqn.schedule import NoiseSchedule
+
+VARIABLE = "MINDSPEED_QERL_ROLLOUT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """
+    Attributes:
+        report: folder of a line for each sync and worker (report.py).
+        noise: keyword arguments of `NoiseSchedule`, besides total_steps where the trainer tells
+            it; None: no noise.
+        targets, exclude, seed: of `NoiseInjector`.
+        first_step: training step of the first sync, where the trainer does not tell it; of a
+            resumed run the step that it resumes after.
+        arrival_every: syncs from one proof of arrival to the next; 0: none.
+        elements: of each tensor that a proof compares; 0: all.
+        stop: whether a sync that did not arrive is an error; else it is logged and reported.
+    """
+
+    report: str
+    noise: dict[str, Any] | None = field(default_factory=dict)
+    targets: str | tuple[str, ...] = "auto"
+    exclude: tuple[str, ...] = ()
+    seed: int = 1
+    first_step: int = 0
+    arrival_every: int = 1
+    elements: int = 64
+    stop: bool = True
+
+    def schedule(self, total_steps: int | None = None) -> NoiseSchedule | None:
+        """The noise's; total_steps: the trainer's.
+
+        Raises:
+            ValueError: both name a number of steps, and another one; or none does.
+        """
+        if self.noise is None:
+            return None
+        named = self.noise.get("total_steps", total_steps)
+        if named is None:
+            raise ValueError("noise.total_steps: the training steps of the run are needed")
+        if total_steps is not None and named != total_steps:
+            raise ValueError(
+                f"noise.total_steps is {named}, and the run has {total_steps} training steps: the "
+                "noise would not end with it. Leave total_steps out, or give the run's"
+            )
+        return NoiseSchedule(**{**self.noise, "total_steps": named})
+
+
+def read_settings(values: Mapping[str, Any]) -> Settings:
+    """Raises ValueError, naming an unknown key."""
+    known = {f.name for f in fields(Settings)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ValueError(f"{VARIABLE}: unknown {unknown}; known: {', '.join(sorted(known))}")
+    return Settings(**values)
+
+
+def settings_of_environment() -> Settings | None:
+    """Of the JSON in MINDSPEED_QERL_ROLLOUT, or in the file that it names; None: not set."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    if not text.lstrip().startswith("{"):
+        text = Path(text).read_text()
+    return read_settings(json.loads(text))
+
+
+def to_json(settings: Settings) -> str:
+    """For MINDSPEED_QERL_ROLLOUT."""
+    return json.dumps(asdict(settings))

@@ -1,0 +1,47 @@
+"""AQN and the proof of arrival around TRL's `GRPOTrainer` with vLLM in its own process:
+
+    trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="colocate", ...))
+    add_noise(trainer, report="build/noise")
+
+TRL's vLLM server is another process: set MINDSPEED_QERL_ROLLOUT there (vllm.py, the plugin).
+"""
+
+from typing import Any
+
+from mindspeed_qerl.integrations.settings import read_settings
+from mindspeed_qerl.integrations.vllm import WorkerRollout, attach
+
+
+def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
+    """Noise of the trainer's step while it samples, none while it evaluates; each sync is compared
+    with what vLLM computes with.
+
+    Args:
+        settings: of `Settings`; the schedule's total_steps are the trainer's.
+
+    Raises:
+        ValueError: vLLM is not in this process, or a setting is unknown or out of its range.
+    """
+    generation = getattr(trainer, "vllm_generation", None)
+    if generation is None or generation.mode != "colocate":
+        raise ValueError(
+            "add_noise needs GRPOConfig(use_vllm=True, vllm_mode='colocate'); for a vLLM server "
+            "set MINDSPEED_QERL_ROLLOUT where it is started"
+        )
+    worker = generation.llm.llm_engine.model_executor.driver_worker.worker
+    rollout = attach(worker, read_settings(settings))
+    rollout.step = lambda: trainer.state.global_step
+    rollout.total_steps = lambda: trainer.state.max_steps
+    generate = generation.generate
+
+    def generate_in_mode(*args: Any, **kwargs: Any) -> Any:
+        if trainer.model.training:
+            return generate(*args, **kwargs)
+        with rollout.clean():
+            generation.llm.reset_prefix_cache()
+            result = generate(*args, **kwargs)
+        generation.llm.reset_prefix_cache()
+        return result
+
+    generation.generate = generate_in_mode
+    return rollout

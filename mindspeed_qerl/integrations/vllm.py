@@ -1,0 +1,277 @@
+"""AQN and the proof of arrival inside a vLLM worker, whoever trains.
+
+Every trainer ends in the same few calls of a worker: `load_weights` of its model or `add_lora`
+when it syncs, `sleep`, and `execute_model` when it samples. They are wrapped on the worker: before
+a sync the noise is taken off, before the next sampled batch what arrived is compared and the noise
+of the step is put on.
+
+Three ways in: `worker_extension_cls="mindspeed_qerl.integrations.vllm.NoiseExtension"`; the plugin
+`mindspeed_qerl`, which vLLM loads in every process and which acts where MINDSPEED_QERL_ROLLOUT is
+set; or `attach`. Read with vLLM 0.11 (vllm-ascend 0.11) and 0.32.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.integrations.settings import VARIABLE, Settings, settings_of_environment
+from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
+from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
+
+logger = logging.getLogger(__name__)
+
+MARK = "mindspeed_qerl_rollout"  # the worker's attribute
+
+
+class WorkerRollout:
+    """Noise and arrival in one worker.
+
+    Args:
+        worker: vLLM's, its model loaded.
+
+    Attributes:
+        step: training step, counted from 0, of the next noise; a trainer in this process may set
+            another function. By itself a worker counts syncs: the first is the one before step 0.
+        total_steps: of the run, if the trainer tells it.
+
+    Raises:
+        ValueError: no norm of the model is a target. RuntimeError: the worker has noise already.
+    """
+
+    def __init__(self, worker: Any, settings: Settings):
+        if hasattr(worker, MARK):
+            raise RuntimeError(
+                "this vLLM worker has AQN already: it was added twice (by the plugin, "
+                f"worker_extension_cls, or in code). Unset {VARIABLE}, or leave out the other"
+            )
+        setattr(worker, MARK, self)
+        self.worker, self.settings = worker, settings
+        self.step: Callable[[], int] = self._counted_step
+        self.total_steps: Callable[[], int | None] = lambda: None
+        self.arrival = Arrival(settings.elements)
+        # scaled here and there, which may round in another order
+        self.adapter_arrival = Arrival(settings.elements, tolerance=2)
+        self.adapter: int | None = None  # sent, and not yet compared
+        self.syncs = 0
+        self.injector: NoiseInjector | None = None  # while its noise is on
+        self.is_loading = self.is_clean = self.cannot_write = False
+        if settings.noise is not None:
+            self._new_injector(settings.schedule(settings.noise.get("total_steps", 1)))
+        self._wrap(self.model, "load_weights", self._load_weights)
+        self._wrap(worker, "add_lora", self._add_lora)
+        self._wrap(worker, "sleep", self._sleep)
+        self._wrap(worker, "execute_model", self._execute_model)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The worker's, found anew: a reload may replace its parameters."""
+        return self.worker.get_model()
+
+    @contextlib.contextmanager
+    def clean(self) -> Iterator[None]:
+        """Sampling without noise, for evaluations. The caller resets vLLM's prefix cache before
+        and after.
+        """
+        self._take_off()
+        self.is_clean = True
+        try:
+            yield
+        finally:
+            self.is_clean = False
+
+    def _counted_step(self) -> int:
+        return self.settings.first_step + max(self.syncs - 1, 0)
+
+    @staticmethod
+    def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
+
+    def _load_weights(
+        self,
+        original: Callable[..., Any],
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self._start_sync()
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if self._is_proved:
+                    self.arrival.expect(name, tensor)
+                yield name, tensor
+
+        return original(noted(), *args, **kwargs)
+
+    def _add_lora(self, original: Callable[..., Any], request: Any) -> Any:
+        self._start_sync()
+        result = original(request)
+        tensors = getattr(request, "lora_tensors", None)  # verl's and ms-swift's requests
+        if tensors and self._is_proved:
+            self.adapter_arrival.begin()
+            for name, tensor in scaled_adapters(tensors, request.peft_config):
+                self.adapter_arrival.expect(name, tensor)
+            self.adapter = request.lora_int_id
+        return result
+
+    def _sleep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._take_off()
+        return original(*args, **kwargs)
+
+    def _execute_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_loading:
+            self._end_sync()
+        if self.settings.noise is not None and not (self.injector or self.is_clean):
+            self._put_on()
+        result = original(*args, **kwargs)
+        if self.adapter is not None:  # the first batch has brought it to its modules
+            self._prove_adapter(self.adapter)
+            self.adapter = None
+        return result
+
+    @property
+    def _is_proved(self) -> bool:
+        every = self.settings.arrival_every
+        return bool(every) and (self.syncs - 1) % every == 0
+
+    def _start_sync(self) -> None:
+        if self.is_loading:
+            return
+        self._take_off()
+        self.syncs += 1
+        self.is_loading = True
+        self.arrival.begin()
+
+    def _end_sync(self) -> None:
+        self.is_loading = False
+        if self._is_proved and self.arrival.sent:
+            self._prove("weights", self.arrival, held_parts(self.model))
+
+    def _prove_adapter(self, adapter: int) -> None:
+        slots = self.worker.model_runner.lora_manager._adapter_manager.lora_index_to_id
+        held: Iterable[Held] = ()
+        if adapter in slots:
+            held = held_adapters(self.model, slots.index(adapter))
+        self._prove("adapters", self.adapter_arrival, held)
+
+    def _prove(self, what: str, arrival: Arrival, held: Iterable[Held]) -> None:
+        started = time.perf_counter()
+        failures = arrival.failures(held)
+        self._write(
+            "arrival",
+            of=what,
+            tensors=len(arrival.sent),
+            unchanged=arrival.unchanged,
+            failures=[asdict(failure) for failure in failures],
+            seconds=time.perf_counter() - started,
+        )
+        if not failures:
+            return
+        shown = "; ".join(f"{failure.name}: {failure.problem}" for failure in failures[:5])
+        message = (
+            f"sync {self.syncs}: {len(failures)} of {len(arrival.sent)} tensors of the {what} did "
+            f"not arrive in vLLM: {shown}"
+        )
+        if self.settings.stop:
+            raise RuntimeError(f"{message}. (stop: false in {VARIABLE} reports it and goes on.)")
+        logger.error(message)
+
+    def _new_injector(self, schedule: Any) -> NoiseInjector:
+        settings = self.settings
+        return NoiseInjector(
+            self.model, schedule, settings.targets, settings.exclude, seed=settings.seed
+        )
+
+    def _put_on(self) -> None:
+        step, schedule = self.step(), self.settings.schedule(self.total_steps())
+        injector = self._new_injector(schedule)
+        report: NoiseReport = injector.apply(step)
+        self.injector = injector
+        if step == schedule.total_steps:
+            logger.warning(
+                "AQN's schedule has %d steps, and the run goes on: sigma stays %.3g",
+                step,
+                report.sigma,
+            )
+        values = asdict(report)
+        values["names"] = list(report.names)
+        self._write("noise", step=step, total_steps=schedule.total_steps, **values)
+
+    def _take_off(self) -> None:
+        if self.injector:
+            self.injector.remove()
+            self.injector = None
+
+    def _write(self, event: str, **values: Any) -> None:
+        """A line of this worker's report; a folder that cannot be written is told once."""
+        rank = getattr(self.worker, "rank", 0)
+        world = self.worker.vllm_config.parallel_config.world_size
+        line = {"event": event, "sync": self.syncs, "rank": rank, "world": world, **values}
+        path = Path(self.settings.report) / f"{os.getpid()}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            if not self.cannot_write:
+                logger.error("AQN's report cannot be written, the run goes on without: %s", error)
+            self.cannot_write = True
+
+
+def attach(worker: Any, settings: Settings) -> WorkerRollout:
+    """Noise and arrival in a worker of this process, whose model is loaded."""
+    return WorkerRollout(worker, settings)
+
+
+def attach_when_loaded(worker: Any) -> None:
+    """The same of a worker that has yet to load its model, by MINDSPEED_QERL_ROLLOUT; nothing
+    without it.
+    """
+    settings = settings_of_environment()
+    if settings is None:
+        return
+    load_model = worker.load_model
+
+    def load_and_attach(*args: Any, **kwargs: Any) -> Any:
+        result = load_model(*args, **kwargs)
+        attach(worker, settings)
+        return result
+
+    worker.load_model = load_and_attach
+
+
+class NoiseExtension:
+    """For `worker_extension_cls`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        worker = super().__new__(cls)
+        attach_when_loaded(worker)
+        return worker
+
+
+def register() -> None:
+    """vLLM's general plugin: each worker of this process, when it has loaded its model."""
+    if not os.environ.get(VARIABLE):
+        return
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    if hasattr(WorkerWrapperBase, MARK):
+        return
+    setattr(WorkerWrapperBase, MARK, True)
+    init_worker = WorkerWrapperBase.init_worker
+
+    def init_and_attach(self: Any, *args: Any, **kwargs: Any) -> None:
+        init_worker(self, *args, **kwargs)
+        attach_when_loaded(self.worker)
+
+    WorkerWrapperBase.init_worker = init_and_attach
