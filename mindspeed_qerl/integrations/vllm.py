@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.integrations.settings import VARIABLE, Settings, settings_of_environment
 from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
@@ -195,7 +195,7 @@ class WorkerRollout:
     def _put_on(self) -> None:
         step, schedule = self.step(), self.settings.schedule(self.total_steps())
         injector = self._new_injector(schedule)
-        report: NoiseReport = injector.apply(step)
+        report = injector.apply(step)
         self.injector = injector
         if step == schedule.total_steps:
             logger.warning(
@@ -203,9 +203,14 @@ class WorkerRollout:
                 step,
                 report.sigma,
             )
-        values = asdict(report)
-        values["names"] = list(report.names)
-        self._write("noise", step=step, total_steps=schedule.total_steps, **values)
+        metrics = report.to_metrics()
+        self._write(
+            "noise",
+            step=step,
+            total_steps=schedule.total_steps,
+            names=list(report.names),
+            **metrics,
+        )
 
     def _take_off(self) -> None:
         if self.injector:

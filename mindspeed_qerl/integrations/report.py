@@ -1,0 +1,107 @@
+"""What the noise did and whether the weights arrived, from the lines that rollout workers wrote:
+
+    python -m mindspeed_qerl.integrations.report FOLDER
+
+Prints a table by sync, writes noise.png beside the lines, and ends with 1 if something is wrong.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from mindspeed_qerl.runs.metrics import read_jsonl
+from mindspeed_qerl.runs.report import markdown_table
+
+Rows = list[dict[str, Any]]
+
+
+def read_lines(folder: Path) -> Rows:
+    """Of all workers, by sync and rank."""
+    rows = [row for path in sorted(folder.glob("*.jsonl")) for row in read_jsonl(path)]
+    return sorted(rows, key=lambda row: (row["sync"], row["rank"]))
+
+
+def faults(rows: Rows) -> list[str]:
+    """What is wrong with a run, a sentence each: weights that did not arrive, workers without
+    noise, workers whose noise differs.
+    """
+    sentences = []
+    for row in rows:
+        for failure in row.get("failures", ()):
+            where = f"sync {row['sync']}, rank {row['rank']}"
+            sentences.append(f"{where}: {failure['name']}: {failure['problem']}")
+    by_step: dict[int, Rows] = {}
+    for row in rows:
+        if row["event"] == "noise":
+            by_step.setdefault(row["step"], []).append(row)
+    for step, workers in by_step.items():
+        ranks = {row["rank"] for row in workers}
+        missing = sorted(set(range(workers[0]["world"])) - ranks)
+        if missing:
+            sentences.append(
+                f"step {step}: ranks {missing} have no noise, the others have: start vLLM with the "
+                "plugin on each of them"
+            )
+        if len({row["aqn/sigma"] for row in workers}) > 1:
+            sentences.append(f"step {step}: the ranks have noise of different sigma")
+    return sentences
+
+
+def table(rows: Rows) -> list[str]:
+    """Markdown, a line for each sync, of rank 0."""
+    header = ("sync", "step", "sigma", "norms", "measured std", "changed", "arrived")
+    lines: dict[int, dict[str, str]] = {}
+    for row in rows:
+        if row["rank"]:
+            continue
+        cells = lines.setdefault(row["sync"], dict.fromkeys(header, ""))
+        cells["sync"] = str(row["sync"])
+        if row["event"] == "noise":
+            cells["step"] = str(row["step"])
+            cells["sigma"] = f"{row['aqn/sigma']:.3g}"
+            cells["norms"] = str(row["aqn/layers"])
+            cells["measured std"] = f"{row['aqn/measured_std']:.3g}"
+            cells["changed"] = f"{row['aqn/changed_fraction']:.1%}"
+        else:
+            arrived = row["tensors"] - len(row["failures"])
+            cells["arrived"] = f"{arrived} of {row['tensors']} {row['of']}"
+            if row["unchanged"]:
+                cells["arrived"] += ", as before"
+    return markdown_table(header, (cells.values() for cells in lines.values()))
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """The noise by step, as a picture."""
+    import matplotlib as mpl
+
+    from mindspeed_qerl.runs.plots import STYLE, noise
+
+    steps = {row["step"]: row for row in rows if row["event"] == "noise" and not row["rank"]}
+    names = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction")
+    columns = {name: [float(row[name]) for row in steps.values()] for name in names}
+    with mpl.rc_context(STYLE):
+        figure = noise(columns)
+        if figure:
+            figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="`report` of the settings")
+    folder = parser.parse_args().folder
+    rows = read_lines(folder)
+    if not rows:
+        parser.error(f"{folder} has no line of a rollout worker: AQN was in none")
+    print("\n".join(table(rows)))
+    draw(rows, folder / "noise.png")
+    print(f"picture: {folder / 'noise.png'}")
+    sentences = faults(rows)
+    print("\n".join(sentences))
+    sys.exit(bool(sentences))
+
+
+if __name__ == "__main__":
+    main()
