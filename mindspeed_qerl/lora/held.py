@@ -31,11 +31,7 @@ class Held:
 
 
 def held_parts(model: torch.nn.Module) -> Iterator[Held]:
-    """All parameters of vLLM's `model` that this worker holds, apart; without adapters.
-
-    Raises:
-        ValueError: a weight is not there as it was loaded, since its kernel keeps a packed copy.
-    """
+    """All parameters of vLLM's `model` that this worker holds, apart; without adapters."""
     for path, module in model.named_modules():
         name = path.replace(".base_layer", "")  # of a module with adapters beside it
         classes = {cls.__name__ for cls in type(module).__mro__}
@@ -67,21 +63,28 @@ def held_adapters(model: torch.nn.Module, slot: int) -> Iterator[Held]:
 
 
 def _linear(name: str, module: torch.nn.Module) -> Iterator[Held]:
-    if not module.weight.numel():
-        raise ValueError(
-            f"{name}: vLLM's kernel has packed this weight and let go of it, so a new one cannot "
-            f"arrive, nor be compared ({type(module).__name__})"
-        )
     parent, _, leaf = name.rpartition(".")
     leaves = FUSED.get(leaf, (leaf,))
-    sizes = getattr(module, "output_partition_sizes", [module.weight.shape[0]])
-    for kind in ("weight", "bias"):
-        tensor = getattr(module, kind, None)
+    weight = _kernel_weight(module)
+    sizes = getattr(module, "output_partition_sizes", [weight.shape[0]])
+    for kind, tensor in (("weight", weight), ("bias", getattr(module, "bias", None))):
         if tensor is None:
             continue
         for part_name, part in zip(leaves, tensor.split(sizes), strict=True):
             start = _start(module, part_name, part.shape[0], part.shape[-1])
             yield Held(f"{parent}.{part_name}.{kind}", part, start[: part.dim()])
+
+
+def _kernel_weight(module: torch.nn.Module) -> torch.Tensor:
+    """The weight [out, in] of a linear layer that its kernel computes with. On CPUs that may be a
+    packed copy, which a new `weight` does not reach: the image of the identity then.
+    """
+    kernel = getattr(module, "cpu_linear", None)
+    if kernel is None:
+        return module.weight
+    inputs = getattr(module, "input_size_per_partition", module.input_size)
+    identity = torch.eye(inputs, dtype=module.params_dtype)
+    return kernel(identity, module.weight, None).t()
 
 
 def _start(module: torch.nn.Module, leaf: str, rows: int, columns: int) -> tuple[int, int]:
