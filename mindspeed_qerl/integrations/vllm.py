@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.integrations.settings import VARIABLE, Settings, settings_of_environment
 from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
@@ -65,7 +66,7 @@ class WorkerRollout:
         self.injector: NoiseInjector | None = None  # while its noise is on
         self.is_loading = self.is_clean = self.cannot_write = False
         if settings.noise is not None:
-            self._new_injector(settings.schedule(settings.noise.get("total_steps", 1)))
+            select_targets(self.model, settings.targets, settings.exclude)
         self._wrap(self.model, "load_weights", self._load_weights)
         self._wrap(worker, "add_lora", self._add_lora)
         self._wrap(worker, "sleep", self._sleep)
@@ -186,15 +187,13 @@ class WorkerRollout:
             raise RuntimeError(f"{message}. (stop: false in {VARIABLE} reports it and goes on.)")
         logger.error(message)
 
-    def _new_injector(self, schedule: Any) -> NoiseInjector:
-        settings = self.settings
-        return NoiseInjector(
+    def _put_on(self) -> None:
+        settings, step = self.settings, self.step()
+        schedule = settings.schedule(self.total_steps())
+        assert schedule, "noise is configured"
+        injector = NoiseInjector(
             self.model, schedule, settings.targets, settings.exclude, seed=settings.seed
         )
-
-    def _put_on(self) -> None:
-        step, schedule = self.step(), self.settings.schedule(self.total_steps())
-        injector = self._new_injector(schedule)
         report = injector.apply(step)
         self.injector = injector
         if step == schedule.total_steps:

@@ -1,0 +1,153 @@
+"""The proof of arrival on planted failures, each of a kind that a public report describes."""
+
+import pytest
+import torch
+
+from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
+from mindspeed_qerl.lora.held import Held
+
+LAYER = "model.layers.0."
+NAMES = (
+    f"{LAYER}self_attn.q_proj.weight",
+    f"{LAYER}mlp.gate_proj.weight",
+    f"{LAYER}mlp.up_proj.weight",
+    f"{LAYER}mlp.experts.0.up_proj.weight",
+    f"{LAYER}mlp.experts.1.up_proj.weight",
+    f"{LAYER}input_layernorm.weight",
+)
+
+
+def model(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: (16,) if "norm" in name else (16, 16) for name in NAMES}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def parts(tensors: dict[str, torch.Tensor]) -> list[Held]:
+    return [Held(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
+
+
+def synced(*models: dict[str, torch.Tensor], elements: int = 64) -> Arrival:
+    """One sync of each."""
+    arrival = Arrival(elements)
+    for tensors in models:
+        arrival.begin()
+        for name, tensor in tensors.items():
+            arrival.expect(name, tensor)
+    return arrival
+
+
+def swapped(held, sent, before):
+    gate, up = NAMES[1], NAMES[2]
+    held[gate], held[up] = sent[up], sent[gate]
+
+
+PLANTED = {
+    # report: (what happens to the rollout model, the tensors that are named, the word for it)
+    "never delivered": (
+        lambda held, sent, before: held.update(before),
+        NAMES,
+        "it is still what the sync before had sent",
+    ),
+    "one stale after wake-up": (
+        lambda held, sent, before: held.update({NAMES[0]: before[NAMES[0]]}),
+        NAMES[:1],
+        "it is still what the sync before had sent",
+    ),
+    "routed experts all zero": (
+        lambda held, sent, before: held.update({n: torch.zeros(16, 16) for n in NAMES[3:5]}),
+        NAMES[3:5],
+        "all of it is 0",
+    ),
+    "moved but transposed": (
+        lambda held, sent, before: held.update({NAMES[0]: sent[NAMES[0]].t()}),
+        NAMES[:1],
+        "it is transposed",
+    ),
+    "gate and up exchanged": (swapped, NAMES[1:3], "it is model.layers.0.mlp."),
+    "expert in the place of another": (
+        lambda held, sent, before: held.update({NAMES[3]: sent[NAMES[4]]}),
+        NAMES[3:4],
+        f"it is {NAMES[4]}",
+    ),
+    "bound to no module": (
+        lambda held, sent, before: held.pop(NAMES[2]),
+        NAMES[2:3],
+        "no module of the rollout model has it",
+    ),
+    "not a number": (
+        lambda held, sent, before: held.update({NAMES[5]: torch.full((16,), torch.nan)}),
+        NAMES[5:],
+        "it has NaN",
+    ),
+    "scaled twice": (
+        lambda held, sent, before: held.update({NAMES[0]: 2 * sent[NAMES[0]]}),
+        NAMES[:1],
+        "64 of 64 sampled elements differ",
+    ),
+    "noise of the sync before is still on": (
+        lambda held, sent, before: held.update({NAMES[5]: sent[NAMES[5]] + 0.05}),
+        NAMES[5:],
+        "16 of 16 sampled elements differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("report", PLANTED)
+def test_a_planted_failure_is_named(report):
+    plant, names, problem = PLANTED[report]
+    before, sent = model(1), model(2)
+    arrival = synced(before, sent)
+    assert arrival.failures(parts(sent)) == []
+    held = dict(sent)
+    plant(held, sent, before)
+    failures = arrival.failures(parts(held))
+    assert [failure.name for failure in failures] == sorted(names)
+    assert all(failure.problem.startswith(problem) for failure in failures)
+
+
+def test_a_sync_that_changes_nothing_is_told():
+    assert synced(model(1), model(1)).unchanged
+    assert not synced(model(1), model(2)).unchanged
+    assert not synced(model(1)).unchanged
+
+
+@pytest.mark.parametrize("held_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sent_dtype", [torch.float32, torch.bfloat16])
+def test_no_right_sync_is_a_failure(sent_dtype, held_dtype):
+    """Rounded to the engine's dtype, cut over four ranks, of few elements or all."""
+    for seed in range(250):
+        sent = model(seed, sent_dtype)
+        arrival = synced(sent, elements=(1, 8, 64, 0)[seed % 4])
+        for rank in range(4):
+            held = []
+            for name, tensor in sent.items():
+                rows = tensor.to(held_dtype).chunk(4)[rank]
+                held.append(Held(name, rows, (rank * len(rows),) + (0,) * (tensor.dim() - 1)))
+            assert arrival.failures(held) == []
+
+
+def test_stacked_experts_and_names_of_peft_are_those_of_the_model():
+    arrival = Arrival(0)
+    gate_up, down = torch.randn(2, 6, 4), torch.randn(2, 4, 3)
+    arrival.expect("model.mlp.experts.gate_up_proj", gate_up)
+    arrival.expect("base_model.model.model.mlp.experts.down_proj", down)
+    arrival.expect("base_model.model.model.q_proj.base_layer.weight", down[0])
+    held = {"model.q_proj.weight": down[0]}
+    for expert in range(2):
+        held[f"model.mlp.experts.{expert}.gate_proj.weight"] = gate_up[expert, :3]
+        held[f"model.mlp.experts.{expert}.up_proj.weight"] = gate_up[expert, 3:]
+        held[f"model.mlp.experts.{expert}.down_proj.weight"] = down[expert]
+    assert arrival.sent.keys() == held.keys()
+    assert arrival.failures(parts(held)) == []
+
+
+@pytest.mark.parametrize("config, scaling", [({}, 2.0), ({"use_rslora": True}, 4.0)])
+def test_adapters_are_served_with_their_scaling(config, scaling):
+    config = {"r": 4, "lora_alpha": 8, **config}
+    tensors = {"q_proj.lora_A.weight": torch.ones(4, 8), "q_proj.lora_B.weight": torch.ones(8, 4)}
+    scaled = dict(scaled_adapters(tensors, config))
+    assert torch.equal(scaled["q_proj.lora_A.weight"], torch.ones(4, 8))
+    assert torch.equal(scaled["q_proj.lora_B.weight"], torch.full((8, 4), scaling))
