@@ -6,10 +6,8 @@ algorithm/losses.py gives a sum, which is divided by what all ranks' micro-batch
 have together.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from mindspeed_rl.models import actor_rollout_hybrid
@@ -138,8 +136,10 @@ class QeRLActor(Actor):
         def step_if_trained() -> tuple[bool, float, int]:
             if self.loss_func.divisor:
                 return step()
-            if not all(inner.state for inner in _inner(self.optimizer)):
-                make_state(self.optimizer, step)
+            # AdamW's moments before its first update, which a checkpoint must have
+            # (distrib_optimizer.py:1007)
+            for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                part.init_state_fn(part.optimizer, part.config)
             return True, 0.0, 0
 
         self.optimizer.step = step_if_trained
@@ -152,28 +152,6 @@ class QeRLActor(Actor):
             return super()._forward_backward_batch(batch, forward_only)
         finally:  # Megatron may have stopped at the gradient of the same fault, without the answer
             self.loss_func.finish()
-
-
-def make_state(optimizer: Any, step: Callable[[], Any]) -> None:
-    """AdamW's moments before its first update, which a checkpoint must have
-    (distrib_optimizer.py:1007): by a `step` on gradients of 0 with a learning rate of 0, which is
-    then forgotten.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    step()
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-    for inner in _inner(optimizer):
-        for counted in (*inner.param_groups, *inner.state.values()):
-            if "step" in counted:
-                counted["step"] = counted["step"] * 0
-
-
-def _inner(optimizer: Any) -> list[Any]:
-    """torch's optimizers in Megatron's."""
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
 def install(recipe: Recipe) -> None:

@@ -49,7 +49,6 @@ SCORED = (
 # Others keep theirs after "upstream/".
 OUR_NAMES = {
     "actor/grad_norm": "grad_norm",
-    "grad_norm": "grad_norm",
     "actor/lr": "lr",
     "timing/all": "time/step",
     "timing/rollout": "time/rollout",
@@ -107,12 +106,9 @@ class QeRLTrainer(RayGRPOTrainer):
     def fit(self, data_iters):
         """Upstream's loop, with an evaluation before the first step."""
         self.step, self.batches = self.actor_worker.get_iteration(), data_iters
-        ranks = self.on_ranks("describe")
-        self.observer.begin([rank["lora"] for rank in ranks])
-        if ranks[0]["aqn"]:
-            self.observer.noise_targets(ranks[0]["aqn"])
-        if self.recipe.quantization.enabled and not self.recipe.lora.targets:
-            self.observer.warn("without LoRA neither a sync nor its quantisation is proved")
+        self.observer.begin(self.on_ranks("count_adapters"))
+        if self.recipe.noise.enabled:
+            self.observer.noise_targets(self.on_ranks("noise_targets")[0])
         if self.step == 0:
             self._evaluate()
         super().fit(data_iters)
@@ -166,28 +162,24 @@ class QeRLTrainer(RayGRPOTrainer):
         """EngineError for answers that cannot be trained on. ended: bool [answers], those to train
         that were not cut off.
         """
-        responses, routes = answers["responses"], answers.get(COLUMN, ())
-        for response, column in zip(responses, answers["rollout_log_prob"]):
+        texts = [self.observer.tokenizer.decode(ids)[:200] for ids in answers["responses"]]
+        for text, column in zip(texts, answers["rollout_log_prob"]):
             logprobs = column.numpy()
-            if (wrong := impossible(logprobs)).any():
-                place = wrong.argmax()
+            wrong = logprobs[impossible(logprobs)]
+            if len(wrong):
                 raise EngineError(
-                    f"vLLM gave {logprobs[place]} as a log probability for token {place + 1} of "
-                    f"the answer {self._text(response)!r}: nothing can be trained on it"
+                    f"vLLM gave {wrong[0]} as the log probability of a token of the answer {text!r}"
                 )
-        for response, ids, row in zip(responses, answers["input_ids"], routes):
+        for text, ids, row in zip(texts, answers["input_ids"], answers.get(COLUMN, ())):
             if fault := row_fault(row, len(ids) - 1, self.routers):
                 raise EngineError(
-                    f"the answer {self._text(response)!r}: {fault}. Nothing can be replayed "
+                    f"the answer {text!r}: {fault}. Nothing can be replayed "
                     "(algorithm.routing_replay)"
                 )
         # `ends_fault` takes sequences whose first token is no answer's
-        last = np.array([[0, int(response[-1])] for response in responses])
+        last = np.array([[0, int(response[-1])] for response in answers["responses"]])
         if fault := ends_fault(last, ended[:, None], ended, self.observer.ends):
             raise EngineError(fault)
-
-    def _text(self, response: torch.Tensor) -> str:
-        return self.observer.tokenizer.decode(response)[:200]
 
     def _less_kl(self, rewards: torch.Tensor) -> torch.Tensor:
         """`rewards` of the answers in the dock, each less its KL to the reference. `fit` asks for

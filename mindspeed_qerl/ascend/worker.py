@@ -220,12 +220,10 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 unlike = rollout.quantized.unlike(synced)
         return join(movements), unlike
 
-    def describe(self) -> dict[str, Any]:
-        """What this rank trains and would put noise on: {"lora": proof.count_adapters, "aqn": names
-        of norms}.
-        """
-        injector = self.inference_model.injector
-        return {
-            "lora": proof.count_adapters(self.model, self.parallel_state),
-            "aqn": [target.name for target in injector.targets] if injector else [],
-        }
+    def count_adapters(self) -> dict[str, dict[str, int]]:
+        """What this rank trains."""
+        return proof.count_adapters(self.model, self.parallel_state)
+
+    def noise_targets(self) -> list[str]:
+        """Names of the norms that noise goes on."""
+        return [target.name for target in self.inference_model.injector.targets]
