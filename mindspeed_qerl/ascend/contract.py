@@ -21,20 +21,6 @@ import yaml
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 
 TABLE = Path(__file__).with_suffix(".yaml")
-# The names that upstream's `verifier` knows; it skips any other without a word, so we compare names
-# with these first.
-UPSTREAM_VERIFIERS = (
-    "acc",
-    "format",
-    "step",
-    "strict_format",
-    "base_acc",
-    "math_17k_acc",
-    "acc_for_dapo",
-    "acc_for_ppo",
-    "math_verify_reward",
-    "retool_reward",
-)
 GENERATED = ("_version.py", "_build_info.py")  # written when vllm-ascend is installed
 
 

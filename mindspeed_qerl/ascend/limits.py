@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS, upstream_versions
+from mindspeed_qerl.ascend.contract import upstream_versions
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
@@ -192,7 +192,7 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
         if is_wrong:
             yield Fault("unsupported", f"{key} {reason}", key)
     yield from _cannot_replay(recipe)
-    yield from checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
+    yield from checks.unknown_rewards(verifiers)
 
 
 def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
@@ -240,6 +240,7 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     _, caching = values.get("generate_config.enable_prefix_caching")
     one_sequence = "tokens of several answers become one sequence"
     reasons = {
+        "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),
         "context_parallel_size above 1: a rank has parts of a sequence": layout.cp > 1,
         "num_layers_per_virtual_pipeline_stage: a forward pass goes through one chunk's layers": (
@@ -248,7 +249,7 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
         f"rl_config.use_remove_padding: {one_sequence}": recipe.batch.use_remove_padding,
         f"rl_config.use_dynamic_bsz: {one_sequence}": dynamic,
         "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
-        "in its cache": caching and mode == "rollout",
+        "in its cache": caching,
     }
     for reason, applies in reasons.items():
         if applies:

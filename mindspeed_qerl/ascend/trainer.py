@@ -95,7 +95,7 @@ class QeRLTrainer(RayGRPOTrainer):
     def __init__(self, *args, observer: TokenObserver, **kwargs):
         grpo_trainer_hybrid.DataStrategy = OurDataStrategy
         self.observer, self.recipe = observer, observer.recipe
-        self.replay = self.recipe.algorithm.routing_replay
+        self.replays = self.recipe.algorithm.routing_replay != "none"
         self.routers = read_shape(self.recipe.model.path).routers
         super().__init__(*args, **kwargs)
         self.batches_asked = self.actor_worker.rl_config.batches_asked
@@ -118,12 +118,6 @@ class QeRLTrainer(RayGRPOTrainer):
         """What `method` of the worker returns on each rank."""
         return self.actor_worker.execute_sync_command(method, *arguments)
 
-    def set_actor_log_prob_skip_flag(self):
-        """Upstream's; a pass that is to record routes is not left out."""
-        super().set_actor_log_prob_skip_flag()
-        if self.replay == "record":
-            self.skip_actor_log_prob = self.actor_worker.skip_actor_log_prob = False
-
     def compute_advantage(self, blocking=False, guarantee_order=False):
         """Which of the scored answers are trained, and their advantages, into the dock's columns
         `trained`, `advantages` and `returns`. EngineError for answers that cannot be trained on.
@@ -145,8 +139,8 @@ class QeRLTrainer(RayGRPOTrainer):
             raise EngineError(fault)
         lengths = _numbers(answers["response_length"])
         self.tokens = int(lengths[trained].sum())
-        # an answer's last token goes through no model
-        self.routes = int((lengths + _numbers(answers["prompt_length"]) - 1).sum())
+        if self.replays:  # an answer's last token goes through no model
+            self.routes = int((lengths + _numbers(answers["prompt_length"]) - 1).sum())
         if not self.tokens:
             groups = self.values["selection/sampled_groups"]
             self.observer.trains_nothing(self.step + 1, groups, all_cut_off=is_kept.any())
@@ -225,7 +219,7 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _scored(self) -> Answers:
         """The answers in the dock, once all are scored."""
-        routes = [COLUMN] if self.replay == "rollout" else []
+        routes = [COLUMN] if self.replays else []
         return self._columns([*SCORED, *routes, *self.dataset_additional_keys])
 
     def _rows(self) -> list[int]:
@@ -297,16 +291,13 @@ class QeRLTrainer(RayGRPOTrainer):
     def log_metrics(self, metrics, iteration):
         """Called by `fit` after update `iteration`."""
         self.step = iteration
-        values = to_our_names(metrics) | self.values
+        values = to_our_names(metrics) | self.on_ranks("noise_metrics")[0] | self.values
         trained = merge(self.on_ranks("take_metrics"))
         if self.tokens:
             values |= {name: metric.value() for name, metric in trained.items()}
             values["selection/trained_tokens"] = trained["mismatch/k1"].count
-        if self.replay == "none":
-            self.routes = 0
-        else:
-            counts = total(self.on_ranks("take_routing"))
-            values |= routing_metrics(counts, self.routers) if self.tokens else {}
+        if self.replays and self.tokens:
+            values |= routing_metrics(total(self.on_ranks("take_routing")), self.routers)
         if self.recipe.quantization.enabled:
             ranks = self.on_ranks("take_weight_squares")
             # several ranks hold the same part
@@ -350,13 +341,10 @@ def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
     named = {}
     for name, value in metrics.items():
         ours = OUR_NAMES.get(name, f"upstream/{name}")
-        if name.startswith("aqn/"):
-            ours = name
-        elif name.endswith("_rewards/mean"):
+        if name.endswith("_rewards/mean"):
             ours = f"verifier/{name.removesuffix('_rewards/mean')}/mean"
         with suppress(TypeError, ValueError):
-            # upstream averages over the ranks
-            named[ours] = int(value) if ours in ("aqn/stage", "aqn/layers") else float(value)
+            named[ours] = float(value)
     return named
 
 
