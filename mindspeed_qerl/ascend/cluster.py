@@ -43,9 +43,7 @@ def look() -> dict[str, Any]:
 
 
 def _job_in_words(job: dict[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job["StartTime"] / 1000))
-    command = f" ({job['Entrypoint'][:120]})" if job["Entrypoint"] else ""
-    return f"process {job['DriverPid']} on {job['DriverIPAddress']} since {since}{command}"
+    return f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
 
 
 def interface_of(address: str) -> str | None:
@@ -64,8 +62,8 @@ def interface_of(address: str) -> str | None:
 def holders(cluster: dict[str, Any]) -> str:
     """Who holds what is not free, of `look`.
 
-    >>> holders({"jobs": ["process 7 on 10.0.0.1 since 2026-01-01 12:00"]})
-    'held by process 7 on 10.0.0.1 since 2026-01-01 12:00'
+    >>> holders({"jobs": ["process 7 on 10.0.0.1 (python train.py)"]})
+    'held by process 7 on 10.0.0.1 (python train.py)'
     """
     if cluster["jobs"]:
         return f"held by {'; '.join(cluster['jobs'])}"

@@ -304,11 +304,6 @@ class QeRLTrainer(RayGRPOTrainer):
             parts = dict(chain.from_iterable(squares.items() for squares in ranks))
             values |= weight_errors((name, squares) for (name, _), squares in parts.items())
         self.observer.stepped(iteration, values, self.tokens, self.routes)
-        if values.get("aqn/sigma"):
-            self.observer.progress.message(
-                f"AQN step {iteration}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
-                f"sigma {values['aqn/sigma']:.3g}, measured std {values['aqn/measured_std']:.3g}"
-            )
         if self.observer.wants_proof(iteration):
             movements, unlike = zip(*self.on_ranks("prove"))
             self.observer.proved(iteration, join(movements), {*chain(*unlike)})
