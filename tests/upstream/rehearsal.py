@@ -332,9 +332,9 @@ def environment(upstream: Path, *folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONUNBUFFERED": "1"}
 
 
-def emulated(upstream: Path, npus: int = 1) -> dict[str, str]:
-    """The environment of a program of upstream's on emulated NPUs."""
-    variables, stand_ins = environment(upstream), emulation.environment(npus)
+def emulated(upstream: Path, npus: int = 1, *kind: str) -> dict[str, str]:
+    """The environment of a program of upstream's on emulated NPUs, of that kind and CANN."""
+    variables, stand_ins = environment(upstream), emulation.environment(npus, *kind)
     path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
     return {**variables, **stand_ins, "PYTHONPATH": path, "IS_MULTIMODAL": "False"}
 

@@ -14,11 +14,11 @@ from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 SERVED = [
-    Case("qwen2", "bfloat16", quantised="nvfp4,mxfp4,int8_w8a8"),
-    Case("qwen3", "bfloat16", tp=2, quantised="nvfp4,mxfp4,int8_w8a8"),
-    Case("qwen3_moe", "bfloat16", dp=2, quantised="nvfp4"),
-    Case("qwen3_moe", "bfloat16", tp=2, dp=2, quantised="nvfp4"),
-    Case("qwen2_moe", "bfloat16", dp=2, quantised="nvfp4"),
+    Case("qwen2", "bfloat16", formats=("nvfp4", "mxfp4", "int8_w8a8")),
+    Case("qwen3", "bfloat16", tp=2, formats=("nvfp4", "mxfp4", "int8_w8a8")),
+    Case("qwen3_moe", "bfloat16", dp=2, formats=("nvfp4",)),
+    Case("qwen3_moe", "bfloat16", tp=2, dp=2, formats=("nvfp4",)),
+    Case("qwen2_moe", "bfloat16", dp=2, formats=("nvfp4",)),
 ]
 
 
@@ -53,7 +53,7 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
     model = make(Case(case.family, case.dtype), models)
     ranks = run_case(case, model, upstream, str(HERE / "quantized_ranks.py"))
     weights = load_file(model / "model.safetensors")
-    for format in case.quantised.split(","):
+    for format in case.formats:
         for rank in ranks:
             found = rank[format]
             worst, own, unmatched = (fmean(found[key]) for key in ("worst", "own", "unmatched"))
