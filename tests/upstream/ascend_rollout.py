@@ -144,9 +144,8 @@ class Served:
     @property
     def prompts(self) -> list[list[int]]:
         """Of one engine: the second is asked less than the first, the lengths differ."""
-        prefix = random_ids(self.case.shared, seed=5)
-        lengths = [LONG + 7 * i for i in range(3 - self.replica % 2)]
-        return [prefix + random_ids(length, seed=6 + length) for length in lengths]
+        prefix, *rests = random_ids(5, self.case.shared, LONG, LONG + 7, LONG + 14)
+        return [prefix + rest for rest in rests[: 3 - self.replica % 2]]
 
     def generate(self, prompts: list[list[int]], **sampling) -> list:
         """vLLM's outputs; the first prompt is asked alone before."""
@@ -189,10 +188,11 @@ class Served:
         (Path(results) / f"{os.environ['RANK']}.json").write_text(json.dumps(report))
 
 
-def random_ids(count: int, seed: int) -> list[int]:
+def random_ids(seed: int, *counts: int) -> list[list[int]]:
     import torch
 
-    return torch.randint(1, 100, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 100, (count,), generator=generator).tolist() for count in counts]
 
 
 def main(case: Case, folder: str, results: str) -> None:
@@ -304,7 +304,7 @@ def routes(served: Served, reference) -> dict:
         return list(zip(sequences, recorded, strict=True))
 
     lengths = [110, 90, 70] if case.chunked else [9, 16, 23]  # below a block of the cache
-    prompts = [random_ids(length, served.replica) for length in lengths[: 3 - served.replica % 2]]
+    prompts = random_ids(7 + served.replica, *lengths[: 3 - served.replica % 2])
     report, faults, tokens = dict.fromkeys(("recorded", "shifted", "swapped"), -np.inf), [], 0
     for ids, recorded in ask(prompts, n=2):
         tokens += len(recorded)

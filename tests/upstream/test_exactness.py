@@ -24,6 +24,7 @@ from reference import (
     random_adapters,
     shard,
     to_hf,
+    unpacked,
     vllm_shard,
     with_adapters,
 )
@@ -106,13 +107,7 @@ class Probe:
         }
 
     def routes(self, answer: int) -> np.ndarray | None:
-        """[tokens but the last, layers, 2], of which the first number is their own shape in the
-        dock.
-        """
-        if not self.replayed:
-            return None
-        row = self.experience["routes"][answer].numpy()
-        return np.frombuffer(row[3:].tobytes()[: row[:3].prod()], np.uint8).reshape(row[:3])
+        return unpacked(self.experience["routes"][answer]) if self.replayed else None
 
     def batch(self) -> list[dict]:
         """The dock's answers without padding."""
@@ -168,7 +163,7 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
         "megatron_training.use_distributed_optimizer": False,
         "aqn.sigma_start": SIGMA,
         "aqn.num_stages": 2,
-        "rl_config.verifier_function": ["gsm8k", "format"],
+        "rl_config.verifier_function": ["gsm8k", "gsm8k_strict"],
         "rl_config.verifier_weight": [1.0, 0.5],
         "generate_config.offload_train_optimizer": False,
     }
@@ -371,9 +366,9 @@ def test_vllm_answers_the_chat_prompt_with_the_adapted_weights(probe):
 def test_rewards_and_advantages(probe):
     batch = probe.batch()
     texts = [probe.tokenizer.decode(row["response"], skip_special_tokens=True) for row in batch]
-    right = VERIFIERS["gsm8k"](texts, [row["label"] for row in batch])
-    # no random answer has upstream's format
-    assert [row["reward"] for row in batch] == [1.0 * score for score in right]
+    labels = [row["label"] for row in batch]
+    right, strict = (VERIFIERS[name](texts, labels) for name in ("gsm8k", "gsm8k_strict"))
+    assert [row["reward"] for row in batch] == [a + 0.5 * b for a, b in zip(right, strict)]
     assert 0 < sum(right) < len(right)
     rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(
         -1, SAMPLES
