@@ -83,7 +83,7 @@ def test_each_family_is_accepted(raw, family):
             ["gsm8k_strct"],
             (
                 "rl_config.verifier_function: unknown verifier 'gsm8k_strct', "
-                "did you mean 'gsm8k_strict'? Known: acc, acc_for_dapo"
+                "did you mean 'gsm8k_strict'?"
             ),
         ),
         (
@@ -99,7 +99,7 @@ def test_each_family_is_accepted(raw, family):
         (
             "megatron_training.lora_alpha",
             16.0,
-            "lora_alpha = 16.0 must be a whole number, written without a point",
+            "lora_alpha = 16.0 must be written without a point",
         ),
         (
             "actor_config.num_layers_per_virtual_pipeline_stage",
@@ -168,34 +168,34 @@ def test_each_family_is_accepted(raw, family):
         (
             "task.prompt",
             "plain",
-            "task.prompt = 'plain' must be 'chat': the packed training rows hold chat prompts",
+            "task.prompt must be left out: the packed training rows hold chat prompts",
         ),
         ("emulate_npu", "yes", "emulate_npu = 'yes' must be true or false"),
         ("run.resume", "somewhere", "run.resume needs actor_config.load"),
         (
             "hardware_error.training",
             "gaussian",
-            "hardware_error.training = 'gaussian' must be none",
+            "hardware_error.training must be left out: errors are modelled on the local engine",
         ),
         (
             "rollout_quantization",
             {"format": "fp8"},
-            "rollout_quantization.format = 'fp8' must be none, int8_w8a8, mxfp4",
+            "rollout_quantization.format = 'fp8' rounds activations",
         ),
         (
             "rollout_quantization",
             {"format": "int8_w8a8"},
-            "rollout_quantization.format = 'int8_w8a8' with a mixture of experts",
+            "rollout_quantization.format = 'int8_w8a8' with experts",
         ),
         (
             "rollout_quantization",
             {"format": "nvfp4", "lora": "beside"},
-            "rollout_quantization.lora = 'beside' must be",
+            "rollout_quantization.lora must be left out: a sync brings merged weights",
         ),
         (
             "rollout_quantization",
             {"format": "nvfp4", "probe_answers": 2},
-            "probe_answers = 2 must be 0: no answer is",
+            "rollout_quantization.probe_answers must be left out: no answer is",
         ),
         (
             "rollout_quantization",
@@ -217,82 +217,26 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "family, format, infer_tp, fault",
-    [
-        ("qwen3_moe", "nvfp4", 1, None),
-        ("qwen3", "mxfp4", 2, None),
-        ("qwen3", "nvfp4", 2, None),
-        ("qwen2", "int8_w8a8", 4, None),
-        ("qwen3_moe", "none", 1, None),
-        ("qwen3", "nvfp4", 4, None),
-        (
-            "qwen3",
-            "mxfp4",
-            4,
-            "intermediate_size = 192 is no multiple of its blocks of 32 inputs; set a smaller size",
-        ),
-    ],
-)
-def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, family, format, infer_tp, fault):
-    """The tiny models are 128 wide, have 4 heads of 32, and MLPs of 192 or experts of 48."""
-    moe = "moe" in family
-    config = raw(
-        family, npus=4, tp=infer_tp, infer_tp=infer_tp, ep=4 if moe else 1, infer_ep=4 if moe else 1
-    )
-    if infer_tp == 4:
-        heads = json.loads(
-            (
-                Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
-            ).read_text()
-        )
-        (Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json").write_text(
-            json.dumps({**heads, "num_key_value_heads": 4})
-        )
-        config["model"]["tiny"]["num_query_groups"] = 4
-    put(
-        config,
-        "rollout_quantization",
-        {"format": format, "ignore": ["*.o_proj.weight"], "evaluation": True},
-    )
+@pytest.mark.parametrize("infer_tp, fault", [(2, None), (4, "intermediate_size = 192 is no")])
+def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, infer_tp, fault):
+    """The tiny models are 128 wide, have 4 heads of 32, and MLPs of 192."""
+    config = raw("qwen3", npus=4, tp=2, infer_tp=infer_tp)
+    put(config, "rollout_quantization", {"format": "mxfp4", "ignore": ["*.o_proj.weight"]})
     if fault is None:
-        assert checked(config)[0].quantization.format == format
+        assert checked(config)[0].quantization.format == "mxfp4"
         return
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"infer_tensor_parallel_size = {infer_tp}: .*{fault}"):
         checked(config)
-    assert fault in str(refused.value) and f"infer_tensor_parallel_size = {infer_tp}" in str(
-        refused.value
-    )
 
 
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        (
-            "generate_config.enable_prefix_caching",
-            True,
-            "no routes for tokens that it finds in its cache",
-        ),
-        (
-            "rl_config.use_remove_padding",
-            True,
-            "rl_config.use_remove_padding = True: tokens of several answers",
-        ),
-        (
-            "rl_config.use_dynamic_bsz",
-            True,
-            "rl_config.use_dynamic_bsz = True: tokens of several answers",
-        ),
-        (
-            "actor_config.context_parallel_size",
-            2,
-            "with context_parallel_size = 2: a rank has parts of a sequence",
-        ),
-        (
-            "actor_config.num_layers_per_virtual_pipeline_stage",
-            1,
-            "with num_layers_per_virtual_pipeline_stage = 1",
-        ),
+        ("generate_config.enable_prefix_caching", True, "no routes for tokens that it finds"),
+        ("rl_config.use_remove_padding", True, "use_remove_padding: tokens of several answers"),
+        ("rl_config.use_dynamic_bsz", True, "use_dynamic_bsz: tokens of several answers"),
+        ("actor_config.context_parallel_size", 2, "a rank has parts of a sequence"),
+        ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "goes through one chunk's"),
         ("model.tiny.num_experts", None, "with a model that has no experts"),
     ],
 )
@@ -313,11 +257,11 @@ def test_routes_that_cannot_be_replayed(raw, key, value, message):
     assert [len(lines) for lines in found] == [1, 0] and message in found[0][0]
 
 
-def test_recorded_routes_need_no_cache_to_be_off(raw):
+def test_recorded_routes_are_of_the_local_engine(raw):
     config = raw()
     put(config, "algorithm.routing_replay", "record")
-    put(config, "generate_config.enable_prefix_caching", True)
-    checked(config)
+    with pytest.raises(ConfigError, match="'record' with the MindSpeed-RL engine, which replays"):
+        checked(config)
 
 
 @pytest.mark.parametrize(
@@ -325,20 +269,17 @@ def test_recorded_routes_need_no_cache_to_be_off(raw):
     [
         (
             {"filter_groups_train_batch_size": 2, "mini_batch_size": 2},
-            r"filter_groups_train_batch_size = 2 must be megatron_training\.global_batch_size = 4, or left out",
+            "filter_groups_train_batch_size must be global_batch_size = 4: the transfer dock",
         ),
         (
             {
                 "filter_groups_metric": "gsm8k",
-                "verifier_function": ["gsm8k", "format"],
+                "verifier_function": ["gsm8k", "gsm8k_strict"],
                 "verifier_weight": [1.0, 1.0],
             },
-            r"filter_groups_metric = 'gsm8k' with several verifiers must be left out",
+            "filter_groups_metric must be left out with several verifiers",
         ),
-        (
-            {"filter_groups_max_batches": 0},
-            "filter_groups_max_batches = 0 must be at least 1: without a limit",
-        ),
+        ({"filter_groups_max_batches": 0}, "filter_groups_max_batches must be at least 1"),
     ],
 )
 def test_dynamic_sampling_that_the_transfer_dock_has_no_room_for(raw, changes, message):

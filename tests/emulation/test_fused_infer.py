@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract
 from mindspeed_qerl.emulation.fused_infer import npu_fused_infer_attention_score
 from tests.emulation.refusals import refusals
 from tests.emulation.sequences import HEADS, KV_HEADS, SCALE, Paged, int32
@@ -162,11 +161,3 @@ def test_a_flat_cache_of_too_many_columns_is_refused():
         fused(chunks(), key=key, value=key, **change)
     heads_first = key.view(1, 1024, 128, 64)
     fused(chunks(), key=heads_first, value=heads_first, **change)
-
-
-def test_half_precision_in_this_layout_is_bfloat16(monkeypatch):
-    with pytest.raises(ValueError, match="must be bfloat16, not float16"):
-        fused(chunks(torch.float16))
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    with pytest.raises(ValueError, match="must be bfloat16, not float32"):
-        fused(chunks(torch.float32))

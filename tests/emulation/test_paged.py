@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, paged
+from mindspeed_qerl.emulation import paged
 from tests.emulation.refusals import refusals
 from tests.emulation.sequences import HEADS, KV_HEADS, SCALE, TOLERANCES, Paged, int32
 from tests.emulation.test_operators import normal, wide
@@ -193,15 +193,6 @@ def test_chunks_add_every_row_of_the_mask_as_it_is(dtype):
     )
 
 
-def test_chunks_show_a_wrong_mask():
-    batch = Paged(*CHUNKS, 16)
-    in_chunks(batch, torch.zeros(29, 134, dtype=torch.float64))
-    batch.check(lambda queries, keys: 0.0)
-    for_prefill = Paged(*CHUNKS, 16)
-    in_chunks(for_prefill, rows_of(1.0))
-    assert not np.allclose(wide(for_prefill.out), for_prefill.expected(), atol=0.01)
-
-
 test_chunks_refuse = refusals(
     partial(in_chunks, Paged(*CHUNKS, 16)),
     dict(mask=rows_of(-1e4)),
@@ -279,22 +270,3 @@ def test_one_key_head_can_be_left_out():
     batch.out = batch.out[:, :KV_HEADS].contiguous()
     decode(batch, num_heads=KV_HEADS, num_kv_heads=0)
     batch.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_extension_of_dtypes_can_be_switched_off(dtype, monkeypatch):
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    batch = Paged([1], [3], 16, dtype)
-    k, v = (normal(3, KV_HEADS, 16, dtype=dtype) for _ in range(2))
-    for call in (
-        lambda: decode(batch),
-        lambda: in_chunks(batch, torch.zeros(1, 3, dtype=dtype)),
-        lambda: paged._npu_reshape_and_cache(
-            k, v, batch.key_cache, batch.value_cache, int32([1, 2, 3])
-        ),
-    ):
-        with pytest.raises(ValueError, match="float16 or bfloat16"):
-            call()
-    half = Paged([1], [3], 16, torch.float16)
-    decode(half)
-    half.check()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, paged
+from mindspeed_qerl.emulation import paged
 from tests.emulation.refusals import refusals
 from tests.emulation.sequences import (
     HEADS,
@@ -78,17 +78,6 @@ def test_prefill_adds_a_mask_as_it_is_or_times_a_large_number(dtype, unit):
     np.testing.assert_allclose(
         out, expected([wide(added)[s, :n, :n] for s, n in enumerate(LENGTHS)]), **tolerance
     )
-
-
-def test_prefill_shows_a_wrong_mask():
-    nothing = torch.zeros(7, 7, dtype=torch.bfloat16)
-    out, expected = prefill(torch.bfloat16, nothing)
-    np.testing.assert_allclose(out, expected([0.0] * 4), **TOLERANCES[torch.bfloat16])
-    for_splitfuse = (-10000 * torch.ones(7, 7).triu(1)).to(torch.bfloat16)
-    out, _ = prefill(torch.bfloat16, for_splitfuse)
-    assert (
-        np.isnan(out[0]).all() and not np.isnan(out[4]).any()
-    )  # the last query of the first sequence sees all
 
 
 test_prefill_refuses = refusals(
@@ -199,14 +188,3 @@ test_prefill_over_found_blocks_refuses = refusals(
     ("1 columns of block_table hold 128", dict(block_table=int32([[0], [2]]))),
     ("no more tokens than the 6", dict(seq_len=int32([4, 3]), context_lens=int32([132, 131]))),
 )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_extension_of_dtypes_can_be_switched_off(dtype, monkeypatch):
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    for call in (
-        lambda: prefill(dtype, torch.zeros(7, 7, dtype=dtype)),
-        lambda: over_found_blocks(Paged([1], [1], 128, dtype), torch.zeros(128, 128, dtype=dtype)),
-    ):
-        with pytest.raises(ValueError, match="float16 or bfloat16"):
-            call()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, quantised
+from mindspeed_qerl.emulation import quantised
 from tests.emulation.refusals import refusals
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
 
@@ -160,18 +160,6 @@ test_dynamic_quant_refuses = refusals(
     (r"\(4,\)", dict(smooth_scales=normal(5))),
     ("one dtype", dict(smooth_scales=normal(4).half())),
 )
-
-
-def test_the_extension_of_dtypes_can_be_switched_off(monkeypatch):
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    x = normal(3, 4).float()
-    for call in (
-        lambda: quantised.npu_dynamic_quant(x),
-        lambda: quantised.npu_add_rms_norm_quant(x, x, x[0], x[0], None),
-        lambda: quantised.npu_quantize(x.double(), x[0], None, torch.qint8, -1, False),
-    ):
-        with pytest.raises(ValueError, match="bfloat16, not float"):
-            call()
 
 
 @pytest.mark.parametrize("pertoken", [False, True])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, serving
+from mindspeed_qerl.emulation import serving
 from tests.emulation.refusals import refusals
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, turned, wide
 
@@ -317,12 +317,3 @@ def test_prefetch_changes_nothing_and_refuses_what_is_no_part_of_the_weight():
     ]:
         with pytest.raises(ValueError, match=match):
             serving.npu_prefetch(weight, None, size, offset)
-
-
-def test_the_extension_of_dtypes_can_be_switched_off(monkeypatch):
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    with pytest.raises(ValueError, match="float16 or bfloat16, not float32"):
-        rotary(torch.float32, True, torch.arange(3))
-    serving.npu_top_k_top_p(torch.zeros(1, 4), torch.tensor([0.5]))  # documented for float32
-    with pytest.raises(ValueError, match="not float64"):
-        serving.npu_top_k_top_p(torch.zeros(1, 4).double(), torch.tensor([0.5]).double())

@@ -96,6 +96,21 @@ FAMILIES = {
         ),
     ),
 }
+# of a model, for Megatron
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "padded_vocab_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "n_shared_experts",
+)
 # aqn.targets auto
 NOISY_NORMS = {
     "qwen2": 2 * LAYERS + 1,
@@ -322,6 +337,31 @@ def make_config(
             section = section[parent]
         section[last] = value
     return config
+
+
+def shrink(family: str, model: str) -> dict[str, Any]:
+    """Overrides of a shipped config, to a tiny model, four ranks and short answers; nothing else of
+    it changes.
+    """
+    shape = FAMILIES[family][2]
+    recompute = {"megatron_training.recompute_num_layers": LAYERS}
+    return {
+        **{f"model.{model}.{key}": shape[key] for key in SIZES if key in shape},
+        **(recompute if "moe" in family else {}),
+        "rl_config.actor_resource.num_npus": 4,
+        "megatron_training.train_iters": 2,
+        "megatron_training.global_batch_size": 8,
+        "rl_config.mini_batch_size": 8,
+        "rl_config.n_samples_per_prompt": 4,
+        "rl_config.max_prompt_length": 100,
+        "megatron_training.seq_length": 128,
+        "generate_config.max_model_len": 128,
+        "generate_config.max_num_batched_tokens": 128,
+        "generate_config.max_num_seqs": 8,
+        "generate_config.sampling_config.max_tokens": 12,
+        "aqn.num_stages": 2,
+        "eval.n_problems": 6,
+    }
 
 
 def environment(upstream: Path, *folders: Path) -> dict[str, str]:

@@ -7,7 +7,6 @@ import json
 import pytest
 from rehearsal import ROOT, environment, finished, make_config, run_engine, run_python
 
-from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 REWARD = """
@@ -85,31 +84,3 @@ def test_the_reward_sees_the_rows(task, upstream, tmp_path):
             expected
         )
         assert evaluation["accuracy"] == pytest.approx(sum(expected) / 4)
-
-
-def test_an_exception_in_the_reward_ends_the_run(task, upstream, tmp_path):
-    """Its module is in the folder that the run starts in. The two rows that are tried before the
-    start do not show it, nor do those of the evaluation.
-    """
-    model, changes = task
-    (tmp_path / "own_reward.py").write_text(REWARD)
-    config = make_config(
-        "qwen3",
-        model,
-        tmp_path,
-        tmp_path,
-        npus=2,
-        train_iters=2,
-        changes=changes | {"rl_config.verifier_function": ["own_reward:fails"]},
-    )
-    result = run_engine(config, upstream, tmp_path)
-    said = "verifier 'own_reward:fails' raised ZeroDivisionError: float division by zero (own_reward.py:6), on row "
-    assert result.returncode == 1 and said in result.stderr, (
-        result.stdout[-3000:] + result.stderr[-3000:]
-    )
-    assert (
-        "train_rows.jsonl:4): question 'Which is 0.75?', answer 'three pears', response '"
-        in result.stderr
-    )
-    status = RunDirectory.open(next((tmp_path / "rehearsal").iterdir())).status()
-    assert status["state"] == "failed" and status["step"] == 0 and said in status["reason"]
