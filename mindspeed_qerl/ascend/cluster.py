@@ -16,7 +16,7 @@ from mindspeed_qerl.recipe.types import Recipe
 WAYS_OUT = {
     "NPU": "Usual causes: ASCEND_RT_VISIBLE_DEVICES names fewer, the container maps fewer "
     "/dev/davinci*, or `ray start` ran with other --resources",
-    "CPU": "CPUs are places, not threads: start each node's Ray with a larger --num-cpus, or lower "
+    "CPU": "CPUs are places, not threads: start Ray with a larger --num-cpus, or lower "
     "rl_config.num_cpus_for_placement_group",
 }
 
@@ -108,13 +108,13 @@ def lacking_cpus(recipe: Recipe, width: int, npus: Sequence[int], cpus: Sequence
 
 
 def check_resources(recipe: Recipe, patience: float = 10) -> None:
-    """EngineError if Ray has too few NPUs or CPUs, if others hold them, or if its nodes cannot hold
-    upstream's groups; upstream would wait for ever (`ray.get(pg.ready())`, launcher.py:101). Within
-    `patience` seconds what an earlier run has given back shows again.
+    """EngineError if Ray has too few NPUs or CPUs, or if others hold them; upstream would wait for
+    ever (`ray.get(pg.ready())`, launcher.py:101). Within `patience` seconds what an earlier run has
+    given back shows again. (Whether nodes are wide enough for upstream's groups, the preflight
+    asks.)
     """
-    world, until = recipe.layout.world, time.monotonic() + patience
-    need = {"NPU": world, "CPU": needed_cpus(recipe)}
-    cluster = look()
+    need = {"NPU": recipe.layout.world, "CPU": needed_cpus(recipe)}
+    cluster, until = look(), time.monotonic() + patience
     while _short(cluster, need) and time.monotonic() < until:
         time.sleep(0.5)
         cluster = look()
@@ -124,33 +124,8 @@ def check_resources(recipe: Recipe, patience: float = 10) -> None:
         if count >= need[name]:
             reason = f"{free} are free, the others are {holders(cluster)}: wait, or end it"
         raise EngineError(f"{need[name]} {name}s are needed, Ray has {count}. {reason}")
-    npus = cluster["npus"]
-    if len(npus) == 1 or recipe.emulate_npu:
-        return
-    dies = dies_of_a_node()
-    width = min(dies, world)
-    if not placed(width, world, npus):
-        raise EngineError(
-            f"this node shows {dies} dies to CANN, and upstream asks Ray for groups of "
-            f"{width} on one node each (launcher.py:64-101); the nodes have "
-            f"{', '.join(map(str, npus))}: it would wait for ever. Set "
-            "ASCEND_RT_VISIBLE_DEVICES on every node to the dies that the run has there, from 0 on"
-        )
-    if lacking := lacking_cpus(recipe, width, npus, cluster["cpus"]):
-        raise EngineError(f"{lacking}. {WAYS_OUT['CPU']}")
 
 
 def _short(cluster: dict[str, Any], need: dict[str, int]) -> list[str]:
     """The resources of which less is available than needed."""
     return [name for name, count in need.items() if cluster["available"].get(name, 0) < count]
-
-
-def dies_of_a_node() -> int:
-    """As upstream counts them, in this process (launcher.py:64-77)."""
-    try:
-        import acl
-
-        count, error = acl.rt.get_device_count()
-    except ImportError:
-        return 8
-    return 8 if error else count

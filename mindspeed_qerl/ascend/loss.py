@@ -7,7 +7,6 @@ have together.
 """
 
 from dataclasses import replace
-from functools import partial
 
 import torch
 from mindspeed_rl.models import actor_rollout_hybrid
@@ -20,8 +19,7 @@ from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
 from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.runs.checks import impossible, logprobs_fault
-from mindspeed_qerl.tasks.prompts import text_of
+from mindspeed_qerl.runs.checks import impossible
 
 STAGE, ROLE = "ray_grpo", "actor"
 # of the transfer dock, besides those that upstream's update asks for
@@ -42,8 +40,7 @@ class QeRLLoss(BaseLossFunc):
     Attributes:
         recipe: the run's, by `install`. divisor, answers: of the mini-batch under way, over all
             ranks and on this one. seen: of its micro-batches, on the device, whether a log
-            probability is impossible, and (log-probs, mask, tokens). parts: the metrics of each
-            micro-batch since `take_metrics`.
+            probability is impossible. parts: the metrics of each micro-batch since `take_metrics`.
     """
 
     recipe: Recipe
@@ -64,12 +61,11 @@ class QeRLLoss(BaseLossFunc):
         host waits for the device once in a mini-batch, not in each micro-batch.
         """
         seen, self.seen = self.seen, []
-        if not seen or not torch.stack([wrong for wrong, _ in seen]).any():
-            return
-        for _, values in seen:
-            arrays = [value.cpu().numpy() for value in values]
-            if fault := logprobs_fault(*arrays, partial(text_of, self.recipe.model.path)):
-                raise RuntimeError(fault)
+        if seen and torch.stack(seen).any():
+            raise RuntimeError(
+                "the trained model gave a log probability that is no number, or above 0: nothing "
+                "can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl"
+            )
 
     def compute_loss(self, output, batch, forward_only=False, non_loss_data=True, **kwargs):
         """Log-probs with `forward_only`; else what Megatron's schedule is to send back, and no
@@ -86,7 +82,7 @@ class QeRLLoss(BaseLossFunc):
             output=output, batch=batch, skip_entropy=False, **kwargs
         )
         mask, before = trained_tokens(batch), logprobs.detach()
-        self.seen.append(((impossible(before) & mask).any(), (before, mask, batch["responses"])))
+        self.seen.append((impossible(before) & mask).any())
         inputs = LossInputs(
             logprobs,
             batch.get("old_log_prob", before),
