@@ -39,6 +39,7 @@ TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 LOCAL_ONLY = {
     "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
     "rollout_quantization.lora": "a sync brings merged weights alone",
+    "rollout_quantization.ignore": "all linear weights are rounded",
     "rollout_quantization.probe_answers": "no answer is computed again by other policies",
     **dict.fromkeys(
         ("hardware_error.rollout", "hardware_error.training", "hardware_error.evaluation"),

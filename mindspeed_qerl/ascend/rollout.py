@@ -57,7 +57,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             arguments = recipe.noise_arguments(epoch_steps(recipe))
             self.injector = NoiseInjector(self.model, **arguments)
         if recipe.quantization.enabled:
-            self.quantized = QuantizedModel(self.model, recipe.quantization)
+            self.quantized = QuantizedModel(self.model, recipe.quantization.format)
         if recipe.algorithm.routing_replay == "rollout":
             routers, longest = read_shape(recipe.model.path).routers, recipe.batch.max_model_len
             self.recorder = AscendRecorder(self.runner, routers, longest, self.model)

@@ -114,13 +114,12 @@ def main(case: Case, folder: str, results: str) -> None:
         used_weights,
     )
     from mindspeed_qerl.quantization.weights import weight_errors
-    from mindspeed_qerl.recipe.types import Quantization
 
     model, files = served.model, linears(load_file(Path(folder) / "model.safetensors"))
     synced = {name: weight.clone() for name, weight in held_weights(model)}
     plain, unrounded = served.answers()[0], rounded_twin(folder, torch.float32, "", case.tp)
     for format in case.formats:
-        quantized = QuantizedModel(model, Quantization(format))
+        quantized = QuantizedModel(model, format)
         quantized.quantize()
         answers = served.answers()[0]
         exact, half = (
