@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from mindspeed_qerl.emulation import experts, operators
+from mindspeed_qerl.emulation import experts
+from tests.emulation.mixture import expert_rows, mixture
 from tests.emulation.refusals import refusals
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
 
@@ -39,24 +40,6 @@ def rows_by_expert(expert_idx, first, last):
         for k, chosen in enumerate(row)
         if chosen == e
     ]
-
-
-def mixture(x, w13, w2, expert_idx, weights):
-    """Each token's experts one by one; w13 (E, H, 2 FFN), gate and up, w2 (E, FFN, H)."""
-    out = np.zeros_like(x)
-    for t, k in np.ndindex(*expert_idx.shape):
-        gate, up = np.split(x[t] @ w13[expert_idx[t, k]], 2)
-        out[t] += weights[t, k] * (gate / (1 + np.exp(-gate)) * up @ w2[expert_idx[t, k]])
-    return out
-
-
-def expert_rows(x, w13, w2, group_list, group_list_type):
-    """VA ops/moe/moe_mlp.py:185-220."""
-    groups = dict(
-        split_item=2, group_list_type=group_list_type, group_type=0, group_list=group_list
-    )
-    hidden = operators.npu_swiglu(operators.npu_grouped_matmul(x=[x], weight=[w13], **groups)[0])
-    return operators.npu_grouped_matmul(x=[hidden], weight=[w2], **groups)[0]
 
 
 # npu_moe_init_routing_v2
