@@ -160,16 +160,6 @@ def test_layout_is_the_one_that_is_meant_and_legal(name):
     )
 
 
-def test_two_nodes_are_not_one():
-    """The rules look at the node's width: ranks that fill two nodes of 8 leave a third of 12-rank
-    nodes half empty.
-    """
-    config = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu")
-    assert broken(plan_of(read_recipe(config), ranks_per_node=12))
-    odd = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu", ["megatron_training.global_batch_size=63"])
-    assert broken(plan_of(read_recipe(odd), ranks_per_node=8))
-
-
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "qwen25" not in name])
 def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
     """CANN's sum for the dispatch of tokens to experts, as its error prints it (vllm-ascend pull
@@ -234,20 +224,6 @@ def test_variant_differs_in_its_layout_only(name):
     for key in base:
         section, name = [*key.split("."), ""][:2]
         assert base[key] == other[key] or name in MAY_DIFFER.get(section, ()), key
-
-
-def test_noise_of_the_named_schedules():
-    """QeRL's defaults, twice as strong, and mild, in 10 stages; and none."""
-    configs = {
-        name: compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [f"aqn={name}"])["aqn"]
-        for name in ("qerl", "strong", "mild", "off")
-    }
-    assert {path.stem for path in (CONFIGS / "aqn").glob("*.yaml")} == set(configs)
-    assert {
-        name: (aqn["sigma_start"], aqn["sigma_end"], aqn["num_stages"])
-        for name, aqn in configs.items()
-        if aqn["enabled"]
-    } == {"qerl": (0.05, 0.0005, 10), "strong": (0.1, 0.001, 10), "mild": (0.01, 0.001, 10)}
 
 
 def test_the_guide_shows_these_configs_and_this_contract():

@@ -11,7 +11,6 @@ import torch
 from torch.autograd import gradcheck
 
 from mindspeed_qerl.emulation import experts
-from tests.emulation.mixture import expert_rows, mixture
 from tests.emulation.refusals import refusals
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
 
@@ -233,81 +232,3 @@ def test_gradients():
 
 
 # The mixtures of vllm-ascend
-
-
-def problem(seed, without):
-    x, w13, w2 = normal(TOKENS, H), normal(EXPERTS, H, 2 * FFN), normal(EXPERTS, FFN, H)
-    expert_idx, weights = routing(seed, without), normal(TOKENS, K, seed=seed).abs()
-    return (
-        x,
-        w13,
-        w2,
-        expert_idx,
-        weights,
-        mixture(*map(wide, (x, w13, w2)), expert_idx.numpy(), wide(weights)),
-    )
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(("seed", "without"), [(6, ()), (7, (0, 1, 2, 3, 5)), (8, (4, 6))])
-def test_all_gather(ranks, seed, without):
-    """Every rank has all tokens and adds what its experts give: VA TokenDispatcherWithAllGather."""
-    x, w13, w2, expert_idx, weights, expected = problem(seed, without)
-    total = torch.zeros_like(x)
-    for rank in range(ranks):
-        first, last = rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks
-        rows, row_idx, counts, _ = init_routing(x, expert_idx, [first, last])
-        rows = expert_rows(rows, w13[first:last], w2[first:last], counts, 1)
-        mine = (expert_idx >= first) & (expert_idx < last)
-        total += experts.npu_moe_token_unpermute(
-            permuted_tokens=rows, sorted_indices=torch.abs(row_idx), probs=weights * mine
-        )
-    np.testing.assert_allclose(wide(total), expected, **EXACT)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(("seed", "without"), [(9, ()), (10, (0, 1, 2, 3, 5)), (11, (4, 6))])
-def test_all_to_all(ranks, seed, without):
-    """Every rank has some tokens, the last none, and sends them by expert: VA
-    TokenDispatcherWithAll2AllV.
-    """
-    x, w13, w2, expert_idx, weights, expected = problem(seed, without)
-    local = EXPERTS // ranks
-    tokens = np.array_split(np.arange(TOKENS), ranks)
-    if ranks > 1:
-        tokens = [*tokens[:-2], np.concatenate(tokens[-2:]), tokens[-1][:0]]
-    permuted = [
-        experts.npu_moe_token_permute(
-            tokens=x[mine], indices=expert_idx[mine], num_out_tokens=expert_idx[mine].numel()
-        )
-        for mine in tokens
-    ]
-    sizes = torch.stack(
-        [torch.bincount(expert_idx[mine].flatten(), minlength=EXPERTS) for mine in tokens]
-    )
-    sent = [
-        rows.split(size.view(ranks, local).sum(1).tolist())
-        for (rows, _), size in zip(permuted, sizes)
-    ]
-    back = []
-    for rank in range(ranks):
-        mine = slice(rank * local, (rank + 1) * local)
-        rows = torch.cat([parts[rank] for parts in sent])
-        number = (
-            torch.arange(local, dtype=torch.int32)
-            .repeat(ranks)
-            .repeat_interleave(sizes[:, mine].flatten())
-        )
-        rows, where = experts.npu_moe_token_permute(rows, number)
-        rows = experts.npu_moe_token_unpermute(
-            expert_rows(rows, w13[mine], w2[mine], sizes[:, mine].sum(0), 1), where
-        )
-        back.append(rows.split(sizes[:, mine].sum(1).tolist()))
-    for rank, mine in enumerate(tokens):
-        out = experts.npu_moe_token_unpermute(
-            permuted_tokens=torch.cat([parts[rank] for parts in back]),
-            sorted_indices=permuted[rank][1],
-            probs=weights[mine],
-            restore_shape=x[mine].shape,
-        )
-        np.testing.assert_allclose(wide(out), expected[mine], **EXACT)

@@ -130,17 +130,6 @@ def test_the_product_is_summed_and_shared_out(ranks):
             np.testing.assert_allclose(wide(rank["product"]["back"][dtype]), rows, **bounds)
 
 
-def test_the_cases_have_what_they_are_named_after(ranks):
-    """A rank without a token, an expert without one, ranks of different length, a token with an
-    expert twice.
-    """
-    assert not any(active(ranks[-1]["tokens masked"]).any(1)) or len(ranks) != 2
-    assert torch.cat([rank["few experts"]["expert_ids"] for rank in ranks]).max() < 3
-    if len(ranks) > 1:
-        assert len({len(rank["unequal"]["x"]) for rank in ranks}) > 1
-    assert ranks[0]["an expert twice"]["expert_ids"][1].unique().numel() == 1
-
-
 # where one rank disagrees with nobody
 ALONE = (
     "ValueError: .*global_bs is 0",

@@ -229,41 +229,6 @@ def test_chunks_refuse_blocks_and_heads_that_are_too_large(size, block_size, hea
 # All of them
 
 
-def test_a_sequence_prefilled_in_a_chunk_and_decoded_is_the_sequence_prefilled_at_once():
-    q, k, v = (
-        normal(21, HEADS, 16),
-        normal(21, KV_HEADS, 16, seed=1),
-        normal(21, KV_HEADS, 16, seed=2),
-    )
-    at_once = torch.empty_like(q)
-    hidden = torch.ones(21, 21, dtype=torch.float64).triu(1)
-    paged._npu_flash_attention(q, k, v, hidden, int32([21]), SCALE, HEADS, KV_HEADS, at_once)
-    caches = [torch.full((3, 16, KV_HEADS, 16), torch.nan, dtype=torch.float64) for _ in range(2)]
-    table, out = int32([[2, 0]]), torch.empty_like(q)
-    slots = int32([*range(32, 48), *range(5)])
-    for start, end in [(0, 7), (7, 18), (18, 19), (19, 20), (20, 21)]:
-        new = slice(start, end)
-        paged._npu_reshape_and_cache(k[new], v[new], *caches, slots[new])
-        if end - start > 1:
-            paged._npu_paged_attention_splitfuse(
-                q[new],
-                *caches,
-                table,
-                int32([end]),
-                -10000 * hidden[new],
-                int32([end - start]),
-                KV_HEADS,
-                HEADS,
-                SCALE,
-                out[new],
-            )
-        else:
-            paged._npu_paged_attention(
-                q[new], *caches, KV_HEADS, HEADS, SCALE, table, int32([end]), out[new]
-            )
-    torch.testing.assert_close(out, at_once, rtol=1e-10, atol=1e-12)
-
-
 def test_one_key_head_can_be_left_out():
     batch = Paged([1], [9], 16)
     batch.query = batch.query[:, :KV_HEADS].contiguous()

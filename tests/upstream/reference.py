@@ -91,11 +91,9 @@ def full_weights(model) -> dict[str, torch.Tensor]:
 
 
 def random_adapters(
-    full: dict[str, torch.Tensor], zero: bool = False
+    full: dict[str, torch.Tensor],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """float32 adapters of bfloat16 values on all four targets; with `zero` B is zero, as at the
-    start of training.
-    """
+    """float32 adapters of bfloat16 values on all four targets."""
     generator, adapters = torch.Generator().manual_seed(5), {}
 
     def draw(*shape: int) -> torch.Tensor:
@@ -104,9 +102,9 @@ def random_adapters(
     for name, weight in full.items():
         if re.search(r"mlp\.experts\.weight[12]$", name):
             experts, inputs, outputs = weight.shape
-            adapters[name] = draw(experts, inputs, R), draw(experts, R, outputs) * (not zero)
+            adapters[name] = draw(experts, inputs, R), draw(experts, R, outputs)
         elif name.endswith(".weight") and name.split(".")[-2] in COLUMN + ROW:
-            adapters[name] = draw(R, weight.shape[1]), draw(weight.shape[0], R) * (not zero)
+            adapters[name] = draw(R, weight.shape[1]), draw(weight.shape[0], R)
     return adapters
 
 

@@ -87,7 +87,7 @@ def routing_classes():
 
     class RoutingTrainer(dock_trainer()):
         def fit(self, data_iters):
-            self.on_ranks("load", FOLDER, False)
+            self.on_ranks("load")
             super().fit(data_iters)
 
     return RoutingWorker, RoutingTrainer
