@@ -48,19 +48,16 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """An entry beside its source. change: "", "changed" or "gone"; digest, line: of the source."""
+    """An entry beside its source. change: "", "changed" or "gone"; digest: of the source."""
 
     file: str
     name: str
     why: str
     change: str
     digest: str
-    line: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.change or 'same'} {self.file}:{self.line} {self.name or '(whole)'}: {self.why}"
-        )
+        return f"{self.change or 'same'} {self.file} {self.name or '(whole)'}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -123,8 +120,7 @@ def compare(root: Path, file: str) -> Iterator[Finding]:
         change, here = "", digest(nodes)
         if here != expected:
             change = "changed" if nodes else "gone"
-        line = nodes[-1].lineno if nodes and name else 1
-        yield Finding(file, name, why, change, here, line)
+        yield Finding(file, name, why, change, here)
 
 
 def require(reports: Sequence[Report]) -> list[str]:

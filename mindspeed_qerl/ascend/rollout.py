@@ -107,9 +107,9 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             )
         self.free_cache_engine()
         groups = [output.outputs for output in outputs]
-        if recorder:
-            for answer, routes in zip(chain(*groups), chain(*recorder.take(outputs))):
-                answer.routes = routes
+        routes = recorder.take(outputs) if recorder else []
+        for answer, recorded in zip(chain(*groups), chain(*routes)):
+            answer.routes = recorded
         return groups
 
     def _sampling_params(self, prompt: list[int]) -> Any:

@@ -171,10 +171,10 @@ def test_another_version_with_all_that_we_rely_on_unchanged_is_a_warning(checkou
 @pytest.mark.parametrize(
     ("file", "old", "new", "told"),
     [
-        (FILE, "tp: int = 1", "tp: int = 2", f"changed {FILE}:16 Worker.build: we call it"),
-        (FILE, "def build", "def built", f"gone {FILE}:1 Worker.build: we call it"),
-        (FILE, "return inner()", "return inner", f"changed {FILE}:22 registry: we read it"),
-        ("cli/train.py", "pass", "return 1", "changed cli/train.py:1 (whole): we start it"),
+        (FILE, "tp: int = 1", "tp: int = 2", f"changed {FILE} Worker.build: we call it"),
+        (FILE, "def build", "def built", f"gone {FILE} Worker.build: we call it"),
+        (FILE, "return inner()", "return inner", f"changed {FILE} registry: we read it"),
+        ("cli/train.py", "pass", "return 1", "changed cli/train.py (whole): we start it"),
     ],
 )
 def test_what_changed_is_named_with_its_reason(checkout, file, old, new, told):
@@ -256,7 +256,7 @@ def test_the_tool_says_what_changed_and_what_is_not_there(checkout):
     done = run_tool("--mindspeed-rl", checkout)
     assert done.returncode == 1
     assert f"MindSpeed-RL in {checkout} is another version (sha256:" in done.stdout
-    assert "\n  gone cli/train_grpo.py:1 train: we start this task" in done.stdout
+    assert "\n  gone cli/train_grpo.py train: we start this task" in done.stdout
     assert "\nvllm-ascend is not there, so not compared\n" in done.stdout
 
 
@@ -285,4 +285,4 @@ def test_a_new_pin_is_one_command(checkout, tool, tmp_path, monkeypatch, capsys)
     assert f"content: '{content_of(checkout / 'mindspeed_rl')}'" in after[1]
     source = (checkout / FILE).read_text()
     assert after[4] == f"    Worker.build: {digests(source)['Worker.build']} we call it"
-    assert f"gone {FILE}:1 registry: we read it" in capsys.readouterr().err
+    assert f"gone {FILE} registry: we read it" in capsys.readouterr().err

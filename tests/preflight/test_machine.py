@@ -283,7 +283,7 @@ def test_checks_that_are_accepted(ready):
 def test_upstream(ready):
     rl, llm, mindspeed, *others = Box().reports
     *others_than_vllm, vllm = Box().reports
-    changed = Finding("mindspeed_rl/x.py", "f", "we call it", "changed", "", 3)
+    changed = Finding("mindspeed_rl/x.py", "f", "we call it", "changed", "")
     found = look(ready, Box())["upstream's sources"].found
     assert found == "MindSpeed-RL, MindSpeed-LLM, MindSpeed, Megatron-LM, vllm-ascend as pinned"
     check = look(ready, Box(reports=[llm, mindspeed, *others]))["upstream's sources"]

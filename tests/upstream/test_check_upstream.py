@@ -76,4 +76,4 @@ def test_a_changed_file_is_named(upstream, tmp_path):
     done = check_upstream({"mindspeed": tmp_path})
     assert done.returncode == 1
     assert f"MindSpeed in {tmp_path} is another version (sha256:" in done.stdout
-    assert f"\n  changed {file}:" in done.stdout and " Ops.gmm: " in done.stdout
+    assert f"\n  changed {file} Ops.gmm: " in done.stdout
