@@ -23,12 +23,12 @@ from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.description import dotted
 
 ROOT = Path(__file__).parents[2]
-# the model's section -> name of its published shape, parameters as published, in billions
+# the model's section -> name of its published shape
 MODELS = {
-    "qwen3_30b_a3b": ("qwen3_30b_a3b", 30.5),
-    "qwen15_moe_a27b": ("qwen15_moe_a2_7b", 14.3),
-    "qwen25_1_5b": ("qwen25_1_5b", 1.5),
-    "qwen25_7b": ("qwen25_7b", 7.6),
+    "qwen3_30b_a3b": "qwen3_30b_a3b",
+    "qwen15_moe_a27b": "qwen15_moe_a2_7b",
+    "qwen25_1_5b": "qwen25_1_5b",
+    "qwen25_7b": "qwen25_7b",
 }
 # config -> model, NPUs, training TP PP EP, infer TP EP, ranks of a node
 SHIPPED = {
@@ -89,7 +89,7 @@ def raw(request, tmp_path, monkeypatch):
     model = Path(config["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
     (model / "config.json").write_text(
-        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]][0]]))
+        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]]]))
     )
     train = Path(config["megatron_training"]["data_path"])
     assert train.parent.name == model.name, "token ids are one tokenizer's: a folder for each model"
@@ -182,33 +182,12 @@ def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_model_has_the_published_shape(model):
-    """configs/model/ against the shapes of the published config.json files, and their parameters,
-    counted matrix by matrix (norms and biases are too few to show), against the published number.
-    """
-    published, billions = MODELS[model]
+    """configs/model/ against the shapes of the published config.json files."""
     # to YAML 1.1 alone 1e-6 is text
     section = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))
     assert list(section) == [model]
     shape = shape_of_arguments({"model": model, **section[model]})
-    assert replace(shape, name=published) == NAMED_SHAPES[published]
-
-    m = section[model]
-    h, heads, kv_heads = (
-        m["hidden_size"],
-        m["num_attention_heads"] * m["kv_channels"],
-        m["num_query_groups"] * m["kv_channels"],
-    )
-    layer = h * (heads + 2 * kv_heads) + heads * h
-    if "num_experts" in m:
-        layer += m["num_experts"] * (3 * h * m["moe_ffn_hidden_size"] + h)
-        layer += 3 * h * m.get("n_shared_experts", 0) * m["moe_ffn_hidden_size"]
-    else:
-        layer += 3 * h * m["ffn_hidden_size"]
-    total = (
-        m["num_layers"] * layer
-        + (2 if m["untie_embeddings_and_output_weights"] else 1) * m["padded_vocab_size"] * h
-    )
-    assert round(total / 1e9, 1) == billions
+    assert replace(shape, name=MODELS[model]) == NAMED_SHAPES[MODELS[model]]
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "moe" in name or "a3b" in name])

@@ -145,19 +145,19 @@ test_it_refuses = refusals(
 )
 
 
-def test_a_flat_cache_of_too_many_columns_is_refused():
-    key = torch.zeros(1, 128, 65536, dtype=torch.bfloat16)
-    query = torch.zeros(1, 1024, 64, dtype=torch.bfloat16)
-    change = dict(
-        query=query,
-        actual_seq_lengths=[1],
-        actual_seq_lengths_kv=[1],
-        block_table=int32([[0]]),
-        num_heads=1024,
-        num_key_value_heads=1024,
-        block_size=128,
-    )
-    with pytest.raises(ValueError, match="65535"):
-        fused(chunks(), key=key, value=key, **change)
-    heads_first = key.view(1, 1024, 128, 64)
-    fused(chunks(), key=heads_first, value=heads_first, **change)
+WIDE = dict(
+    query=torch.zeros(1, 1024, 64).bfloat16(),
+    actual_seq_lengths=[1],
+    actual_seq_lengths_kv=[1],
+    block_table=int32([[0]]),
+    num_heads=1024,
+    num_key_value_heads=1024,
+)
+CACHE = torch.zeros(1, 128, 65536).bfloat16()
+test_a_flat_cache_of_too_many_columns_is_refused = refusals(
+    partial(fused, chunks()), WIDE, ("65535", dict(key=CACHE, value=CACHE))
+)
+
+
+def test_it_is_taken_with_the_heads_first():
+    fused(chunks(), key=CACHE.view(1, 1024, 128, 64), value=CACHE.view(1, 1024, 128, 64), **WIDE)

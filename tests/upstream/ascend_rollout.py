@@ -27,7 +27,6 @@ class Case:
     cann: str = "8.5.0"
     nz: int = 0
     chunked: bool = False
-    eager: bool = True
     formats: tuple[str, ...] = ()  # of quantized_ranks.py
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -125,7 +124,7 @@ class Served:
         self.engine = LLM(
             folder,
             dtype=case.dtype,
-            enforce_eager=case.eager,
+            enforce_eager=True,
             max_model_len=1200,
             max_num_seqs=4,
             seed=0,

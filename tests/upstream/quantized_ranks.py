@@ -67,24 +67,6 @@ def rounded_twin(folder: str, dtype: torch.dtype, format: str, tp: int) -> torch
     return twin
 
 
-def of_layers(layers, methods: dict) -> dict[str, list[float]]:
-    """The share of each layer's outputs, on random tokens, that are the formula's of its int8
-    weights to the last bit of bfloat16, and the same of the layer with its own method. (Where an
-    input is a tie, which half of amax is, the float32 and the float64 of the scale decide, and a
-    token's outputs move.)
-    """
-    shares: dict[str, list[float]] = {"of_layers": [], "of_layers_unquantised": []}
-    generator = torch.Generator().manual_seed(3)
-    for _, layer, _ in layers:
-        x = torch.randn(7, layer.weight.shape[1], generator=generator).bfloat16()
-        method, bias = layer.quant_method, layer.bias
-        copy = method.copy
-        expected = Linear(copy.weight.t(), copy.weight_scale[:, None], bias)(x)
-        for share, used in zip(shares.values(), (method, methods[layer])):
-            share.append((used.apply(layer, x, bias) == expected).float().mean().item())
-    return shares
-
-
 def gathered(value):
     """That of each rank."""
     values = [None] * dist.get_world_size()
@@ -146,8 +128,6 @@ def main(case: Case, folder: str, results: str) -> None:
             "unlike": quantized.unlike(synced),
             "int8_layers": sum(isinstance(method, Int8Linear) for method in methods),
         }
-        if format == INT8:
-            found |= of_layers(held_layers(model), quantized.methods)
         # planted: one weight that is not rounded, on this rank alone; one layer on its own method
         planted = [name for name in synced if name.endswith("_proj")][-1 - dist.get_rank()]
         _, layer, weights = next(entry for entry in held_layers(model) if planted in entry[2])
