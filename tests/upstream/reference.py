@@ -66,15 +66,15 @@ def full_weights(model) -> dict[str, torch.Tensor]:
     for i in range(config.num_hidden_layers):
         source, target = f"model.layers.{i}.", f"decoder.layers.{i}."
         layer = {name.removeprefix(source): hf[name] for name in hf if name.startswith(source)}
-        for name, megatron in IN_LAYER.items():
-            if name in layer:
-                full[target + megatron] = layer[name]
         for kind in ("weight", "bias"):
             if f"self_attn.q_proj.{kind}" in layer:
                 parts = [layer[f"self_attn.{part}_proj.{kind}"] for part in "qkv"]
                 grouped = [part.unflatten(0, (config.num_key_value_heads, -1)) for part in parts]
                 rows = torch.cat(grouped, 1).flatten(0, 1)
                 full[f"{target}self_attention.linear_qkv.{kind}"] = rows
+        for name, megatron in IN_LAYER.items():
+            if name in layer:
+                full[target + megatron] = layer[name]
         for module, megatron in FC1.items():
             if f"{module}.gate_proj.weight" in layer:
                 parts = [layer[f"{module}.{part}_proj.weight"] for part in ("gate", "up")]
