@@ -109,7 +109,7 @@ class Machine:
 
     def checkout(self, package: str) -> Path | None:
         """The folder of the package of upstream that Python takes; None if there is none."""
-        return next(iter(installed().get(package, [])), None)
+        return installed().get(package)
 
     def disk_free(self, path: str | Path) -> int:
         """Bytes free where `path` is, or where it would be made."""

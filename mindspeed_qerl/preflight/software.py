@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mindspeed_qerl.ascend.contract import PINS
 from mindspeed_qerl.ascend.imports import PROBE, way_out
 from mindspeed_qerl.ascend.limits import worker_environment
-from mindspeed_qerl.preflight.case import Case, Check, failed, passed, quoted, skipped, warning
+from mindspeed_qerl.preflight.case import Case, Check, failed, passed, skipped, warning
 from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
 LIMIT = 120  # seconds; on emulated NPUs they take 20, from a cold disk longer
@@ -82,15 +82,13 @@ def sources(machine: Machine, case: Case) -> Iterator[Check]:
     for report in machine.upstream():
         title = report.pin.title
         missing.discard(title)
-        if report.at_pin and not (report.changed or report.unused):
+        if report.at_pin:
             at_pin.append(title)
             continue
         words = str(report)
         for entry in report.changed[:3]:
             words += f"; {entry.change} {entry.file} {entry.name}".rstrip()
         fix = f"export PYTHONPATH=$PWD/{title}:$PYTHONPATH    # a checkout of {report.pin}"
-        if report.commit:
-            fix = f"(cd {quoted(report.root)} && git checkout {report.pin.commit[:7]})"
         verdict = failed if report.changed else warning
         yield verdict(f"{words}; tools/check_upstream.py shows each", fix, title)
     if missing:

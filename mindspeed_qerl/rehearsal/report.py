@@ -7,7 +7,7 @@ from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, upstream_verifiers
+from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -121,8 +121,6 @@ def _not_proved(
         "were checked, but one vLLM process sampled here."
     )
     yield "BF16: this was computed in float32."
-    if names := upstream_verifiers(recipe):
-        yield f"Upstream's verifiers {', '.join(names)}: only upstream's code has them."
     if not facts.get("lora_movement"):
         yield "LoRA's way into the rollout engine: no reward differed, so no adapter moved."
     if unused:

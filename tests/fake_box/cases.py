@@ -785,7 +785,7 @@ VERSIONS = [
         "another MindSpeed first on PYTHONPATH",
         "MindSpeed",
         WARNING,
-        "is an unknown version (no git checkout), not the pin",
+        "is another version (sha256:",
         "export PYTHONPATH=$PWD/MindSpeed",
         before="mkdir -p /tmp/other/mindspeed && echo 'VERSION = 2.2' > "
         "/tmp/other/mindspeed/__init__.py && export PYTHONPATH=/tmp/other:$PYTHONPATH",

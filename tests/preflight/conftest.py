@@ -72,7 +72,7 @@ def npu_smi(
 
 def at_the_pin(package: str) -> Report:
     pin = PINS[package]
-    return Report(pin, Path("/upstream") / pin.title, [], pin.commit, pin.content, [])
+    return Report(pin, Path("/upstream") / pin.title, pin.content, [])
 
 
 @dataclass

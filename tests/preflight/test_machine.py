@@ -283,23 +283,20 @@ def test_checks_that_are_accepted(ready):
 def test_upstream(ready):
     rl, llm, mindspeed, *others = Box().reports
     *others_than_vllm, vllm = Box().reports
-    changed = Finding("mindspeed_rl/x.py", "f", "we call it", "changed", "", 3)
+    changed = Finding("mindspeed_rl/x.py", "f", "we call it", "changed", "")
     found = look(ready, Box())["upstream's sources"].found
     assert found == "MindSpeed-RL, MindSpeed-LLM, MindSpeed, Megatron-LM, vllm-ascend as pinned"
     check = look(ready, Box(reports=[llm, mindspeed, *others]))["upstream's sources"]
     assert check.state == FAILED and check.found == "cannot be imported here: MindSpeed-RL"
     assert "PYTHONPATH" in check.fix
-    other = with_(mindspeed, commit=None, content="another")
+    other = with_(mindspeed, content="another")
     checks = look(ready, Box(reports=[with_(rl, findings=[changed]), llm, other, *others]))
     assert not_passed(checks) == {"MindSpeed-RL": FAILED, "MindSpeed": WARNING}
     assert "the engine relies on are unchanged; changed mindspeed_rl/x.py f" in str(
         checks["MindSpeed-RL"]
     )
-    assert "git checkout 05a90d7" in checks["MindSpeed-RL"].fix
-    assert "(no git checkout), not the pin ac9f0e7" in checks["MindSpeed"].found
-    second = with_(llm, unused=[Path("/second")])
-    states = not_passed(look(ready, Box(reports=[rl, second, mindspeed, *others])))
-    assert states == {"MindSpeed-LLM": WARNING}
+    assert "a checkout of the pin 05a90d7" in checks["MindSpeed-RL"].fix
+    assert "(sha256:another), not the pin ac9f0e7" in checks["MindSpeed"].found
     # on emulated NPUs too
     gone = with_(vllm, content="another", findings=[changed])
     for raw, more in ((ready, {}), ({**ready, "emulate_npu": True}, NO_NPU)):

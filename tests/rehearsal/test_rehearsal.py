@@ -174,10 +174,10 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be a whole number"),
+        ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be written without a point"),
         ("rl_config.epochs=2", "upstream moves the schedule on in every epoch"),
-        ("task.prompt=plain", "task.prompt = 'plain' must be 'chat'"),
-        ("hardware_error.rollout=gaussian", "hardware_error.rollout = 'gaussian' must be none"),
+        ("task.prompt=plain", "task.prompt must be left out"),
+        ("hardware_error.rollout=gaussian", "hardware_error.rollout must be left out"),
     ],
 )
 def test_what_the_engine_of_npus_refuses(composed, override, message):
@@ -189,25 +189,6 @@ def test_what_the_engine_of_npus_refuses(composed, override, message):
                 )
             )
         )
-
-
-def test_a_verifier_of_upstreams_is_left_to_upstream(composed):
-    """On the local engine, which lacks it, the others score; the report says so."""
-    for names, left in (
-        ("[acc]", (("gsm8k", 1.0),)),
-        ("[gsm8k_strict,acc]", (("gsm8k_strict", 0.5),)),
-    ):
-        weights = "[1.0]" if names == "[acc]" else "[0.5,0.5]"
-        small, _ = prepare(
-            *read(
-                composed(
-                    "grpo_qwen25_7b_gsm8k_8npu",
-                    f"rl_config.verifier_function={names}",
-                    f"rl_config.verifier_weight={weights}",
-                )
-            )
-        )
-        assert small.task.verifiers == left and [*local.validate(small)] == []
 
 
 def test_upstream_without_the_emulation_cannot_be_rehearsed(composed):

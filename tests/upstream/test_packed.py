@@ -6,13 +6,11 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
-from rehearsal import CHECKOUTS, emulated, run_python
+from rehearsal import CHECKOUTS, emulated, make_tokenizer, run_python
 
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.prompts import INSTRUCTION
 from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -78,46 +76,6 @@ def packed_files(prefix, field):
     ]
 
 
-def prompts(prefix):
-    """The rows of input_ids, each an array."""
-    tokens, index = packed_files(prefix, "input_ids")
-    lengths = np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), offset=34)
-    return np.split(np.frombuffer(tokens, "<i4"), np.cumsum(lengths)[:-1])
-
-
-def save_tokenizer(directory, texts):
-    """A byte-level BPE with the special tokens and the chat template of Qwen3, for a conversation
-    of one user turn.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    reserved = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=reserved,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    wrapped.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    wrapped.save_pretrained(directory)
-    return wrapped
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(folder with chat/, packed/ and tokenizer/, the training split as packed, the tokenizer)."""
@@ -131,29 +89,11 @@ def made(tmp_path_factory):
             )
             + "\n"
         )
-    tokenizer = save_tokenizer(folder / "tokenizer", [problem.question for problem in problems])
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
     convert(folder / "train.jsonl", folder / "chat")
     [packed] = convert_packed(folder / "train.jsonl", folder / "packed", folder / "tokenizer")
     return folder, packed, tokenizer
-
-
-def test_labels_are_those_of_upstreams_preprocessor(made, tmp_path):
-    """From the jsonl we write: the same labels, byte for byte; its prompts lack our instruction and
-    begin with an empty thought.
-    """
-    folder, packed, tokenizer = made
-    preprocess(
-        folder / "chat" / "train.jsonl",
-        tmp_path / "upstream",
-        folder / "tokenizer",
-        "prompt_type=qwen3",
-    )
-    assert packed_files(packed.data_path, "labels") == packed_files(tmp_path / "upstream", "labels")
-    for our_prompt, their_prompt in zip(
-        prompts(packed.data_path), prompts(tmp_path / "upstream"), strict=True
-    ):
-        bare = tokenizer.decode(our_prompt).replace(f" {INSTRUCTION}", "")
-        assert tokenizer.decode(their_prompt) == bare + "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
