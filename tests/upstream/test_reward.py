@@ -141,7 +141,7 @@ def test_upstreams_verifiers_get_the_answers_of_packed_rows(answers):
         {"base_acc_rewards/mean": [1.0, 0.0], "gsm8k_rewards/mean": [1.0, 1.0]},
     ]
     assert answers[9].startswith(
-        "ConfigError: label '2' is not the number of one of the 2 packed rows"
+        "ConfigError: label '2' is neither an answer nor the number of a packed row"
     )
 
 
