@@ -181,7 +181,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except pyarrow.ArrowException as error:
         raise ConfigError(f"{path}: not a readable parquet file ({error})") from None
     for number, row in enumerate(table.to_pylist(), 1):
         yield f"{path}: row {number}", row

@@ -329,7 +329,7 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
         (
             {"prompt": "chat"},
             ConfigError,
-            "has no chat template. Give a chat model, or set task.prompt=plain",
+            "chat_template is not set.* takes task.prompt=plain",
         ),
         (
             {"max_prompt_length": 2},
