@@ -27,7 +27,6 @@ if __name__ == "__main__":  # a file of a checkout
 
 from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
 from mindspeed_qerl.recipe.features import HARDWARE_ERRORS, ROLLOUT_FORMATS, Quantization
-from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 # the fields of Evaluation that have an option: what it is, and argparse's arguments
 OPTIONS: dict[str, tuple[str, dict]] = {
@@ -199,9 +198,7 @@ def _print(summary: dict) -> None:
     row("pass@k, best of k", partial(at_k, "pass"))
     row("maj@k, majority right", partial(at_k, "maj"))
     row("cut off", lambda of: f"{of['truncated_fraction']:.1%}")
-    for rule in RULES:
-        label = f"found by {rule}" if rule != "none" else "no answer found"
-        row(label, lambda of, key=f"rule/{rule}": f"{of[key]:.1%}" if key in of else "")
+    row("no answer found", lambda of: f"{of['no_answer']:.1%}" if "no_answer" in of else "")
     Console().print(table)
 
 

@@ -29,7 +29,7 @@ from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
-from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_reward
+from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_rewards
 
 # the least value of what has one
 LEAST = {
@@ -192,7 +192,7 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
     task = Prompts(
         what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems, at=started
     )
-    try_reward(what.verifier, task.rows)
+    try_rewards([(what.verifier, 1.0)], task.rows)
     if task.dropped:
         tell(task.left_out("evaluation"))
     kinds = {"greedy": (1, 0.0)}

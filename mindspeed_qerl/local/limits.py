@@ -88,7 +88,7 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     """See engines.Engine: faults of model, layout, rollout and task."""
     yield from _model_faults(recipe)
     yield from _value_faults(recipe)
-    yield from checks.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
+    yield from checks.missing_files(recipe.task, ("train_file", "test_file"))
     yield from checks.unknown_rewards(recipe.task.verifiers)
 
 

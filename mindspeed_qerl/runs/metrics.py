@@ -51,7 +51,7 @@ in 0..1:
 
 `eval.jsonl` has one row per evaluation: step (updates done; 0 is before training), the numbers of
 tasks/evaluation.py, temperature, seconds. `eval_answers.jsonl` has one row per evaluation and
-problem: question, answer, responses, extracted, rules, scores, truncated. `rollouts.jsonl` has one
+problem: question, answer, responses, extracted, scores, truncated. `rollouts.jsonl` has one
 row per sampled response of training.
 
 JSON has no NaN or infinity. Such a value is written as null and named:

@@ -81,8 +81,10 @@ def made(tmp_path_factory):
     """(folder with chat/, packed/ and tokenizer/, the training split as packed, the tokenizer)."""
     folder = tmp_path_factory.mktemp("made")
     problems = make_problems(split_pairs(0.1, 0)[0], 60, "train")
-    write_problems(folder / "train.jsonl", problems)
-    with open(folder / "train.jsonl", "a", encoding="utf-8") as file:
+    (folder / "raw").mkdir()
+    for split in ("train", "test"):
+        write_problems(folder / "raw" / f"{split}.jsonl", problems)
+    with open(folder / "raw" / "train.jsonl", "a", encoding="utf-8") as file:
         file.write(
             json.dumps(
                 {"question": "Wie viele Äpfel kosten 5€?\nUnd 6€?", "answer": "#### -1,234,567"}
@@ -91,8 +93,8 @@ def made(tmp_path_factory):
         )
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
-    convert(folder / "train.jsonl", folder / "chat")
-    [packed] = convert_packed(folder / "train.jsonl", folder / "packed", folder / "tokenizer")
+    convert(folder / "raw", folder / "chat")
+    packed, _ = convert_packed(folder / "raw", folder / "packed", folder / "tokenizer")
     return folder, packed, tokenizer
 
 
@@ -124,7 +126,7 @@ def test_prompts_are_those_of_upstreams_preprocessor(made, tmp_path, prompt_type
 
 
 def test_upstreams_data_set_reads_our_rows(made, tmp_path):
-    """Row by row, without those that `dropped` counts; and it cannot read what `check_data_path`
+    """Row by row, without those that `report` counts; and it cannot read what `check_data_path`
     refuses.
     """
     folder, packed, tokenizer = made
@@ -150,7 +152,8 @@ def test_upstreams_data_set_reads_our_rows(made, tmp_path):
         for row in (row.columns for row in read_rows(folder / "chat" / "train_chat.parquet"))
     ]
     kept = [(prompt, answer) for prompt, answer in expected if len(prompt) < limit]
-    assert len(kept) == len(expected) - packed.dropped(limit) < len(expected)
+    left_out = len(expected) - len(kept)
+    assert f"MindSpeed-RL leaves out {left_out:,}\n" in packed.report(limit) and left_out > 0
     assert [(row["input_ids"], tokenizer.decode(row["labels"])) for row in rows] == kept
     assert unreadable == list(map(str, refused))
     for copy in refused:

@@ -106,11 +106,10 @@ def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
     [
         (2, "ConfigError: rl_config.verifier_function: unknown verifier 'gsm8c', did you mean"),
         (3, "ConfigError: 1 responses with 0 labels: the data needs the column `labels`"),
-        (4, "ConfigError: label 1 of 2 is empty: pack the data again"),
+        (4, "ConfigError: label '' is neither an answer nor the number"),
         (7, "RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero"),
-        (7, "(own_reward.py:5), on row 1 ("),
-        (7, "question 'What?', answer 'two words', response 'b'"),
-        (8, "ConfigError: label '2' is not the number of one of the 2 packed rows"),
+        (7, "own_reward.py:5), on 2 responses, the first: "),
+        (8, "ConfigError: label '2' is neither an answer nor the number of a packed row"),
     ],
 )
 def test_what_is_wrong_is_an_error(number, words, answers):
