@@ -216,13 +216,6 @@ def _cannot_quantize(recipe: Recipe) -> Iterator[Fault]:
             "must be 'merged': a sync brings merged weights alone; the local engine keeps adapters "
             "beside them",
         )
-    if quantization.probe_answers:
-        yield _unsupported(
-            f"{section}.probe_answers",
-            quantization.probe_answers,
-            "must be 0: no answer is computed again by other policies here; the local engine does "
-            "that",
-        )
 
 
 def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
