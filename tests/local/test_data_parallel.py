@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.local.batch import build_batch, deal, deal_mini_batches
+from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.recipe.types import Correction
 
 from .conftest import make_model, recipe_of, run_ranks
@@ -73,7 +73,7 @@ def cut_off(batch, which):
     if which == "an update":
         mask[MINI:] = False
     elif which:
-        mask[deal(batch.lengths[:MINI], 2)[1]] = False
+        mask[deal(batch.lengths[:MINI], MINI, 2)[1][0]] = False
     return replace(batch, mask=mask)
 
 
@@ -112,7 +112,7 @@ def options_rank(rank, config, layouts, folder):
         watched,
         lambda: None,
     )  # both updates of the same weights
-    shares = deal_mini_batches(batch.lengths, MINI, config.layout.dp)[rank]
+    shares = deal(batch.lengths, MINI, config.layout.dp)[rank]
     results = {}
     for layout in layouts:
         for name, (algorithm, correction, truncated) in OPTIONS.items():

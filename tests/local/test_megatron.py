@@ -142,7 +142,7 @@ def train_rank(rank, configs, folder):
     batch = random_batch()
     for family, config in configs.items():
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
-        rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
+        [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
         shard = batch.rows(rows)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
@@ -207,7 +207,8 @@ def resume_rank(rank, config, saved, folder):
     torch.set_num_threads(1)
     trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
     batch = random_batch()
-    shard = batch.rows(deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)])
+    [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
+    shard = batch.rows(rows)
     trainer.restore(saved, SAVED, SAVED)
     torch.save(
         {

@@ -146,7 +146,7 @@ def replay_rank(rank, configs, folder):
     batch = other_routes(random_batch())
     for family, config in configs.items():
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
-        rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
+        [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
         shard, size = batch.rows(rows), trainer.place.tp_size
         for name, layer in lora_layers(trainer.model):
             mapping = trainer.table[name + ".weight"]
