@@ -40,7 +40,7 @@ class Mean(Metric):
     count: torch.Tensor
 
     def value(self) -> float:
-        return float(self.total / self.count) if self.count else math.nan
+        return float(self.total) / float(self.count) if self.count else math.nan
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 
 from mindspeed_qerl.families import family_of, read_shape

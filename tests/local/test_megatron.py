@@ -633,27 +633,9 @@ def change_config(directory, **values):
         ),
         (
             "qwen3",
-            lambda w: {k: v.bfloat16() if "o_proj" in k else v for k, v in w.items()},
-            {},
-            r"self_attn\.o_proj\.weight is bfloat16 and config\.json says float32",
-        ),
-        (
-            "qwen3",
             lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()},
             {},
-            r"self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16",
-        ),
-        (
-            "qwen3",
-            lambda w: (
-                w
-                | {
-                    "model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0
-                    ** -(torch.arange(0, 32, 2) / 32)
-                }
-            ),
-            {},
-            r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32",
+            r"self_attn\.q_proj\.weight is torch.float8_e4m3fn; give the model in bfloat16",
         ),
     ],
 )
@@ -666,23 +648,7 @@ def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(
     change_config(directory, **config)
     shape, names = read_shape(directory), Checkpoint(directory).files
     with pytest.raises(ConfigError, match=message):
-        check_tensors(
-            Checkpoint(directory),
-            shape,
-            [name for name in names if "inv_freq" not in name and name != "lm_head.weight"],
-        )
-
-
-def test_norms_and_routers_may_be_wider_than_the_other_weights(tmp_path):
-    directory = make_model("qwen3_moe", tmp_path / "model")
-    wide = ("norm", "mlp.gate.weight", "lm_head")
-    change_tensors(
-        directory,
-        lambda w: {k: v if any(part in k for part in wide) else v.bfloat16() for k, v in w.items()},
-    )
-    change_config(directory, dtype="bfloat16")
-    checkpoint = Checkpoint(directory)
-    check_tensors(checkpoint, read_shape(directory), checkpoint.files)
+        check_tensors(Checkpoint(directory), shape, names)
 
 
 def test_a_rank_refuses_such_a_model(data_dir, tmp_path):

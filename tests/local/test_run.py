@@ -123,14 +123,13 @@ def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
 
 
 @pytest.mark.full
-def test_large_steps_reach_every_rollout_engine(tiny_model, tmp_path):
+def test_large_steps_reach_the_rollout_engine(tiny_model, tmp_path):
     process = start(
         tiny_model,
         tmp_path / "runs",
         "megatron_training.train_iters=2",
         "rl_config.n_samples_per_prompt=64",
         "aqn=off",
-        "generate_config.infer_tensor_parallel_size=2",
         "rl_config.verifier_function=[gsm8k]",
         "rl_config.epochs=2",
         "actor_config.lr=1e-2",
@@ -172,14 +171,14 @@ def recorded(run):
 # An untrained model never answers right, so the reward here is a verifier that random digits can
 # satisfy: the last number.
 SAVING = (
-    "megatron_training.train_iters=9",
-    "megatron_training.save_interval=3",
+    "megatron_training.train_iters=6",
+    "megatron_training.save_interval=2",
     "aqn.num_stages=2",
     "rl_config.verifier_function=[gsm8k]",
     "rl_config.n_samples_per_prompt=32",
     "rl_config.init_kl_coef=0.01",
     "eval.n_problems=4",
-    "eval.every=3",
+    "eval.every=2",
     "eval.temperature=0",
     "eval.samples_per_problem=1",
     "actor_config.lr=1e-3",
@@ -193,7 +192,6 @@ SAVING = (
     "algorithm.routing_replay=rollout",
     "rollout_quantization=int8_w8a8",
     "rollout_quantization.lora=beside",
-    "rollout_quantization.probe_answers=8",
 )
 
 
@@ -211,21 +209,19 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     run's own last evaluation.
     """
     assert_adapters_reached_the_rollout(unbroken.facts())
-    rows = assert_metrics_are_whole(unbroken, 9)
+    rows = assert_metrics_are_whole(unbroken, 6)
     # of routes that the format chose otherwise, while there is no update
     assert rows[-1]["reward/kl"] > 10 * rows[0]["reward/kl"] and rows[1]["loss/kl"] == 0
-    assert 0 < rows[1]["quantization/k3"] < 1e-2 and "quantization/noise_k3" not in rows[1]
     assert all(0.004 < row["quantization/weight_error"] < 0.01 for row in rows)
-    assert rows[-1]["quantization/noise_k3"] > 0 < rows[-1]["quantization/equivalent_sigma"]
     assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == [
+        "iter_0000004",
         "iter_0000006",
-        "iter_0000009",
     ]
-    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 5 + [0.05] * 4)
+    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 3 + [0.05] * 3)
     assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1][
         "aqn/measured_std"
     ] == pytest.approx(0.05, rel=0.2)
-    assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6, 9]
+    assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 2, 4, 6]
     assert {path.name for path in unbroken.plots_dir.iterdir()} >= {
         "learning.png",
         "noise.png",
@@ -251,12 +247,12 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
         "loss/total" in row for row in rows
     )
 
-    evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step9", print)
+    evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step6", print)
     before, after = (
         [row for row in read_jsonl(unbroken.eval_answers_file) if row["step"] == step]
-        for step in (0, 9)
+        for step in (0, 6)
     )
-    assert read_jsonl(unbroken.path / "evaluations/step9/answers.jsonl") == after
+    assert read_jsonl(unbroken.path / "evaluations/step6/answers.jsonl") == after
     assert [row["responses"] for row in before] != [row["responses"] for row in after]
 
 
@@ -273,28 +269,25 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     nobody killed. Victim None: the whole run, with no time to say anything.
     """
     process = start(tiny_model, tmp_path / "runs", *SAVING)
-    until(process, "step 4/9")
+    until(process, "step 3/6")
     killed, children = only_run(tmp_path / "runs"), descendants(process)
     pid = killed.facts()["processes"][victim] if victim else process.pid
     os.kill(pid, signal.SIGKILL)
     code, output = finish(process)
     assert_gone(children)
     if victim:
-        assert code == 1 and f"error: {victim} (pid {pid}) died" in output
+        assert code == 1 and f"error: {victim} died" in output
         assert "Traceback" not in output
         assert killed.status()["state"] == "failed" and victim in killed.status()["reason"]
     else:
         assert code == -signal.SIGKILL and killed.status()["state"] == "running"
-    assert_metrics_are_whole(killed, 4)
+    assert_metrics_are_whole(killed, 3)
 
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
-    assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 3" in output
+    assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 2" in output
     assert recorded(killed) == recorded(unbroken)
-    # 6 has a checkpoint
-    assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] in (
-        [4],
-        [4, 5],
-    )
+    discarded = [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")]
+    assert discarded == [3]  # 4 has a checkpoint
     assert (
         killed.status()["state"] == "finished"
         and (killed.path / "command.txt").read_text().count("\n") == 2
@@ -318,7 +311,7 @@ def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
     )
     assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
     assert "algorithm.routing_replay was 'rollout' and is 'record'" in output
-    shard = next((stopped / "checkpoints" / "iter_0000009").glob("*.safetensors"))
+    shard = next((stopped / "checkpoints" / "iter_0000006").glob("*.safetensors"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={stopped}"))
@@ -345,8 +338,8 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     code, output = finish(start(tiny_model, tmp_path / "unbroken", *sweep), timeout=300)
     assert code == 0, output
     process = start(tiny_model, tmp_path / "killed", *sweep)
-    until(process, "step 9/9")
-    until(process, "step 4/9")
+    until(process, "step 6/6")
+    until(process, "step 3/6")
     children = descendants(process)
     process.kill()
     finish(process)
@@ -355,7 +348,7 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     assert (
         code == 0
         and output.count("finished before, in") == 1
-        and output.count("Resumes after step 3") == 1
+        and output.count("Resumes after step 2") == 1
     ), output
     unbroken, killed = (
         [
@@ -376,6 +369,8 @@ def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
         tiny_model,
         tmp_path / "runs",
         "megatron_training.train_iters=100000",
+        "rl_config.actor_resource.num_npus=1",
+        "actor_config.expert_model_parallel_size=1",
         "eval.n_problems=4",
         "eval.every=100000",
     )
