@@ -172,13 +172,13 @@ def recorded(run):
 # satisfy: the last number.
 SAVING = (
     "megatron_training.train_iters=6",
-    "megatron_training.save_interval=2",
+    "megatron_training.save_interval=3",
     "aqn.num_stages=2",
     "rl_config.verifier_function=[gsm8k]",
     "rl_config.n_samples_per_prompt=32",
     "rl_config.init_kl_coef=0.01",
     "eval.n_problems=4",
-    "eval.every=2",
+    "eval.every=3",
     "eval.temperature=0",
     "eval.samples_per_problem=1",
     "actor_config.lr=1e-3",
@@ -214,14 +214,14 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     assert rows[-1]["reward/kl"] > 10 * rows[0]["reward/kl"] and rows[1]["loss/kl"] == 0
     assert all(0.004 < row["quantization/weight_error"] < 0.01 for row in rows)
     assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == [
-        "iter_0000004",
+        "iter_0000003",
         "iter_0000006",
     ]
     assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 3 + [0.05] * 3)
     assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1][
         "aqn/measured_std"
     ] == pytest.approx(0.05, rel=0.2)
-    assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 2, 4, 6]
+    assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6]
     assert {path.name for path in unbroken.plots_dir.iterdir()} >= {
         "learning.png",
         "noise.png",
@@ -269,7 +269,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     nobody killed. Victim None: the whole run, with no time to say anything.
     """
     process = start(tiny_model, tmp_path / "runs", *SAVING)
-    until(process, "step 3/6")
+    until(process, "step 4/6")
     killed, children = only_run(tmp_path / "runs"), descendants(process)
     pid = killed.facts()["processes"][victim] if victim else process.pid
     os.kill(pid, signal.SIGKILL)
@@ -281,13 +281,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
         assert killed.status()["state"] == "failed" and victim in killed.status()["reason"]
     else:
         assert code == -signal.SIGKILL and killed.status()["state"] == "running"
-    assert_metrics_are_whole(killed, 3)
+    assert_metrics_are_whole(killed, 4)
 
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
-    assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 2" in output
+    assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 3" in output
     assert recorded(killed) == recorded(unbroken)
     discarded = [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")]
-    assert discarded == [3]  # 4 has a checkpoint
+    assert discarded in ([4], [4, 5])  # 6 has a checkpoint
     assert (
         killed.status()["state"] == "finished"
         and (killed.path / "command.txt").read_text().count("\n") == 2
@@ -339,7 +339,7 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     assert code == 0, output
     process = start(tiny_model, tmp_path / "killed", *sweep)
     until(process, "step 6/6")
-    until(process, "step 3/6")
+    until(process, "step 4/6")
     children = descendants(process)
     process.kill()
     finish(process)
@@ -348,7 +348,7 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     assert (
         code == 0
         and output.count("finished before, in") == 1
-        and output.count("Resumes after step 2") == 1
+        and output.count("Resumes after step 3") == 1
     ), output
     unbroken, killed = (
         [
