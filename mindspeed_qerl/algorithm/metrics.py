@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +51,8 @@ class Max(Metric):
     largest: torch.Tensor
 
     def join(self, other: Metric) -> Max:
-        values = [*vars(self).values(), *vars(other).values()]
-        return Max(torch.maximum(*(torch.as_tensor(value).double() for value in values)))
+        values = (*vars(self).values(), *vars(other).values())
+        return Max(torch.maximum(*map(_float64, values)))
 
     def value(self) -> float:
         return float(self.largest)
@@ -69,6 +70,10 @@ class EffectiveSampleSize(Metric):
 
     def value(self) -> float:
         return float(self.total**2 / (self.count * self.squares)) if self.count else math.nan
+
+
+def _float64(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
