@@ -18,7 +18,6 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local import evaluate as evaluation
 from mindspeed_qerl.local.evaluate import EvaluationJob, evaluate, of_run
 from mindspeed_qerl.recipe.types import LoRA, Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -179,34 +178,6 @@ def test_prompts_fill_more_than_a_batch_of_tokens(tiny_model, tmp_path):
         max_num_seqs=600,
     )
     assert evaluate(what, tmp_path / "out", print)["sampled"]["n_problems"] == 300
-
-
-def test_what_one_question_cannot_tell_is_null(tiny_model, tmp_path, monkeypatch):
-    """Greedy only: `--problems 1 --samples 0`. With a reward that is not 0 or 1 there is no
-    interval either.
-    """
-    (tmp_path / "half.py").write_text(
-        "def half(responses, answers, rows):\n    return [0.5] * len(responses)\n"
-    )
-    sys.path.append(str(tmp_path))
-    answer = SimpleNamespace(token_ids=[5], truncated=False)
-    monkeypatch.setattr(
-        evaluation, "_sampler", lambda *_: lambda prompts, n, *_: [[answer] * n for _ in prompts]
-    )
-    what = EvaluationJob(
-        str(tiny_model),
-        str(tiny_model / "data/test_chat.parquet"),
-        prompt="plain",
-        samples=0,
-        verifier="half:half",
-        problems=1,
-    )
-    assert evaluate(what, tmp_path / "out", print)["greedy"]["accuracy"] == 0.5
-    text = (tmp_path / "out/summary.json").read_text()
-    greedy = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
-        "greedy"
-    ]
-    assert greedy["standard_error"] is greedy["interval_low"] is greedy["interval_high"] is None
 
 
 @pytest.fixture

@@ -342,22 +342,6 @@ def test_movement_is_of_what_the_kernels_compute_with(engine, model_dir, monkeyp
     )
 
 
-def test_zero_adapters_leave_the_base_weights_bit_for_bit(model_dir, engine):
-    lora, _ = factors(model_dir, 0)
-    sync(engine, {name: Checkpoint(model_dir).read(name) for name in lora})
-    zero = {name: (target, 0 * b, a) for name, (target, b, a) in lora.items()}
-    assert all(
-        entry["max_error"] == 0 == entry["moved"] for entry in engine.movement(zero).values()
-    )
-
-
-def test_nothing_to_make_noisy_is_an_error_that_names_what_is_there(engine):
-    from mindspeed_qerl.aqn.injector import NoiseInjector
-
-    with pytest.raises(ValueError, match="RMSNorm"):
-        NoiseInjector(engine.model, SCHEDULE, targets=["*.no_such_norm"], seed=3)
-
-
 # What oneDNN may use, as an older processor: bfloat16 and float16 have no products of its below
 # AVX-512.
 ISAS = [
