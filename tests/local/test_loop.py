@@ -316,9 +316,6 @@ class Files:
     def log_rollouts(self, step, rows):
         self.written["rollouts"] = rows
 
-    def log_eval(self, step, result, answers):
-        self.written["evaluation"] = answers
-
 
 @pytest.fixture
 def observed(monkeypatch):
@@ -359,14 +356,6 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observed, fault):
     expected = ["rollouts"] if fault == "logprobs" else ["rollouts", "metrics"]
     assert list(written) == expected
     assert written["rollouts"][0]["question"].endswith("?")
-
-
-def test_an_evaluation_with_noise_is_written_and_stops_the_run(observed):
-    engine, written = observed
-    engine._generate = lambda *_, **__: ([Completion([1, EOS], [], False)] * 4, NOISE)
-    with pytest.raises(EngineError, match=r"the evaluation after step 4 had noise of sigma 0\.05"):
-        engine.evaluate(4)
-    assert [row["answer"] for row in written["evaluation"]] == ["0", "1", "2", "3"]
 
 
 def sampled_with(drawn):
