@@ -129,12 +129,6 @@ def options_rank(rank, config, layouts, folder):
                 gradients.copy(),
             )
             gradients.clear()
-        trainer.recipe = trainer.passes.recipe = replace(
-            config, batch=replace(config.batch, micro_batch_size=layout[1])
-        )
-        results[layout, "before"] = list(
-            zip(shares, trainer.logprobs_before([batch.rows(index) for index in shares]))
-        )
     torch.save(results, f"{folder}/{config.layout.world}_{rank}.pt")
 
 
@@ -194,18 +188,3 @@ def test_every_option_does_something_on_this_batch(results, option):
     if option not in ("vanilla", "KL in the reward"):
         assert unlike_usual > 1e-3 or metrics["updates"] < usual["updates"]
     assert (metrics["loss/kl"] != 0) == (option.startswith("KL k") or "together" in option)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_log_probabilities_before_the_update_are_the_same_on_any_rank(results, layout):
-    whole = {}
-    for key in (ONE, layout):
-        whole[key] = np.zeros((2, MINI * MINIS, batch_of_two_updates().mask.shape[1]))
-        for of_rank in results[key, "before"]:
-            for index, both in of_rank:
-                for values, of_shard in zip(whole[key], both):
-                    values[index, : of_shard.shape[1]] = of_shard
-        whole[key] *= batch_of_two_updates().mask
-    np.testing.assert_allclose(whole[layout], whole[ONE], rtol=0, atol=1e-5)
-    policy, reference = whole[ONE]
-    assert np.abs(policy - reference).max() > 0.01
