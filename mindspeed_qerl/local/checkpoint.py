@@ -134,7 +134,8 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     if not any(checkpoints.glob(f"iter_*/{STATE}")):
         return megatron.load_adapters(checkpoints, iteration)
     state = read_state(checkpoints, iteration)
-    shape, tensors = ModelShape(**state["model"]), {}
+    shape = ModelShape(**state["model"])
+    tensors: dict[str, Any] = {}
     for name in state["files"]:
         tensors |= load_file(folder(checkpoints, state["iteration"]) / name)
     weights: dict[str, megatron.Pair] = {}

@@ -1,5 +1,4 @@
 """The formulas against float64 written out by hand."""
-
 import math
 
 import numpy as np
