@@ -1,4 +1,5 @@
 """The formulas against float64 written out by hand."""
+
 import math
 
 import numpy as np
