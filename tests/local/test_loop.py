@@ -81,7 +81,7 @@ class Processes:
 
     def __init__(self, ranks=(), results=None):
         self.ranks, self.calls, self.results = ranks, [], results or {}
-        self.rollout = SimpleNamespace(call=self.on_rollout)
+        self.rollout = self
 
     def on_ranks(self, method, *arguments):
         self.calls.append((method, *arguments))
@@ -100,6 +100,8 @@ class Processes:
             right = Completion([first - 100, EOS], [-0.1, -0.2], False)
             groups.append([right, Completion([9, 9, 9], [-0.3] * 3, True)][:n])
         return groups, NOISE if noise_step is not None else None
+
+    call = on_rollout
 
 
 TOKENIZER = SimpleNamespace(
@@ -422,6 +424,5 @@ def test_a_checkpoint_that_cannot_be_written_says_how_to_go_on(tmp_path, monkeyp
     engine.observer.run = SimpleNamespace(
         path=tmp_path, checkpoints_dir=tmp_path / "checkpoints", identity=dict
     )
-    (tmp_path / "checkpoints" / "iter_0000003").mkdir(parents=True)
-    with pytest.raises(EngineError, match="No space left.*\n.*make room; then resume from step 3"):
+    with pytest.raises(EngineError, match="No space left.*\n.*make room.* resume with run.resume="):
         engine.save(5)
