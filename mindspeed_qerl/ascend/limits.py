@@ -40,7 +40,6 @@ LOCAL_ONLY = {
     "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
     "rollout_quantization.lora": "a sync brings merged weights alone",
     "rollout_quantization.ignore": "all linear weights are rounded",
-    "rollout_quantization.probe_answers": "no answer is computed again by other policies",
     **dict.fromkeys(
         ("hardware_error.rollout", "hardware_error.training", "hardware_error.evaluation"),
         "errors are modelled on the local engine only, NPUs have their own",

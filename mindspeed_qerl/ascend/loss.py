@@ -6,8 +6,6 @@ algorithm/losses.py gives a sum, which is divided by what all ranks' micro-batch
 have together.
 """
 
-from dataclasses import replace
-
 import torch
 from mindspeed_rl.models import actor_rollout_hybrid
 from mindspeed_rl.models.actor import Actor
@@ -16,7 +14,7 @@ from mindspeed_rl.models.loss.loss_func_factory import LossFuncFactory
 from mindspeed_rl.utils.compute import get_parallel_state
 
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge, on_host
 from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.checks import impossible
@@ -52,7 +50,7 @@ class QeRLLoss(BaseLossFunc):
     def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
         """What the losses of this rank's `mini_batch` are divided by; before its micro-batches."""
         mask = trained_tokens(mini_batch)
-        divisor = torch.tensor(denominator(mask, self.recipe.algorithm), device=mask.device)
+        divisor = denominator(mask, self.recipe.algorithm).float()
         torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())
         self.divisor, self.answers, self.seen = divisor.item(), len(mask), []
 
@@ -101,19 +99,13 @@ class QeRLLoss(BaseLossFunc):
         trained = total * scale
         # logged is what is trained
         logged = trained.detach().double() / scale
-        metrics["loss/total"] = Mean(logged, metrics["loss/total"].count)
+        metrics["loss/total"] = Mean(logged, denominator(mask, algorithm))
         return trained, {}
 
     def take_metrics(self) -> dict[str, Metric]:
         """Of all micro-batches of this rank since the last call, numbers on the host."""
         parts, self.parts = self.parts, []
-        return {name: _on_host(metric) for name, metric in merge(parts).items()}
-
-
-def _on_host(metric: Metric) -> Metric:
-    values = vars(metric)
-    tensors = {name: value.item() for name, value in values.items() if torch.is_tensor(value)}
-    return replace(metric, **tensors)
+        return on_host(merge(parts))
 
 
 class QeRLActor(Actor):

@@ -184,8 +184,8 @@ class QeRLTrainer(RayGRPOTrainer):
         columns = self._columns(["old_log_prob", "ref_log_prob"]).values()
         mask = [torch.ones(len(logprobs), dtype=torch.bool) for logprobs in next(iter(columns))]
         padded = [pad_sequence(column, batch_first=True) for column in (*columns, mask)]
-        rewards, metrics = rewards_less_kl(rewards, *padded, self.recipe.algorithm)
-        self.values |= {name: metric.value() for name, metric in metrics.items()}
+        rewards, kl = rewards_less_kl(rewards, *padded, self.recipe.algorithm)
+        self.values["reward/kl"] = float(kl)
         return rewards
 
     def _gather(self) -> tuple[Answers, np.ndarray]:

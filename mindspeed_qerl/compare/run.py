@@ -25,7 +25,6 @@ BOOKKEEPING = (  # what changes no number of a run
     "eval.every",
     "seed",
     "megatron_training.seed",
-    "rollout_quantization.probe_answers",
 )
 # section -> the key that switches it off
 SWITCHES = {

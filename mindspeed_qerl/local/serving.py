@@ -4,15 +4,15 @@ import gc
 import os
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 
-from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, family_of, read_shape
+from mindspeed_qerl.families import family_of, read_shape
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
 
@@ -26,9 +26,9 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     truncated: bool
-    # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to; arrays are not
-    # compared with ==
-    routes: np.ndarray | None = field(default=None, compare=False)
+    # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to, or None; arrays are
+    # not compared with ==
+    routes: Any = field(default=None, compare=False)
 
 
 def start_vllm(
@@ -80,61 +80,6 @@ def start_vllm(
     )
 
 
-def use_external_launcher(rank: int, size: int, port: int | None) -> dict[str, str]:
-    """Prepare this process for one of `size` tensor parallel engines, which meet at `port` of this
-    machine; returns arguments of LLM. Call before the engine is built.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
-
-    os.environ.update(
-        RANK=str(rank),  # torchrun's variables
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        VLLM_HOST_IP="127.0.0.1",
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    # by vLLM's own name of the shared memory ("env://", cpu_worker.py) two runs would meet
-    Shared.make_group_name = staticmethod(
-        lambda communicator: f"qerl{port}-{communicator.unique_name}-cpushm"
-    )
-    return {"distributed_executor_backend": "external_launcher"}
-
-
-def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
-    """ConfigError where vLLM's model computes otherwise than a rank's: its class, rotary positions,
-    norms or windows of attention. Of linear layers loading the weights has shown it.
-    """
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-
-    built: set[tuple[str, Any, Any]] = {
-        ("architecture", type(model).__name__, family_of(shape).architecture)
-    }
-    for module in model.modules():
-        if isinstance(module, RotaryEmbeddingBase):
-            built |= {
-                ("rotary positions", type(module).__name__, "RotaryEmbedding"),
-                ("rope_theta", module.base, shape.rope_theta),
-                ("rotary width", module.rotary_dim, shape.head_dim),
-            }
-        elif isinstance(module, RMSNorm):
-            built.add(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
-        elif isinstance(module, Attention):
-            built |= {
-                ("sliding_window", module.sliding_window, None),
-                ("head_dim", module.head_size, shape.head_dim),
-            }
-    faults = []
-    for name, theirs, ours in built:
-        if theirs != ours:
-            faults.append(f"{name} {theirs} in vLLM, {ours} in training")
-    if faults:
-        raise ConfigError(f"config.json is not read alike: {'; '.join(sorted(faults))}")
-
-
 def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecorder:
     """A recorder that hooks every router of vLLM's model in this process; RuntimeError if one is
     missing.
@@ -173,25 +118,18 @@ def complete(
     """
     # one list of numbers, not a dictionary a token
     sampling = {"logprobs": 0, "flat_logprobs": True} | sampling
-    routes: Sequence[Sequence[np.ndarray | None]]
-    if recorder:
-        with recorder.recording():
-            outputs = generate(llm, prompts, use_tqdm, **sampling)
-        routes = recorder.take(outputs)
-    else:
+    with recorder.recording() if recorder else nullcontext():
         outputs = generate(llm, prompts, use_tqdm, **sampling)
-        routes = [[None] * len(output.outputs) for output in outputs]
-    return [_completions(output, taken) for output, taken in zip(outputs, routes)]
-
-
-def _completions(output: Any, routes: Sequence[np.ndarray | None]) -> list[Completion]:
-    """The answers to one prompt."""
-    completions = []
-    for answer, route in zip(output.outputs, routes):
-        logprobs = answer.logprobs.logprobs if answer.logprobs else []
-        is_cut_off = answer.finish_reason == "length"
-        completions.append(Completion(list(answer.token_ids), logprobs, is_cut_off, route))
-    return completions
+    routes = recorder.take(outputs) if recorder else repeat(repeat(None))
+    groups = []
+    for output, taken in zip(outputs, routes):
+        completions = []
+        for answer, route in zip(output.outputs, taken):
+            logprobs = answer.logprobs.logprobs if answer.logprobs else []
+            is_cut_off = answer.finish_reason == "length"
+            completions.append(Completion(list(answer.token_ids), logprobs, is_cut_off, route))
+        groups.append(completions)
+    return groups
 
 
 def generate(

@@ -25,8 +25,6 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
     if "engine_start_seconds" in facts:
         seconds += f", {facts['engine_start_seconds']:.0f} s of them to start the processes"
     seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"
-    if "peak_memory_gib" in facts:
-        seconds += f"; at most {facts['peak_memory_gib']:.1f} GiB of memory, of all processes"
     title = f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}"
     lines = [title, "", f"{seconds}.", "", "## Proved here", ""]
     lines += [f"- {line}" for line in _proved(recipe, plan, facts, steps, evaluations)]

@@ -40,12 +40,7 @@ in 0..1:
                                      of (noisy - clean) weights
     quantization/weight_error        ||rounded - synced|| / ||synced|| of the rollout's linear
                                      weights; quantization/weight_error/layer_<number>
-    quantization/k3, quantization/effective_sample_size
-                                     between the synced policy and the quantised one
-    quantization/noise_k3, quantization/together_k3
-                                     the same of the noise alone, and of both
-    quantization/equivalent_sigma    of the noise that has the format's k3, by k3 ~ sigma^2
-    time/rollout, time/reward, time/logprobs, time/update, time/sync, time/probe
+    time/rollout, time/reward, time/logprobs, time/update, time/sync
     time/step                        the whole step, without evaluation
     verifier/<name>/mean
 

@@ -35,10 +35,6 @@ MISMATCH = (  # label, metric, what is said of its values
         "mean {mean:.2%}, largest {max:.2%} of the choices",
     ),
     ("relative error of quantised weights", "quantization/weight_error", "mean {mean:.3g}"),
-    ("k3 of the format alone", "quantization/k3", "mean {mean:.2e} nats per token"),
-    ("k3 of the noise alone", "quantization/noise_k3", "mean {mean:.2e} nats per token"),
-    ("k3 of both", "quantization/together_k3", "mean {mean:.2e} nats per token"),
-    ("noise of the format's k3", "quantization/equivalent_sigma", "sigma {mean:.2g}, mean"),
 )
 
 Lines = list[tuple[str, str]]  # label, text

@@ -161,11 +161,6 @@ def test_each_family_is_accepted(raw, family):
         ),
         (
             "rollout_quantization",
-            {"format": "nvfp4", "probe_answers": 2},
-            "rollout_quantization.probe_answers must be left out: no answer is",
-        ),
-        (
-            "rollout_quantization",
             {"format": "mxfp4"},
             ("the model's moe_intermediate_size = 48 is no multiple of its blocks of 32 inputs"),
         ),

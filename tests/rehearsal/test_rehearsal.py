@@ -298,7 +298,6 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
         "linear_fc1": 128 * stages,
         "linear_fc2": 128 * stages,
     }
-    assert facts["peak_memory_gib"] > 1
 
 
 # What two emulated NPUs allocated (tests/upstream/test_rehearsal.py), TP 2, vLLM TP 1 x EP 2,

@@ -135,15 +135,12 @@ def test_what_some_runs_alone_measure_is_said(new_run):
     of one problem, which has no interval. Step 3 trains nothing, so it replays nothing.
     """
     run = new_run()
-    noise = {"quantization/noise_k3": 3e-5, "quantization/together_k3": 5e-5}
     with MetricsWriter(run, tensorboard=False) as writer:
         for step, share in ((1, 0.0), (2, 0.02), (3, None), (4, 0.06)):
             row = {
                 "quantization/weight_error": 0.09,
-                "quantization/k3": 1e-5 * step,
                 "time/step": 1.0,
             }
-            row |= (noise | {"quantization/equivalent_sigma": 0.04}) if step == 2 else {}
             if share is not None:
                 row |= {"routing/replayed_tokens": 1000, "routing/flipped": share}
                 row |= {"routing/flipped/layer_9": 0.0, "routing/flipped/layer_10": 2 * share}
@@ -161,10 +158,6 @@ def test_what_some_runs_alone_measure_is_said(new_run):
         "routes replayed": "3,000 tokens",
         "experts not the trainer's own": "mean 2.67%, largest 6.00% of the choices",
         "relative error of quantised weights": "mean 0.09",
-        "k3 of the format alone": "mean 2.50e-05 nats per token",
-        "k3 of the noise alone": "mean 3.00e-05 nats per token",
-        "k3 of both": "mean 5.00e-05 nats per token",
-        "noise of the format's k3": "sigma 0.04, mean",
         "engine start": "2 min 5 s",
         "linear_qkv": "2 modules, 12,288 parameters",
         "linear_qkv in the rollout engine": "moved 0.0123 of 0.0123",
