@@ -73,14 +73,14 @@ def test_a_key_that_may_be_left_out_is_harmless_in_upstream(upstream):
             decision = keys.TABLE[section][key]["mindspeed_rl"]
             if key == "moe_token_dispatcher_type":
                 assert default is None  # then Megatron's own is taken, below
-            elif decision.default:
-                assert decision.default == (default,), key
-            elif decision.kind == "only" and default not in (None, *decision.allowed):
+            elif decision.default is not ...:
+                assert decision.default == default, key
+            elif decision.only and default not in (None, *decision.only):
                 unread.add(key)
     assert unread == UNREAD
     arguments = (upstream / "Megatron-LM" / "megatron" / "training" / "arguments.py").read_text()
     taken = re.search(r"'--moe-token-dispatcher-type'.*?default='(\w+)'", arguments, re.DOTALL)[1]
-    assert keys.TABLE["megatron"]["moe_token_dispatcher_type"]["mindspeed_rl"].default == (taken,)
+    assert keys.TABLE["megatron"]["moe_token_dispatcher_type"]["mindspeed_rl"].default == taken
 
 
 @pytest.mark.parametrize(
@@ -138,5 +138,5 @@ def test_what_the_grpo_path_does_read(upstream):
         "rollout_max_tokens",
     )
     assert all(f"rl_config.{key}" in reward for key in overlong)
-    for name in keys.TABLE["rl_config"]["kl_penalty"]["mindspeed_rl"].allowed:
+    for name in keys.TABLE["rl_config"]["kl_penalty"]["mindspeed_rl"].only:
         assert f'kl_penalty == "{name}"' in (root / "utils" / "compute.py").read_text()
