@@ -25,6 +25,7 @@ SYNONYMS = {
     "max_completion_length": "max_tokens",
     "reward_funcs": "verifier_function",
     "model_name_or_path": "tokenizer_name_or_path",
+    "lora_rank": "lora_r",
 }
 
 # The last parts of the keys whose values are paths, in every section.
