@@ -75,7 +75,7 @@ def arguments() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="print the keys of the config with their values, or all of a section",
+        help="print every key of a section, those that the config sets with their values",
     )
     instead.add_argument("-c", "--cfg", choices=["job"], help="print the resolved config")
     return parser
@@ -124,6 +124,8 @@ def sweep(args: argparse.Namespace) -> int:
     name, folder = args.config_name.removesuffix(".yaml"), args.config_dir
     combinations = compose.combinations(name, args.overrides, folder)
     configs = [compose.compose(name, overrides, folder) for overrides in combinations]
+    for raw in configs:
+        sweep.check(raw)
     command = [sys.argv[0], "--config-name", name]
     if folder:
         command += ["--config-dir", folder]

@@ -9,6 +9,7 @@ keys of one allowed value are in recipe/keys.yaml, layouts and batches in layout
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def epoch_steps(recipe: Recipe) -> int:
     return max(1, math.ceil(kept / recipe.batch.global_batch_size))
 
 
+@cache
 def npu_environment() -> dict[str, str]:
     """The variables of configs/envs/runtime_env.yaml: for every process on NPUs, unless the shell
     says otherwise.

@@ -146,13 +146,13 @@ def test_layer_lists_and_dispatch_sizes(raw):
             "actor_config",
             "tensor_model_parallel_size",
             "two",
-            "actor_config.tensor_model_parallel_size = 'two' must be int",
+            "actor_config.tensor_model_parallel_size = 'two': Input should be",
         ),
         (
             "actor_config",
             "expert_model_parallel_size",
             0,
-            "actor_config.expert_model_parallel_size = 0 must be at least 1",
+            "actor_config.expert_model_parallel_size = 0: Input should be",
         ),
         ("megatron_training", "global_batch_size", None, "global_batch_size is missing"),
         (
@@ -165,14 +165,14 @@ def test_layer_lists_and_dispatch_sizes(raw):
             "rl_config",
             "n_samples_per_prompt",
             2.5,
-            "rl_config.n_samples_per_prompt = 2.5 must be int",
+            "rl_config.n_samples_per_prompt = 2.5: Input should be",
         ),
         ("rl_config", "actor_resource", {}, "rl_config.actor_resource.num_npus is missing"),
         (
             "generate_config",
             "enable_expert_parallel",
             "yes",
-            "enable_expert_parallel = 'yes' must be bool",
+            "enable_expert_parallel = 'yes': Input should be",
         ),
     ],
 )

@@ -217,7 +217,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     assert_metrics_are_whole(killed, 4)
 
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
-    assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 3" in output
+    assert (
+        code == 0
+        and f"run.resume=auto: {killed.path}" in output
+        and "Resumes after step 3" in output
+    )
     assert recorded(killed) == recorded(unbroken)
     discarded = [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")]
     assert discarded in ([4], [4, 5])  # 6 has a checkpoint
