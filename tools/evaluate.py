@@ -32,6 +32,7 @@ from mindspeed_qerl.recipe.features import (
     HardwareError,
     Quantization,
 )
+from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 # the fields of EvaluationJob that have an option: what it is, and argparse's arguments
 OPTIONS: dict[str, tuple[str, dict]] = {
@@ -204,7 +205,9 @@ def _print(summary: dict) -> None:
     row("pass@k, best of k", partial(at_k, "pass"))
     row("maj@k, majority right", partial(at_k, "maj"))
     row("cut off", lambda of: f"{of['truncated_fraction']:.1%}")
-    row("no answer found", lambda of: f"{of['no_answer']:.1%}" if "no_answer" in of else "")
+    for rule in RULES:
+        label = f"found by {rule}" if rule != "none" else "no answer found"
+        row(label, lambda of, key=f"rule/{rule}": f"{of[key]:.1%}" if key in of else "")
     Console().print(table)
 
 

@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, extract_answer
+from mindspeed_qerl.tasks.gsm8k.verifier import (
+    METHOD_OF_VERIFIER,
+    RULES,
+    extract_with_rule,
+)
 from mindspeed_qerl.tasks.rewards import score
 from mindspeed_qerl.tasks.rows import Row
 
@@ -31,10 +35,10 @@ def evaluate_answers(
         Numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
         problems (NaN for one problem), interval_low and interval_high (95%, `interval`),
         n_problems, samples_per_problem, truncated_fraction; with n > 1 pass@n (the mean of each
-        problem's best score); for GSM8K's verifiers, which find a number in an answer, no_answer
-        (the fraction of answers without one) and with n > 1 maj@n.
+        problem's best score); for GSM8K's verifiers, which find a number in an answer, the share of
+        each rule that found it (rule/..., rule/none without one) and with n > 1 maj@n.
         And per problem its question, answer, responses, for each response its score and whether it
-        was truncated, and for GSM8K's verifiers what was extracted.
+        was truncated, and for GSM8K's verifiers what was extracted and by which rule.
 
     Raises:
         ConfigError: an unknown verifier. RewardError: it failed.
@@ -73,18 +77,21 @@ def evaluate_answers(
 
 
 def _extraction(answers: list[dict[str, Any]], method: str, n: int) -> dict[str, float]:
-    """What GSM8K's verifier reads in the responses, added to each of `answers`; and no_answer and
-    maj@n.
+    """What GSM8K's verifier reads in the responses and by which rule, added to each of `answers`;
+    and the share of each rule, and maj@n.
     """
-    unanswered, majority = 0.0, 0.0
+    counts: Counter[str] = Counter()
+    majority = 0.0
     for answer in answers:
-        answer["extracted"] = [extract_answer(text, method) for text in answer["responses"]]
-        unanswered += answer["extracted"].count(None) / n
+        extracted = [extract_with_rule(text, method) for text in answer["responses"]]
+        answer["extracted"] = [number for number, _ in extracted]
+        answer["rules"] = [rule for _, rule in extracted]
+        counts.update(answer["rules"])
         majority += majority_score(answer["extracted"], answer["scores"])
-    result = {"no_answer": unanswered / len(answers)}
+    shares = {f"rule/{rule}": counts[rule] / counts.total() for rule in RULES if counts[rule]}
     if n > 1:
-        result[f"maj@{n}"] = majority / len(answers)
-    return result
+        return {f"maj@{n}": majority / len(answers), **shares}
+    return shares
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:

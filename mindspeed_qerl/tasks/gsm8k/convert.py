@@ -24,7 +24,7 @@ from typing import Any
 
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.gsm8k.verifier import canonical_number
-from mindspeed_qerl.tasks.rows import check_text, numbered_rows
+from mindspeed_qerl.tasks.rows import check_text, numbered_rows, row_of
 
 # The files of a split, in a folder or in what the Hub has of it.
 PATTERNS = ("{}.jsonl", "{}.parquet", "{}-*.parquet", "main/{}-*.parquet")
@@ -93,10 +93,21 @@ def steps(solution: str) -> int:
 
 
 def converted(row: dict[str, Any]) -> dict[str, Any]:
-    """The row that training reads of a raw one. ValueError says what is wrong with it."""
-    question, solution = check_text(row, "question"), check_text(row, "answer")
+    """The row that training reads of a raw one, or of what verl or TRL make of it: verl keeps it in
+    `extra_info`, and messages stay as they are. ValueError says what is wrong with it.
+    """
+    extra = row.get("extra_info")
+    if isinstance(extra, dict) and {"question", "answer"} <= extra.keys():
+        row = extra
+    if "question" in row:
+        question, solution = check_text(row, "question"), check_text(row, "answer")
+        messages = chat_messages(question)
+    else:
+        conversation = row_of(row)
+        question, solution = conversation.messages[-1]["content"], conversation.answer
+        messages = conversation.messages
     return {
-        "messages": chat_messages(question),
+        "messages": messages,
         "question": question,
         "answer": gold_answer(solution),
         "solution": solution,

@@ -30,7 +30,6 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from operator import methodcaller
-from typing import Any
 
 from mindspeed_qerl.tasks.gsm8k.characters import ODD, UNKNOWN, normalise
 
@@ -150,6 +149,15 @@ _MARKUP = rf"(?:[ *_`\"'$({{]|\\[(\[]|\\{_WRAPPERS}\{{){{0,16}}+"
 _STATED = _MARKUP + _NUMBER
 
 
+def _find_answer(text: str) -> int:
+    """Where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F is an
+    s); -1 if nowhere.
+    """
+    if text.isascii():
+        return text.lower().find("answer")
+    return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
+
+
 # A character that each needs and most responses lack, where it can stand first, and its pattern.
 _FORMS: dict[str, tuple[str, Callable[[str], int], re.Pattern[str]]] = {
     "####": ("#", methodcaller("find", "####"), re.compile("####" + _STATED)),
@@ -157,12 +165,12 @@ _FORMS: dict[str, tuple[str, Callable[[str], int], re.Pattern[str]]] = {
     # the letter before the word boundary: searched much faster
     "answer is": (
         "",
-        # in letters that `re.IGNORECASE` takes for these: U+017F is an s
-        lambda text: text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer"),
+        _find_answer,
         re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
     ),
     "A:": (":", methodcaller("find", "A:"), re.compile(r"A:(?<!\wA:)" + _STATED)),
 }
+RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
 _GOLD = re.compile(_STATED)
 _REST_OF_GOLD = re.compile(r"[ .,%$*_`'\")}\]\\]*")
 
@@ -173,8 +181,13 @@ def extract_answer(text: str, method: str = "flexible") -> str | None:
 
     ValueError for an unknown `method`.
     """
-    value = _extract(text, method)
-    return None if value is None else _canonical(value)
+    return extract_with_rule(text, method)[0]
+
+
+def extract_with_rule(text: str, method: str = "flexible") -> tuple[str | None, str]:
+    """What `extract_answer` returns, and which of `RULES` found it ("none" when it is None)."""
+    value, rule = _extract(text, method)
+    return (None, "none") if value is None else (_canonical(value), rule)
 
 
 def score(response: str, gold: str, method: str = "flexible") -> float:
@@ -182,7 +195,7 @@ def score(response: str, gold: str, method: str = "flexible") -> float:
 
     ValueError for an unknown `method`, and for a `gold` that is not one number.
     """
-    return float(_extract(response, method) == _read_number(gold))
+    return float(_extract(response, method)[0] == _read_number(gold))
 
 
 def score_batch(
@@ -197,7 +210,11 @@ def score_batch(
 
     ValueError if responses and gold answers are not equally many.
     """
-    return [score(*pair, method) for pair in zip(responses, golds, strict=True)]
+    if len(responses) != len(golds):
+        raise ValueError(
+            f"{len(responses)} responses but {len(golds)} gold answers: give one for each response"
+        )
+    return [score(response, gold, method) for response, gold in zip(responses, golds)]
 
 
 METHOD_OF_VERIFIER = {"gsm8k": "flexible", "gsm8k_strict": "strict"}
@@ -222,7 +239,7 @@ def _read_number(text: str) -> Value:
         return int(written)
     normalised = normalise(written).strip()
     match = _GOLD.match(normalised)
-    value, end = _value(match.groups(), normalised, match.end()) if match else (None, None)
+    value, end = _value(match) if match else (None, None)
     if value is None or end is None or not _REST_OF_GOLD.fullmatch(normalised, end):
         raise ValueError(
             f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', "
@@ -231,30 +248,30 @@ def _read_number(text: str) -> Value:
     return value
 
 
-def _extract(text: str, method: str) -> Value | None:
+def _extract(text: str, method: str) -> tuple[Value | None, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     if method == "strict":
         character, find, form = _FORMS["####"]
         if character not in text or (start := find(text)) < 0:
-            return None
+            return None, "none"
         values = [_value_of_line(match) for match in form.finditer(_normalised_from(start, text))]
         agree = values and values.count(values[0]) == len(values)
-        return values[0] if agree else None
-    for marker, (character, find, form) in _FORMS.items():
+        return (values[0] if agree else None), "####"
+    for rule, (character, find, form) in _FORMS.items():
         if character not in text or (start := find(text)) < 0:
             continue
-        if plain := _PLAIN_STATEMENT.match(text, text.rfind(marker)):
+        if plain := _PLAIN_STATEMENT.match(text, text.rfind(rule)):
             if plain["on"]:
                 break
-            return _decimal("", plain["run"])
+            return _decimal("", plain["run"]), rule
         last = _last(form, _normalised_from(start, text))
         if last is not None:
-            value, end = _value(last.groups(), last.string, last.end())
+            value, end = _value(last)
             if end is not None:
-                return value
+                return value, rule
             break  # an equation such as "#### 48+24=72": its result is the last number
-    return _last_number(text)
+    return _last_number(text), "last number"
 
 
 def _normalised_from(start: int, text: str) -> str:
@@ -281,7 +298,7 @@ def _last_number(text: str) -> Value | None:
             in_front = _FRONT.match(front[::-1])
             assert in_front, "the pattern matches any text"
             point, currency, sign, cut = in_front.groups()
-            return None if cut else _value((sign, currency, (point or "") + last[0]), line, end)[0]
+            return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
         end = start
     return None
 
@@ -295,18 +312,24 @@ def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] 
 
 def _value_of_line(match: re.Match[str]) -> Value | None:
     """What a `####` and its line state: None if there is a second number, or an unreadable one."""
-    value, end = _value(match.groups(), match.string, match.end())
+    value, end = _value(match)
     if value is None or end is None:
         return None
     second = _DIGIT_IN_LINE.search(match.string, end)
     return value if second is None or second[0] in ("\n", "####") else None
 
 
-def _value(number: Sequence[str | Any], text: str, end: int) -> tuple[Value | None, int | None]:
-    """The exact value of what `_NUMBER` matched in `text` up to `end`, its sign, currency and run;
-    None if it is unreadable; and where it ends, None if it goes on.
+def _value(match: re.Match[str]) -> tuple[Value | None, int | None]:
+    """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if
+    it goes on.
     """
-    sign, currency, run = number
+    sign, currency, run = match.groups()
+    return _value_of(sign, currency, run, match.string, match.end())
+
+
+def _value_of(
+    sign: str | None, currency: str | None, run: str, text: str, end: int
+) -> tuple[Value | None, int | None]:
     after = _AFTER.match(text, end)
     if after is None or currency is not None and _MONEY_SCALE.match(text, end):
         return None, end
@@ -355,5 +378,8 @@ def _canonical(number: Value) -> str:
     for places in range(MAX_NUMBER_CHARS):
         scaled = value * 10**places
         if scaled.denominator == 1:
-            return format(Decimal(f"{scaled.numerator}e-{places}"), "f")
+            digits = str(abs(scaled.numerator)).zfill(places + 1)
+            point = len(digits) - places
+            sign = "-" if value < 0 else ""
+            return sign + digits[:point] + ("." + digits[point:] if places else "")
     return str(value)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.tasks.evaluation import evaluate_answers, majority_score, wilson_interval
+from mindspeed_qerl.tasks.gsm8k.verifier import RULES, extract_with_rule
 from mindspeed_qerl.tasks.rows import row_of
 
 ROWS = [row_of({"prompt": "a", "answer": "72"}), row_of({"prompt": "b", "answer": "1000"})]
@@ -27,12 +28,17 @@ def test_numbers_counted_by_hand():
         (1 + 0.5) / 2
     )  # the second problem: one vote for 1000, one for 3
     assert result["truncated_fraction"] == pytest.approx(2 / 6)
-    assert result["no_answer"] == pytest.approx(1 / 6)
+    assert {
+        name: share for name, share in result.items() if name.startswith("rule/")
+    } == pytest.approx(
+        {"rule/####": 3 / 6, "rule/answer is": 1 / 6, "rule/last number": 1 / 6, "rule/none": 1 / 6}
+    )
     assert answers[0] == {
         "question": "a",
         "answer": "72",
         "responses": texts[:3],
         "extracted": ["72", "72", "71"],
+        "rules": ["####", "####", "last number"],
         "scores": [1.0, 1.0, 0.0],
         "truncated": [False, False, True],
     }
@@ -43,6 +49,35 @@ def test_one_answer_has_no_pass_at_k():
     result, _ = evaluate_answers(ROWS[:1], ["#### 72"], [False], 1, "gsm8k_strict")
     assert result["accuracy"] == 1 and math.isnan(result["standard_error"])
     assert not any("@" in name for name in result)
+
+
+def test_lists_that_do_not_fit_are_refused():
+    for rows, texts, cut in ((ROWS, ["1"], [False]), (ROWS, ["1"] * 4, [False]), ([], [], [])):
+        with pytest.raises(ValueError, match="problems with 2 answers each"):
+            evaluate_answers(rows, texts, cut, 2, "gsm8k")
+
+
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("#### 7", "####"),
+        (r"\boxed{7}", r"\boxed"),
+        ("The answer is 7.", "answer is"),
+        ("A: 7", "A:"),
+        ("it is 7", "last number"),
+        ("#### 3+4=7", "last number"),
+        ("seven", "none"),
+        ("", "none"),
+    ],
+)
+def test_the_rule_that_found_an_answer_is_named(text, rule):
+    assert extract_with_rule(text) == (None if rule == "none" else "7", rule)
+    assert rule in RULES
+
+
+def test_strict_knows_one_rule():
+    assert extract_with_rule("#### 7", "strict") == ("7", "####")
+    assert extract_with_rule("#### 7 #### 8", "strict") == (None, "none")
 
 
 @pytest.mark.parametrize("right, problems", [(0, 10), (1, 10), (5, 10), (10, 10), (70, 100)])

@@ -318,7 +318,7 @@ def test_batch_and_names():
     "call, words",
     [
         (lambda: score("72", "72", "lenient"), ["lenient", "strict, flexible"]),
-        (lambda: score_batch(["1", "2"], ["1"]), ["argument 2 is shorter"]),
+        (lambda: score_batch(["1", "2"], ["1"]), ["2 responses", "1 gold"]),
         (lambda: score("72", "seventy-two"), ["seventy-two", "not a number"]),
         (lambda: score("72", ""), ["not a number"]),
         (lambda: score("72", "1e3"), ["1e3", "not a number"]),
