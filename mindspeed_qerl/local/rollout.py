@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import linear
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import serving
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
 from mindspeed_qerl.local.packing import keep_linear_weights, packed_linears
@@ -57,6 +58,7 @@ class RolloutEngine(ServedWeights):
             seed=0,
         )
         [model] = self.llm.apply_model(lambda model: model)
+        serving.check_built(model, read_shape(model_dir))
         self.recorder = None
         if routers:
             self.recorder = serving.route_recorder(self.llm, routers, max_model_len)
