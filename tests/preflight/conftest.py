@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 from mindspeed_qerl.ascend.contract import PINS, Report
 from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, Check, preflight
 from mindspeed_qerl.preflight.machine import ProbeError
-from mindspeed_qerl.preflight.software import PACKAGES as PACKAGES_OF_A_WORKER
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import indexed_format
@@ -51,8 +51,9 @@ PACKAGES = {
     "hydra-core": "1.3.2",
 }
 JEMALLOC = "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
-OPERATORS = "/upstream/vllm-ascend/vllm_ascend/vllm_ascend_C.cpython-311-aarch64-linux-gnu.so"
 CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_1"
+INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
+DRIVER = "/usr/local/Ascend/driver/version.info"
 SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}
 
 
@@ -80,42 +81,28 @@ class Box:
     """A machine in data: by default a healthy 910C box of 16 dies. Sizes in bytes."""
 
     smi: str | None = npu_smi(16)
-    davinci: int = 16
-    nodes: tuple[int, ...] = ()  # their numbers, if not 0, 1, ...
-    shut: dict[str, str] = field(default_factory=dict)  # device node -> why it cannot be opened
+    nodes: Sequence[int] = range(16)  # numbers of /dev/davinci*
+    shut: tuple[str, ...] = ()  # device nodes that cannot be opened
     acl: int | None = 16
-    ray: dict | None = None  # resources and nodes of a running cluster
-    raylets: dict[int, dict[str, str]] = field(default_factory=dict)  # pid -> environment
+    ray: dict | None = None  # what a running cluster has
     hangs: tuple[str, ...] = ()  # commands that never answer: a word of theirs
     shell: dict[str, str] = field(default_factory=dict)  # beside SHELL
     environment: dict[str, str] = field(default_factory=lambda: dict(SHELL))
-    folders: tuple[str, ...] = (CANN, ATB, OPERATORS)  # that are there
-    there: tuple[str, ...] = ()  # and these
-    plugins: tuple[str, ...] = ("ascend",)
+    there: tuple[str, ...] = ()  # more folders and files
     files: dict[str, str] = field(default_factory=dict)  # path -> content
-    listening: tuple[tuple[str, int], ...] = ()  # (host, port)
-    network: dict[str, list[str]] = field(
-        default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fe80::1"]}
-    )
-    room: float = 1500e9
+    listening: tuple[str, ...] = ()  # HOST:PORT
+    room: int = 1500 * 10**9
     shut_folders: tuple[str, ...] = ()  # that cannot be written
-    logical_cpus: int = 320
     limit: int = 65536
     shm: int = 500 * 10**9
     disk: int = 2 * 10**12
     left: float = 0.4  # of the disk of /tmp
-    taken: tuple[int, ...] = ()
-    executable: bool = True
-    commands: dict[str, str] = field(default_factory=dict)  # what others print
+    taken: tuple[int, ...] = ()  # ports
     without: str = ""  # a command that is not installed
     imported: str = "imported in 31 s\n"  # what the imports of a worker say
-    compiling: dict[int, dict[str, str]] = field(default_factory=dict)  # processes of ninja
-    cann: str | None = "8.5.0"
+    cann: str = "version=8.5.0"
     packages: dict[str, str | None] = field(default_factory=dict)  # other than PACKAGES
     reports: list[Report] = field(default_factory=lambda: [at_the_pin(package) for package in PINS])
-    importing: tuple[str, ...] = ("acl", *PACKAGES_OF_A_WORKER)
-
-    python_version = (3, 11)
 
     def __post_init__(self):
         self.environment |= self.shell
@@ -125,51 +112,37 @@ class Box:
         words = " ".join(command)
         self.asked.append((words, environment))
         if any(word in words for word in self.hangs):
-            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s", "timeout")
-        if command[0] == "npu-smi" and self.smi is not None:
-            return self.smi
+            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s", late=True)
         if "acl.rt.get_device_count" in words and self.acl is not None:
             assert "ASCEND_RT_VISIBLE_DEVICES" not in environment
-            return f"warnings of CANN\ndevices {self.acl}\n"
+            return f"warnings of CANN\nanswer {self.acl}\n"
         if "ray.init" in words and self.ray is not None:
-            return f"cluster {json.dumps(self.ray)}\n"
+            return f"answer {json.dumps(self.ray)}\n"
         if "importing" in words:
             return self.imported
-        commands = {"ninja": "1.13.0", "getent": "127.0.0.1  STREAM here\n", **self.commands}
-        if command[0] in commands and command[0] != self.without:
-            return commands[command[0]]
-        raise ProbeError(f"{command[0]} is not installed here", "missing")
+        commands = dict.fromkeys(("ninja", "make", "g++", "python3", "python3-config"), "1.13.0")
+        commands["npu-smi"] = self.smi
+        output = commands.get(command[0])
+        if output is None or command[0] == self.without:
+            raise ProbeError(f"{command[0]} is not installed here")
+        return output
 
     def glob(self, pattern):
-        if pattern.startswith("/dev/davinci"):
-            return [f"/dev/davinci{i}" for i in self.nodes or range(self.davinci)]
-        if pattern == f"{self.environment.get('ASCEND_HOME_PATH')}/*/ascend_*_install.info":
-            return ["ascend_toolkit_install.info"] if self.cann else []
-        there = (*self.folders, *self.there, JEMALLOC)
-        return [folder for folder in there if fnmatch(folder, pattern)]
+        there = (CANN, INSTALLED, ATB, *(f"/dev/davinci{die}" for die in self.nodes), *self.there)
+        return [path for path in there if fnmatch(path, pattern)]
 
     def read(self, path):
-        dies = self.nodes or range(self.davinci)
-        return {
-            "/etc/hccn.conf": "".join(f"address_{die}=192.168.20.{die}\n" for die in dies),
-            "ascend_toolkit_install.info": f"package_name=x\nversion={self.cann}\narch=aarch64\n",
-            **self.files,
-        }.get(path)
+        addresses = "".join(f"address_{die}=192.168.20.{die}\n" for die in self.nodes)
+        files = {"/etc/hccn.conf": addresses, INSTALLED: self.cann, DRIVER: "Version=25.5.0"}
+        if str(path) in files | self.files:
+            return (files | self.files)[str(path)]
+        return Path(path).read_text() if Path(path).is_file() else ""
 
     def version(self, distribution):
         return {**PACKAGES, **self.packages}.get(distribution)
 
-    def entry_points(self, group):
-        return self.plugins if group == "vllm.platform_plugins" else ()
-
-    def importable(self, name):
-        return self.acl is not None and name in self.importing
-
     def upstream(self):
         return self.reports
-
-    def checkout(self, package):
-        return next((report.root for report in self.reports if report.pin is PINS[package]), None)
 
     def disk_free(self, path):
         return self.shm if str(path) == "/dev/shm" else self.disk
@@ -178,51 +151,44 @@ class Box:
         return self.left
 
     def cpus(self):
-        return self.logical_cpus
+        return 320
 
     def open_files(self):
         return self.limit
 
-    def may_use(self):
-        return 320
-
     def threads(self):
-        return {"kernel.threads-max": 10**6}
+        return 10**6
 
     def user(self):
         return "root"
 
-    def listens(self, host, port):
-        return (host, port) in self.listening
+    def listens(self, address):
+        return address in self.listening
 
     def interfaces(self):
-        return self.network
-
-    def addresses(self):
-        return {each for addresses in self.network.values() for each in addresses}
+        return {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fe80::1"]}
 
     def writable(self, path):
         return str(path) not in self.shut_folders
 
-    def closed(self, node):
-        return self.shut.get(node, "")
+    def opens(self, node):
+        return node not in self.shut
 
     def may_execute(self, path):
-        return self.executable
+        return True
 
     def memory(self):
-        return {"MemAvailable": int(self.room)}
+        return self.room, "MemAvailable"
 
-    def port_free(self, port):
+    def may_listen(self, host="", port=0):
         return port not in self.taken
 
-    def processes(self, name):
-        return {"raylet": self.raylets, "ninja": self.compiling}.get(name, {})
+    def runs(self, name):
+        return self.ray is not None or "ray.init" in self.hangs
 
 
-NO_NPU = dict(smi=None, davinci=0, acl=None, environment={})
-EIGHT = dict(smi=npu_smi(8), davinci=8, acl=8)
-RAYLET = {7: {"PATH": "/bin"}}
+NO_NPU = dict(smi=None, nodes=(), acl=None, environment={})
+EIGHT = dict(smi=npu_smi(8), nodes=range(8), acl=8)
 
 
 def cluster(
