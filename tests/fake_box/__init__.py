@@ -3,7 +3,7 @@ which the devices, npu-smi, CANN, NNAL, the pinned packages and upstream's sourc
 no root; writes nothing outside of `folder`.
 
     result = run(Box(dies=16, lost=(3,)), ["bash", "examples/grpo/...", "--dry-run"], tmp_path)
-    python -m tests.fake_box --dies 16 --lost 3 -- bash examples/grpo/... --dry-run
+    python -m tests.fake_box --box "lost=(3,)" -- bash examples/grpo/... --dry-run
 
 In it /dev, /dev/shm, /tmp, /usr/local, runs/ of this checkout and the loopback interface are the
 box's own; everything else is the host's. It ends with the command: what the command leaves running
@@ -80,7 +80,6 @@ class Box:
         default_factory=dict
     )  # die -> MB of HBM that processes of others hold
     smi: str = "works"  # or missing, hangs, or the words with which it fails
-    soc: str = "Ascend910_9392"
     cann: str | None = "8.5.0"  # None: no CANN
     driver: str | None = "25.5.0"
     nnal: bool = True
@@ -345,7 +344,6 @@ def _npu_smi(box: Box) -> str:
         [die for die in range(box.dies) if die not in box.lost],
         box.sick,
         box.used,
-        box.driver,
         box.hbm,
     )
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
@@ -372,10 +370,8 @@ def _ascend(box: Box, folder: Path) -> None:
         acl = home / "python" / "site-packages" / "acl"
         acl.mkdir(parents=True)
         count = len(box.nodes) if box.acl is None else box.acl
-        (acl / "__init__.py").write_text(
-            (HERE / "ascend" / "acl.py").read_text() + f"COUNT, ERROR, SOC = {count}, "
-            f"{box.acl_error}, {box.soc!r}\n"
-        )
+        module = (HERE / "ascend" / "acl.py").read_text()
+        (acl / "__init__.py").write_text(f"{module}COUNT, ERROR = {count}, {box.acl_error}\n")
         (home / "opp" / "vendors").mkdir(parents=True)
         chip = box.kernels or ("ascend910_93" if box.kind == "910C" else "ascend910b")
         (home / "opp" / "built-in" / "op_impl" / "ai_core" / "tbe" / "kernel" / chip).mkdir(

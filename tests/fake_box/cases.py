@@ -31,7 +31,7 @@ PAIR = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
 HEALTHY = Box()
 FAILED, WARNING, PASSED = "failed", "warning", "passed"
 HCCN = "".join(f"address_{die}=192.168.20.{100 + die}\n" for die in range(16))
-EIGHT, NODE = Box(dies=8, kind="910B3", soc="Ascend910B3"), Box(dies=8, etc={"hccn.conf": HCCN})
+EIGHT, NODE = Box(dies=8, kind="910B3"), Box(dies=8, etc={"hccn.conf": HCCN})
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ NPUS = [
         "memory of an NPU",
         FAILED,
         "the smallest die has 34.4 GB",
-        Box(hbm=32768, dies=8, kind="910B4", soc="Ascend910B4", used={}),
+        Box(hbm=32768, dies=8, kind="910B4", used={}),
         SEVEN,
     ),
     of_npus("npu-smi hangs", "npu-smi", FAILED, "no answer within 20 s", Box(smi="hangs")),

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import shutil
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -16,29 +15,10 @@ from mindspeed_qerl.ascend.contract import PINS, Report
 from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, Check, preflight
 from mindspeed_qerl.preflight.machine import ProbeError
 from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.packed import indexed_format
+from tests.fake_box.npu_smi import table
+from tests.fake_box.prepared import prepare
 
 NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"
-# As 910C boxes print it (vllm-project/vllm-ascend issues 2534 and 12980), two chips a card,
-# processes below.
-HEAD = """\
-+------------------------------------------------------------------------------------------------+
-| npu-smi 25.2.1                   Version: 25.2.1                                               |
-+---------------------------+---------------+----------------------------------------------------+
-| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
-| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
-+===========================+===============+====================================================+
-"""
-TAIL = """\
-+---------------------------+---------------+----------------------------------------------------+
-| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
-+===========================+===============+====================================================+
-| No running processes found in NPU 0                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 1                                                            |
-"""
-PROCESS = "| 0       1                 | 632268        | python3.1                | 197                     |\n"
 PACKAGES = {
     "torch": "2.7.1",
     "torch_npu": "2.7.1.post1",
@@ -60,15 +40,7 @@ SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}
 def npu_smi(
     count: int, health: dict[int, str] | None = None, used: dict[int, int] | None = None
 ) -> str:
-    rows = ""
-    for i in range(count):
-        state, memory = (health or {}).get(i, "OK"), (used or {}).get(i, 3416)
-        rows += (
-            f"| {i // 2}     Ascend910           | {state:<14}| 178.5       36                0    "
-            f"/ 0             |\n| {i % 2}     {i:<20}| 0000:{0x9D + i:02X}:00.0  | 0           "
-            f"0    / 0          {memory}/ 65536         |\n+{'-' * 96}+\n"
-        )
-    return HEAD + rows + TAIL
+    return table("910C", range(count), health or {}, used or {})
 
 
 def at_the_pin(package: str) -> Report:
@@ -204,88 +176,15 @@ def cluster(
     }
 
 
-QWEN3_MOE = dict(
-    model_type="qwen3_moe",
-    num_hidden_layers=48,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    tie_word_embeddings=False,
-    max_position_embeddings=40960,
-)
-# Of a file of Qwen3-30B-A3B for TP 1 PP 1 EP 16, bfloat16: the dense part, 3.09 GB, and a sixteenth
-# of the experts.
-SHARE = 6_720_000_000
-WEIGHTS = 61_100_000_000  # of the whole model
-
-
-def write_checkpoint(
-    folder: Path, names: list[str], tracker: str = "1", size: int = 4 * SHARE
-) -> None:
-    """By default large enough for any layout; holes take no room."""
-    iteration = "release" if tracker == "release" else f"iter_{int(tracker):07d}"
-    for name in names:
-        path = folder / iteration / name / "model_optim_rng.pt"
-        path.parent.mkdir(parents=True)
-        hole(path, size)
-        with zipfile.ZipFile(path, "a") as file:
-            file.writestr("data.pkl", name)
-    (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
-
-
-def write_packed(prefix: Path, rows: dict[str, list[list[int]]]) -> None:
-    for column, values in rows.items():
-        for ending, content in zip(("bin", "idx"), indexed_format(values)):
-            file = Path(f"{prefix}_packed_{column}_document.{ending}")
-            file.unlink(missing_ok=True)
-            file.write_bytes(content)
-
-
-def hole(file: Path, size: int) -> None:
-    with open(file, "wb") as empty:
-        empty.truncate(size)
-
-
 @pytest.fixture(scope="session")
 def template(tmp_path_factory):
     """Folder and resolved config of a run whose model, data and base weights are there."""
     folder = tmp_path_factory.mktemp("ready")
+    files = prepare(NAME, folder, rows={"train": 80, "test": 10})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MODELS", str(folder / "models"))
-        patch.setenv("DATA", str(folder / "data"))
-        raw = compose(NAME, [f"run.root={folder / 'runs'}"])
-    model = Path(raw["megatron_training"]["tokenizer_name_or_path"])
-    model.mkdir(parents=True)
-    for name, content in (
-        ("config.json", QWEN3_MOE),
-        ("tokenizer.json", {}),
-        ("tokenizer_config.json", {"chat_template": "..."}),
-        ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "model-1.safetensors"}}),
-    ):
-        (model / name).write_text(json.dumps(content))
-    hole(model / "model-1.safetensors", WEIGHTS)
-    train = Path(raw["megatron_training"]["data_path"])
-    train.parent.mkdir(parents=True)
-    write_packed(
-        train, {"input_ids": [[1, 2, 3 + i] for i in range(80)], "labels": [[i] for i in range(80)]}
-    )
-    source = folder / "source"
-    source.mkdir()
-    for split, numbers in (("train", range(80)), ("test", range(80, 90))):
-        rows = [{"question": f"{n}+4?", "answer": f"It is\n#### {n + 4}"} for n in numbers]
-        (source / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    convert(source, Path(raw["task"]["test_file"]).parent)
-    ranks = [f"mp_rank_00_{i:03d}" for i in range(16)]
-    write_checkpoint(Path(raw["actor_config"]["load"]), ranks, size=SHARE)
-    return folder, raw
+        for variable, place in files.items():
+            patch.setenv(variable, place)
+        return folder, compose(NAME, [f"run.root={folder / 'runs'}"])
 
 
 @pytest.fixture

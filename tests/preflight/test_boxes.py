@@ -15,7 +15,6 @@ from tests.preflight.conftest import (
     JEMALLOC,
     NAME,
     NO_NPU,
-    PROCESS,
     Box,
     cluster,
     look,
@@ -26,6 +25,7 @@ from tests.preflight.conftest import (
 TWELVE, SIXTEEN = (",".join(map(str, range(count))) for count in (12, 16))
 LIST = "ASCEND_RT_VISIBLE_DEVICES"
 LOST = {"ranks": FAILED}
+OTHERS = {"processes on the dies": WARNING}
 DRAWN = "/proc/sys/net/ipv4/ip_local_port_range"
 KEPT = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 
@@ -56,18 +56,16 @@ CASES = [
         "npu-smi",
         FAILED,
         "davinci5 (40,000 of 65,536 MB). The plan needs 26.9 GB of the 26.8 GB",
-        {},
+        OTHERS,
     ),
-    (dict(smi=npu_smi(16, used={5: 12000})), "npu-smi", WARNING, "(12,000 of", {}),
+    (dict(smi=npu_smi(16, used={5: 12000})), "npu-smi", WARNING, "(12,000 of", OTHERS),
     (dict(hangs=("npu-smi",)), "npu-smi", FAILED, "no answer", {}),
     (dict(smi="| 16 NPUs |"), "npu-smi", WARNING, "in an unknown form: | 16 NPUs |", {}),
     (
-        dict(
-            smi=npu_smi(16) + PROCESS + PROCESS.replace("632268", "NA    ").replace("| 0 ", "| 3 ")
-        ),
+        dict(smi=npu_smi(16, used={1: 3416, 7: 3416}).replace("632275", "NA    ")),
         "processes on the dies",
         WARNING,
-        "davinci1: python3.1 (process 632268, 197 MB); davinci7: python3.1 (process NA, 197 MB). If",
+        "davinci1: python3.11 (process 632269, 416 MB); davinci7: python3.11 (process NA, 416 MB)",
         {},
     ),
     ({"shell": {LIST: SIXTEEN}}, LIST, PASSED, "16 entries", {}),
@@ -112,7 +110,6 @@ CASES = [
         "",
         {},
     ),
-    ({"files": {DRAWN: "32768\t60999\n"}}, "ports of HCCL", PASSED, "", {}),
     (dict(left=0.049), "/tmp", FAILED, "4.9% of its disk are free; below 5 % Ray", {}),
     (dict(left=0.06), "/tmp", WARNING, "6.0% of its disk are free", {}),
     # CANN and compilers
@@ -141,7 +138,6 @@ CASES = [
     ({"packages": {"torch": "2.7.10"}}, "torch", FAILED, "2.7.10 is installed", {}),
     ({"packages": {"ray": "2.42.1"}}, "ray", WARNING, "2.42.1 is installed, the pin is", {}),
     ({"packages": {"peft": None}}, "peft", FAILED, "not installed; the pin is 0.7.1", {}),
-    ({"packages": {"numpy": "1.26.0"}}, "numpy", WARNING, "1.26.0 is installed", {}),
     # the shell
     (
         shell(VLLM_ASCEND_ENABLE_NZ="1"),
@@ -151,7 +147,6 @@ CASES = [
         {"variables": WARNING},
     ),
     (shell(VLLM_DP_SIZE="8"), "VLLM_DP_SIZE", WARNING, "is not used", {}),
-    (shell(HCCL_BUFFSIZE="8"), "HCCL_BUFFSIZE", WARNING, "is not used", {}),
     (shell(VLLM_PLUGINS="lora,ascending"), "VLLM_PLUGINS", FAILED, "to infer device type", {}),
     (shell(HCCL_IF_IP="FE80::1%eth0"), "HCCL_IF_IP", None, "", {}),
     # harmless
@@ -205,8 +200,7 @@ def test_the_dies_that_a_run_takes(ready):
     box = Box(shell={LIST: ",".join(map(str, range(4, 16)))})
     assert look(ready, box)[LIST].fix.endswith(f"export {LIST}={TWELVE}")
     assert look(ready, Box(shell={LIST: TWELVE}))[LIST].state == PASSED
-    other = Box(smi=npu_smi(16) + PROCESS.replace("| 0 ", "| 7 "))
-    assert "processes on the dies" not in look(ready, other)
+    assert "processes on the dies" not in look(ready, Box(smi=sick))
 
 
 def test_dies_that_the_container_has_under_other_names(ready):
@@ -214,9 +208,9 @@ def test_dies_that_the_container_has_under_other_names(ready):
     table = re.sub(
         r"(?m)^\| ([01])     (\d+)( +\| 0000)",
         lambda row: f"| {row[1]}     {int(row[2]) + 16}{row[3]}",
-        npu_smi(16, health={3: "Alarm"}),
+        npu_smi(16, health={3: "Alarm"}, used={1: 3416}),
     )
-    checks = look(ready, Box(smi=table + PROCESS))
+    checks = look(ready, Box(smi=table))
     assert "which the run uses, davinci19: Alarm" in checks["npu-smi"].found
     assert checks["processes on the dies"].found.startswith("davinci17: ")
 
@@ -235,7 +229,6 @@ def test_the_list_is_counted_as_ray_counts_it(ready, given, entries, monkeypatch
     [
         ({"HCCL_IF_BASE_PORT": "19988"}, "19988 to 20003: 20002, 20003 are of Ray too"),
         ({"HCCL_IF_BASE_PORT": "19986"}, ""),
-        ({"HCCL_IF_BASE_PORT": "30000"}, ""),
         ({"HCCL_IF_BASE_PORT": "52360"}, ": 52365 are of Ray too"),
         ({"RAY_PORT": "12350"}, ": 12350, 12351 are of Ray too"),
         ({"RAY_PORT": "12344"}, ": 12345 are"),
@@ -308,7 +301,6 @@ def test_the_interfaces_of_hccl(ready, value, known):
     ("text", "fails"),
     [
         ("expandable_segments:False,max_split_size_mb:256", False),
-        ("garbage_collection_threshold:0.8", False),
         ("expandable_segments:True,garbage_collection_threshold : 0.9", True),
     ],
 )

@@ -10,20 +10,15 @@ import pytest
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
-from mindspeed_qerl.preflight.files import read_packed
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
-from tests.preflight.conftest import (
-    QWEN3_MOE,
-    Box,
-    look,
-    not_passed,
-    rewrite,
-    write_checkpoint,
-    write_packed,
-)
+from tests.fake_box.broken_files import WEIGHTS, write_packed
+from tests.fake_box.prepared import MODELS, write_base
+from tests.preflight.conftest import Box, look, not_passed, rewrite
 
 ROOT = Path(__file__).parents[2]
+LARGE = 30 * 10**9  # enough for a rank of any layout
+QWEN3_MOE = MODELS["Qwen3-30B-A3B"]
 TRACKER = "latest_checkpointed_iteration.txt"
 NEEDS_LAYOUT = ("memory of an NPU", "disk for the run", "host memory")
 
@@ -136,11 +131,11 @@ def test_keys_that_the_models_yaml_leaves_out(ready):
 
 
 def test_a_model_that_is_not_there(own, model, tmp_path):
-    for name, found in (("model-1.safetensors", "0 of 1 files"), ("tokenizer_config.json", "no ")):
+    for name, found in ((WEIGHTS, "0 of 1 files"), ("tokenizer_config.json", "no ")):
         (model / name).unlink()
     checks = look(own, Box())
     assert not_passed(checks) == {"weights": WARNING, "tokenizer": WARNING}
-    assert "0 of 1 files: model-1.safetensors" in checks["weights"].found
+    assert f"0 of 1 files: {WEIGHTS}" in checks["weights"].found
     (model / "config.json").unlink()
     checks = look(own, Box())
     assert checks["config.json"].state == FAILED and "export MODELS=" in checks["config.json"].fix
@@ -183,7 +178,8 @@ def test_data_that_is_not_there(own):
     ],
 )
 def test_data_that_does_not_fit(own, rows, state, found):
-    write_packed(own["megatron_training"]["data_path"], rows)
+    for column, values in rows.items():
+        write_packed(Path(own["megatron_training"]["data_path"]).parent, column, values)
     checks = look(own, Box())
     assert checks["training files"].state == state and found in checks["training files"].found
     checks.pop("train and test")  # other rows than the training file's
@@ -194,19 +190,6 @@ def test_data_that_was_cut(own):
     prefix = Path(f"{own['megatron_training']['data_path']}_packed_labels_document")
     rewrite(prefix.with_name(f"{prefix.name}.bin"), "1234")
     assert "has 4 bytes, its index 320" in look(own, Box())["training files"].found
-
-
-def test_packed_files_are_read_as_megatron_reads_them(tmp_path):
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    write_packed(tmp_path / "x", {"labels": [[5, 6, 7], [], [8]]})
-    lengths, tokens = read_packed(f"{tmp_path}/x_packed_labels_document")
-    theirs = IndexedDataset(f"{tmp_path}/x_packed_labels_document")  # its lengths are a view
-    assert lengths.tolist() == theirs.sequence_lengths.tolist() == [
-        3,
-        0,
-        1,
-    ] and tokens.tolist() == [5, 6, 7, 8]
 
 
 # ---- base weights and their conversion ----
@@ -267,7 +250,7 @@ def test_the_files_of_a_layout(ready, tmp_path, sizes, names):
         ready["actor_config"][f"{kind}_model_parallel_size"] = size
     for tracker in ("1", "release"):
         ready["actor_config"]["load"] = str(tmp_path / tracker)
-        write_checkpoint(tmp_path / tracker, names, tracker)
+        write_base(tmp_path / tracker, dict.fromkeys(names, LARGE), tracker)
         assert look(ready, Box())["base weights"].state == PASSED
 
 
@@ -275,7 +258,7 @@ def test_base_weights_of_another_layout(ready, tmp_path):
     for count in (8, 32):  # too few; all that are needed, and others
         load = tmp_path / str(count)
         ready["actor_config"]["load"] = str(load)
-        write_checkpoint(load, [f"mp_rank_00_{e:03d}" for e in range(count)])
+        write_base(load, {f"mp_rank_00_{e:03d}": LARGE for e in range(count)})
         checks = look(ready, Box())
         assert not_passed(checks) == {"base weights": FAILED}
         words = (

@@ -28,7 +28,6 @@ from mindspeed_qerl.recipe.reader import read
 from tests.preflight.conftest import (
     NAME,
     NO_NPU,
-    PROCESS,
     Box,
     look,
     not_passed,
@@ -45,9 +44,9 @@ PAGE = ROOT / "docs" / "troubleshooting.md"
 # Of public reports: 910C, 910B (vllm-ascend issue 1130), 26.0 (issue 12980); and what is none.
 FORMS = {
     "910C": (
-        npu_smi(2, health={0: "Alarm"}, used={1: 31877}) + PROCESS,
+        npu_smi(2, health={0: "Alarm"}, used={1: 31877}),
         [(0, 0, "Alarm", 3416, 65536), (1, 1, "OK", 31877, 65536)],
-        {1: ["python3.1 (process 632268, 197 MB)"]},
+        {1: ["python3.11 (process 632269, 28877 MB)"]},
     ),
     "910B": (
         """\
@@ -123,15 +122,9 @@ def of_files(template, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((f"{NAME[:-1]}",), "did you mean"),
-        ((NAME, "no_such.key=1"), "did you mean|no_such"),
+        ((NAME[:-1],), "did you mean"),
         ((NAME, "--nodes", "0"), "at least 1"),
         ((NAME, "engine=foo"), r"unknown engine 'foo'.* Known: local, mindspeed_rl"),
-        ((NAME, "engine=null"), r"unknown engine 'None'.* Known: local, mindspeed_rl"),
-        (
-            ("../configs/grpo_tiny_moe_cpu",),
-            r"unknown config name '../configs/grpo_tiny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'",
-        ),
         (
             (NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"),
             "32 attention heads cannot be divided by TP 3; .*plan_layout.py",
@@ -168,6 +161,7 @@ def test_the_command(ready, of_files, tool, capsys):
     for group in GROUPS:
         assert re.search(rf"^│ {group} ", output, re.MULTILINE)
     assert output.rstrip().splitlines()[-1].startswith("2 failed, 1 warning, ")
+    assert "--accept NAME, of cann; the run directory keeps it" in output
     tool(Box(acl=15), *of_files, "--json")
     told = json.loads(capsys.readouterr().out)
     assert told["config"] == NAME and told["summary"].startswith("2 failed")
