@@ -142,7 +142,7 @@ class Case:
     @property
     def npus_here(self) -> bool:
         """Whether it would, and any part of this machine sees one."""
-        return self.on_npus and any(self.seen.counts().values())
+        return self.on_npus and any((self.seen.dies, self.seen.mapped, self.seen.acl))
 
     @property
     def several_nodes(self) -> bool:

@@ -37,9 +37,11 @@ def ranks(machine: Machine, case: Case) -> Check:
     counts = case.seen.counts()
     numbers = ", ".join(f"{part} {count}" for part, count in counts.items())
     words = f"{case.ranks} asked for here; {numbers}"
+    expected = case.ranks
     for part, count in counts.items():
-        if count < case.ranks and not case.accepts(part):
+        if count < expected and not case.accepts(part):
             return failed(f"{words}. Lost at {part}")
+        expected = min(expected, count)
     return passed(words)
 
 
