@@ -568,8 +568,13 @@ SHELL = [
     exported("HCCL_OP_EXPANSION_MODE", "AIV", FAILED, "the dispatch of experts waits for"),
     exported("OMP_PROC_BIND", "true", FAILED, "to one core"),
     exported("VLLM_PLUGINS", "lora_filesystem_resolver", FAILED, "Failed to infer device type"),
-    exported(
-        "HCCL_HOST_SOCKET_PORT_RANGE", "60000-60050", WARNING, "not from HCCL_IF_BASE_PORT on"
+    Case(
+        "HCCL_HOST_SOCKET_PORT_RANGE=60000-60050",
+        "HCCL_HOST_SOCKET_PORT_RANGE",
+        WARNING,
+        "not from HCCL_IF_BASE_PORT on",
+        shell={"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050"},
+        besides=("variables", "ports of HCCL"),
     ),
     exported("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050", WARNING, "of a guide for several nodes"),
     exported("HCCL_INTRA_ROCE_ENABLE", "1", WARNING, "leaves HCCS for the NPUs' network ports"),

@@ -83,7 +83,6 @@ CASES = [
     ),
     (dict(hangs=("ray.init",)), "Ray", FAILED, "no answer within 20 s", {}),
     (dict(ray=cluster(16, cpus=75)), "CPUs", FAILED, "reserve 76 logical CPUs; the running", {}),
-    (dict(ray=cluster(16, cpus=76)), "CPUs", PASSED, "has 76 free", {}),
     # the host
     (dict(taken=(12350,)), "ports of HCCL", FAILED, "12345 to 12360: 12350 taken", {}),
     # by the numbers of the dies
