@@ -100,7 +100,7 @@ def _train(
         metrics = MetricsWriter(directory, recipe.run.tensorboard, recipe.run.wandb_project, after)
     except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal
         return _stop(directory, _reason(error))
-    warnings = _warnings(recipe, found, directory, metrics, rehearsed is not None)
+    warnings = _warnings(recipe, found, directory, rehearsed is not None)
     started = time.perf_counter()
     try:
         with metrics, Progress(recipe.run.train_iters, name) as progress:
@@ -151,18 +151,9 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
     return replace(recipe, run=replace(recipe.run, resume=path), sections=sections)
 
 
-def _warnings(
-    recipe: Recipe, found: Found, directory: RunDirectory, metrics: MetricsWriter, rehearsed: bool
-) -> list[str]:
+def _warnings(recipe: Recipe, found: Found, directory: RunDirectory, rehearsed: bool) -> list[str]:
     """What a run says before it begins."""
     warnings = list(found.warnings)
-    if metrics.missing_steps:
-        steps = ", ".join(map(str, metrics.missing_steps))
-        warnings.insert(
-            0,
-            f"metrics.jsonl has lost the rows of steps {steps}; the training is whole, tables and "
-            "pictures lack these steps",
-        )
     if other := directory.other_versions:
         more = f"; {len(other) - 5} more" if len(other) > 5 else ""
         warnings.append(
