@@ -2,7 +2,6 @@
 dies.
 """
 
-import json
 import os
 import shutil
 import signal

@@ -286,14 +286,3 @@ def test_the_warning_of_uneven_weights_comes_once():
         assert corrected.check(step, values, 20) == []
     assert len(warnings) == 1
     assert "effective sample size is 40% of the tokens" in warnings[0]
-
-
-def test_the_noise_before_a_resume_is_judged_with_what_follows():
-    rows = [
-        {"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0},
-        {"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04},
-        {"step": 6},
-    ]
-    of_run = StepChecks(None, 5, routed=True)
-    of_run.resume(rows)
-    assert of_run.noise == [(0.05, 0.04)]

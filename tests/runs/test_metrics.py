@@ -2,7 +2,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 
 import numpy
 import pytest
@@ -87,7 +86,6 @@ def test_a_run_is_written_once(new_run):
     MetricsWriter(run, tensorboard=False).log(1, {"a": 1.0})
     with pytest.raises(FileExistsError, match=r"metrics\.jsonl exists: .* Start a new run"):
         MetricsWriter(run, tensorboard=False)
-    assert len(read_jsonl(run.metrics_file)) == 1
 
 
 def test_columns_have_one_value_per_step(new_run):
@@ -99,18 +97,6 @@ def test_columns_have_one_value_per_step(new_run):
     assert columns["step"] == [1, 2, 3] and columns["a"] == [10, 20, 30]
     numpy.testing.assert_array_equal(columns["time/sync"], [math.nan, 0.5, math.nan])
     assert read_columns(run.path / "absent.jsonl") == {"step": []}
-
-
-def test_a_full_disk_under_tensorboard_is_raised(new_run, monkeypatch):
-    record_writer = pytest.importorskip("tensorboard.summary.writer.record_writer")
-
-    def write(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # of its writing thread
-    monkeypatch.setattr(record_writer.RecordWriter, "write", write)
-    with pytest.raises(OSError, match="No space left"):
-        MetricsWriter(new_run()).log(1, {"a": 1.0})
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])

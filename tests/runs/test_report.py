@@ -120,17 +120,6 @@ def test_pictures_draw_the_values_of_the_files(made_run, monkeypatch):
     numpy.testing.assert_allclose(bars, ends)
 
 
-def test_long_runs_show_a_moving_mean():
-    values = numpy.random.default_rng(0).normal(size=500)
-    axes = plots.Figure().subplots()
-    plots.draw_series(axes, numpy.arange(500), values, plots.BLUE)
-    raw, mean = axes.lines
-    numpy.testing.assert_array_equal(raw.get_ydata(), values)
-    # 500 // 40 = 12 to each side
-    expected = [values[max(0, k - 12) : k + 13].mean() for k in range(500)]
-    numpy.testing.assert_allclose(mean.get_ydata(), expected, atol=1e-12)
-
-
 def test_what_only_looks_fine_is_called_out_and_drawn_without_a_warning(new_run):
     run = new_run()
     off = {"reward/mean": 0.0, "mismatch/k3": 0.0, "aqn/sigma": 0.0, "aqn/stage": 0}
