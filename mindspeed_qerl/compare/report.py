@@ -100,7 +100,8 @@ def draw(comparison: Comparison, file: Path) -> None:
             means, low, high = np.reshape(points, (-1, 3)).T
             steps = np.array(list(by_step)) + number * offset
             style = dict(color=colors[name], marker=markers[name], markersize=4, capsize=3)
-            axes.errorbar(steps, means, yerr=[means - low, high - means], label=name, **style)
+            margins = np.array([means - low, high - means])
+            axes.errorbar(steps, means, yerr=margins, label=name, **style)
 
     def accuracy(axes: Axes) -> None:
         axes.set(title="Held-out accuracy (noise off; bars: 95% interval over seeds and questions)")

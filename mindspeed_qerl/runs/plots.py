@@ -129,10 +129,13 @@ def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
     if panel.is_log:
         axes.set_yscale("log")
     for (name, label), color in zip(panel.labels.items(), COLORS):
+        if name not in columns:
+            continue
         steps, values = finite(columns, name)
-        if panel.is_log:
+        if panel.is_log:  # as it is: a mean would blur the stages of the noise
             steps, values = steps[values != 0], abs(values[values != 0])
-        if len(steps):
+            axes.plot(steps, values, color=color, marker=".", markersize=3, label=label)
+        else:
             draw_series(axes, steps, values, color, label)
     if axes.get_legend_handles_labels()[1]:
         axes.legend()
@@ -142,7 +145,7 @@ def _draw_accuracy(axes: Axes, evals: Columns) -> None:
     names = ("step", "accuracy", "interval_low", "interval_high")
     steps, accuracy, low, high = (np.array(evals[name]) for name in names)
     axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
-    margins = [accuracy - low, high - accuracy]
+    margins = np.array([accuracy - low, high - accuracy])
     axes.errorbar(steps, accuracy, yerr=margins, color=RED, marker="o", markersize=5, capsize=3)
 
 

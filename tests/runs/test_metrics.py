@@ -99,16 +99,19 @@ def test_columns_have_one_value_per_step(new_run):
     assert read_columns(run.path / "absent.jsonl") == {"step": []}
 
 
-@pytest.mark.parametrize("package", ["wandb", "tensorboard"])
+@pytest.mark.parametrize(
+    "package, arguments",
+    [("wandb", {"tensorboard": False, "wandb": "mine"}), ("tensorboard", {})],
+)
 def test_a_missing_package_that_was_asked_for_is_an_error_at_the_start(
-    new_run, monkeypatch, package
+    new_run, monkeypatch, package, arguments
 ):
     for name in list(sys.modules):
         if name.startswith((package, "torch.utils.tensorboard")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=package):
-        MetricsWriter(new_run(), tensorboard=package == "tensorboard", wandb="mine")
+        MetricsWriter(new_run(), **arguments)
 
 
 def test_wandb_works_offline(new_run):

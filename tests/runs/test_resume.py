@@ -20,6 +20,8 @@ from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 
+from .conftest import evaluation
+
 CONFIG = {"aqn": {"sigma_start": 0.05}, "run": {"resume": None}}
 
 
@@ -37,11 +39,11 @@ def stopped(new_run):
     """A run that logged five steps and failed; its last checkpoint is of step 3."""
     run = new_run(**CONFIG)
     with MetricsWriter(run, tensorboard=False) as writer:
-        writer.log_eval(0, {"accuracy": 0.2}, [{"question": "a", "scores": [0.0]}])
+        writer.log_eval(0, evaluation(0.2, 0.1), [{"question": "a", "scores": [0.0]}])
         for step in range(1, 6):
             writer.log(step, {"reward/mean": step / 10})
             writer.log_rollouts(step, [{"response": f"{step}"}, {"response": f"{step}, too"}])
-        writer.log_eval(5, {"accuracy": 0.5})
+        writer.log_eval(5, evaluation(0.5, 0.1))
     run.fail("out of memory")
     return run
 
@@ -64,7 +66,7 @@ def test_later_rows_are_set_aside_and_written_again(stopped):
     assert steps_of(run.eval_file) == steps_of(run.eval_answers_file) == [0]
     aside = run.path / "discarded"
     assert read_jsonl(aside / "metrics.jsonl") == before[3:]
-    assert read_jsonl(aside / "eval.jsonl") == [{"step": 5, "accuracy": 0.5}]
+    assert read_jsonl(aside / "eval.jsonl") == [{"step": 5, **evaluation(0.5, 0.1)}]
     MetricsWriter(run, tensorboard=False, after=2)  # keeps what was set aside before
     assert steps_of(aside / "metrics.jsonl") == [4, 5, 3, 4]
 
