@@ -146,7 +146,7 @@ def test_every_token_is_replayed_once_an_epoch(replayed):
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("uninstalled", "were recorded, to be replayed 2 times"),
+        ("uninstalled", "to be replayed 2 times"),
         ("twice", "layer 1 sends token 0 to the same expert twice: [5, 5]"),
         ("lost", "no routes for 1 of its"),
     ],
