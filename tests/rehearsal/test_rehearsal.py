@@ -13,7 +13,7 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
-from mindspeed_qerl.layout.memory import estimate, terms
+from mindspeed_qerl.layout.memory import estimate
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
