@@ -268,23 +268,12 @@ def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
         injector.remove()
 
 
-def test_sync_between_remove_and_apply_is_the_contract():
-    model, other = norms(), norms(value=2.0)
-    injector = NoiseInjector(model, always(0.05), "*", seed=0)
-    injector.apply(1)
-    injector.remove()
-    model.load_state_dict(other.state_dict())
-    injector.apply(2)
-    injector.remove()
-    assert torch.equal(weights(model), torch.full((4 * 4096,), 2.0))
-
-
 def test_logs_names_once_and_each_application(caplog):
     caplog.set_level(logging.INFO)
     injector = NoiseInjector(norms(), always(0.05), "*", seed=0)
     injector.apply(1)
     injector.apply(2)
-    assert caplog.text.count("AQN targets 4 RMSNorm layers (4 other): 0, 1, 2, 3") == 1
+    assert caplog.text.count("AQN targets 4 RMSNorm layers: 0, 1, 2, 3") == 1
     assert caplog.text.count("Applied noise to 4 RMSNorm layers: sigma 0.05, measured std 0.0") == 2
 
 
