@@ -268,6 +268,17 @@ def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
         injector.remove()
 
 
+def test_sync_between_remove_and_apply_is_the_contract():
+    model, other = norms(), norms(value=2.0)
+    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector.apply(1)
+    injector.remove()
+    model.load_state_dict(other.state_dict())
+    injector.apply(2)
+    injector.remove()
+    assert torch.equal(weights(model), torch.full((4 * 4096,), 2.0))
+
+
 def test_logs_names_once_and_each_application(caplog):
     caplog.set_level(logging.INFO)
     injector = NoiseInjector(norms(), always(0.05), "*", seed=0)
