@@ -55,32 +55,13 @@ GARBAGE = (
 def small(family: str) -> ModelShape:
     """Sizes that no two of which are equal, so that none can be mistaken for another."""
     moe, own = FAMILIES[family].experts, FAMILIES[family].own_head_dim
-    shape = ModelShape(
-        "small",
-        family,
-        3,
-        96,
-        6,
-        2,
-        24 if own else 16,
-        0 if moe else 80,
-        112,
-        5e5,
-        False,
-        64,
-        rms_norm_eps=2e-5,
-    )
-    if not moe:
-        return shape
-    shared = 120 if FAMILIES[family].shared_expert else 0
-    return replace(
-        shape,
-        num_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=40,
-        shared_expert_intermediate_size=shared,
-        norm_topk_prob=True,
-    )
+    more = {"rms_norm_eps": 2e-5}
+    if moe:
+        more |= dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40)
+        more["shared_expert_intermediate_size"] = 120 if FAMILIES[family].shared_expert else 0
+        more["norm_topk_prob"] = True
+    head_dim, width = 24 if own else 16, 0 if moe else 80
+    return ModelShape("small", family, 3, 96, 6, 2, head_dim, width, 112, 5e5, False, 64, **more)
 
 
 def hf(shape: ModelShape):
