@@ -24,7 +24,9 @@ QWEN3_30B_A3B = ModelShape(
 )
 # rope_theta of the 2507 models is believed, not known: read_shape of the model's own directory
 # decides
-LONGER = dict(rope_theta=1e7, max_position_embeddings=262144)
+QWEN3_30B_A3B_2507 = replace(
+    QWEN3_30B_A3B, name="qwen3_30b_a3b_2507", rope_theta=1e7, max_position_embeddings=262144
+)
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
@@ -33,5 +35,5 @@ QWEN3_MOE = Family(
     experts=True,
     conversion=Conversion("convert_ckpt_v2.py", "qwen3-moe", ("--moe-grouped-gemm",)),
     adaptor=Adaptor("Qwen3MoeMVWeightAdaptor"),
-    named=(QWEN3_30B_A3B, replace(QWEN3_30B_A3B, name="qwen3_30b_a3b_2507", **LONGER)),
+    named=(QWEN3_30B_A3B, QWEN3_30B_A3B_2507),
 )

@@ -30,8 +30,10 @@ def _dispatch_is_at_most_a_share(layout: Layout, plan: Plan) -> str:
 
 def _rollout_share_by_dispatch(layout: Layout, plan: Plan) -> str | None:
     size = plan.dispatch("actor_rollout")
+    if not size:
+        return None
     prompts = plan.batch.global_batch_size // max(layout.infer_dp, 1)
-    return size and indivisible(
+    return indivisible(
         "answers of a vLLM replica",
         prompts * plan.batch.samples_per_prompt,
         f"actor_rollout_dispatch_size {size}",

@@ -78,10 +78,9 @@ def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
     """The layout with the inference sizes that are not among the `given` names chosen: the best
     that is legal, or training's if none is; and with the nearest batch to 64 prompts.
     """
-    chosen = {"infer_tp": layout.tp, "infer_ep": layout.ep}
-    for name in chosen.keys() & given:
-        chosen[name] = getattr(layout, name)
-    plan = new_plan(shape, replace(layout, **chosen))
+    infer_tp = layout.infer_tp if "infer_tp" in given else layout.tp
+    infer_ep = layout.infer_ep if "infer_ep" in given else layout.ep
+    plan = new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep))
     legal = []
     for candidate in map(fit_batch, rollout_layouts(plan)):
         as_given = all(getattr(candidate.layout, name) == getattr(layout, name) for name in given)
@@ -102,8 +101,8 @@ def _candidates(
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
             for ep in _divisors(world // tp // pp) if shape.moe else (1,):
-                sizes = dict(tp=tp, pp=pp, ep=ep, infer_tp=tp, infer_ep=ep)
-                layout = Layout(world, ranks_per_node=ranks_per_node, **sizes)
+                layout = Layout(world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep)
+                layout = replace(layout, ranks_per_node=ranks_per_node)
                 yield new_plan(shape, layout, Batch(), lora)
 
 

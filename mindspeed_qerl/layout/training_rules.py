@@ -190,7 +190,10 @@ TRAINING = (
         lambda layout, plan: (
             layout.cp > 1
             and indivisible(
-                "tokens of seq_length", plan.batch.seq_length, f"2 x CP {layout.cp}", 2 * layout.cp
+                "tokens of seq_length",
+                plan.batch.seq_length,
+                f"2 x CP {layout.cp} = {2 * layout.cp}",
+                2 * layout.cp,
             )
         ),
     ),
