@@ -187,7 +187,7 @@ def plot_memory(bars: Mapping[str, Memory], title: str, file: Path) -> None:
             heights = [memory.total(moment, kind) / GB for moment in MOMENTS]
             drawn = axes.bar(MOMENTS, heights, bottom=tops, color=color, label=kind)
             tops = [top + height for top, height in zip(tops, heights)]
-        axes.bar_label(drawn, fmt="%.0f", fontsize=8)
+        axes.bar_label(drawn, [f"{top:.0f}" for top in tops], fontsize=8)
         axes.axhline(memory.capacity / GB, color="black", linestyle="--")
         axes.set_title(text, fontsize=9)
         axes.tick_params(axis="x", rotation=45, labelsize=8)
