@@ -118,7 +118,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("aqn.restart_every", "epochs", "restart_every must be an integer >= 1, not 'epochs'"),
+        ("aqn.restart_every", "epochs", "restart_every = 'epochs' must be integers >= 1"),
         ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
         ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3] must be dict"),
         (
@@ -139,7 +139,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             1,
             "unknown key in rl_config: 'lora_r', did you mean 'megatron_training.lora_r'",
         ),
-        ("aqn.sigma_start", -1.0, "sigma_start must be a finite number >= 0"),
+        ("aqn.sigma_start", -1.0, "sigma_start = -1.0 must be above 0"),
         ("aqn.enabled", "yes", "aqn.enabled = 'yes' must be bool"),
         (
             "megatron_training.lora_target_modules",
