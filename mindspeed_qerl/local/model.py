@@ -13,7 +13,7 @@ from torch import nn
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.families.tensors import Mapping, mappings
+from mindspeed_qerl.families.tensors import ParameterMapping, mappings
 from mindspeed_qerl.recipe.types import Layout
 
 
@@ -63,7 +63,7 @@ class SkipPrompts(nn.Module):
 
 def build_model(
     model_dir: str | Path, dtype: torch.dtype, layout: Layout, recompute_layers: int
-) -> tuple[nn.Module, list[Mapping], range, range]:
+) -> tuple[nn.Module, list[ParameterMapping], range, range]:
     """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's
     parallel state must be that of `layout`.
 
@@ -241,7 +241,7 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
-    table: Iterable[Mapping],
+    table: Iterable[ParameterMapping],
     checkpoint: Checkpoint,
     tp_rank: int = 0,
     tp_size: int = 1,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindspeed_qerl.families.tensors import Mapping
+from mindspeed_qerl.families.tensors import ParameterMapping
 from mindspeed_qerl.local.checkpoint import write_tensors
 from mindspeed_qerl.local.place import Place
 from mindspeed_qerl.lora.adapters import LoRALinear, lora_layers
@@ -29,7 +29,9 @@ class ShardedAdapters:
 
     optimizer: torch.optim.Optimizer  # of the adapters
 
-    def __init__(self, model: nn.Module, table: Iterable[Mapping], place: Place, buffer: int):
+    def __init__(
+        self, model: nn.Module, table: Iterable[ParameterMapping], place: Place, buffer: int
+    ):
         self.model, self.place = model, place
         self.table = {mapping.megatron: mapping for mapping in table}
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
@@ -37,9 +39,9 @@ class ShardedAdapters:
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
         self.parts = self._divided(buffer)
 
-    def _divided(self, buffer: int) -> list[list[tuple[Mapping, LoRALinear]]]:
+    def _divided(self, buffer: int) -> list[list[tuple[ParameterMapping, LoRALinear]]]:
         """The layers in parts whose merged weights fill the buffer, or are a single larger one."""
-        parts: list[list[tuple[Mapping, LoRALinear]]] = []
+        parts: list[list[tuple[ParameterMapping, LoRALinear]]] = []
         filled = math.inf
         for mapping, layer in self.owned:
             base = layer.base_layer
@@ -94,7 +96,7 @@ class ShardedAdapters:
         return factors
 
     def whole(
-        self, mapping: Mapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor
+        self, mapping: ParameterMapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(A, B) whole, from this rank's parts of both, of their gradients or their moments; None
         where another rank hands them over.
@@ -143,7 +145,7 @@ class ShardedAdapters:
         return factor, state["exp_avg"], state["exp_avg_sq"]
 
 
-def _target(mapping: Mapping) -> str:
+def _target(mapping: ParameterMapping) -> str:
     """linear_qkv of decoder.layers.0.self_attention.linear_qkv.weight."""
     return mapping.megatron.split(".")[-2]
 

@@ -13,7 +13,7 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
-from mindspeed_qerl.layout.memory import estimate, terms
+from mindspeed_qerl.layout.memory import estimate
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
@@ -28,6 +28,9 @@ from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehears
 from mindspeed_qerl.tasks.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "upstream"))
+from measure import terms
+
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
 FEW = ["rehearsal.enabled=true", "rehearsal.layers=6", "engine=local"]
 

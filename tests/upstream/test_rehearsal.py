@@ -6,9 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from measure import terms
 from rehearsal import LAYERS, NOISY_NORMS, finished, make_config, run_engine, run_script
 
-from mindspeed_qerl.layout.memory import estimate, settings_of, terms
+from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
