@@ -18,6 +18,7 @@
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -215,10 +216,18 @@ class RunDirectory:
     def _newest_first(
         cls, parent: Path, config: dict, may_change: Iterable[str] = ()
     ) -> Iterator[Self]:
-        """The runs of `config` below `parent`; their names begin with their dates."""
+        """The runs of `config` below `parent`; their names begin with their dates. Damaged ones are
+        left out, and named on the screen.
+        """
         for file in sorted(parent.glob("*/status.json"), reverse=True):
             run = cls(file.parent)
-            if not run._other_config(config, may_change):
+            try:
+                run.status()
+                is_other = run._other_config(config, may_change)
+            except (OSError, ValueError) as error:
+                print(f"warning: {run.path} is skipped: {error}", file=sys.stderr, flush=True)
+                continue
+            if not is_other:
                 yield run
 
     @classmethod
@@ -233,8 +242,12 @@ class RunDirectory:
         return run
 
     def config(self) -> dict[str, Any]:
-        """The resolved config of the run."""
-        return yaml.safe_load(self.config_file.read_text(encoding="utf-8"))
+        """The resolved config of the run. ValueError for a damaged file."""
+        try:
+            return dict(yaml.safe_load(self.config_file.read_text(encoding="utf-8")))
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            words = " ".join(str(error).split())
+            raise ValueError(f"{self.config_file} is damaged: {words}") from error
 
     def status(self) -> dict[str, Any]:
         """The content of status.json. A run that was killed outright still says "running"."""

@@ -63,6 +63,8 @@ from typing import Any, Self
 from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
+WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
+
 
 class MetricsWriter:
     """A context manager that writes the metrics of one run to its jsonl files, to TensorBoard, and
@@ -150,7 +152,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a file written by MetricsWriter; a missing file has none.
 
     A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any
-    other line that is not JSON raises ValueError with file and line.
+    other line that is not a JSON object raises ValueError with file and line.
     """
     path = Path(path)
     if not path.exists():
@@ -159,8 +161,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+            nonfinite = row.pop("nonfinite", {})
+            rows.append(row | {name: float(text) for name, text in nonfinite.items()})
+        except (ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
                 "Remove the line to read the rest"
@@ -181,14 +185,24 @@ def _as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 def _append(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
     with open(file, "a", encoding="utf-8") as lines:
-        lines.writelines(json.dumps({"step": step, **row}) + "\n" for row in rows)
+        lines.writelines(_line({"step": step, **row}) for row in rows)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    nonfinite = {}
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[name] = str(value)
+    if nonfinite:
+        row = {**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _discard_after(file: Path, step: int) -> None:
     """Move the rows of steps after `step` to discarded/, behind those of earlier resumptions."""
     kept, discarded = "", ""
     for row in read_jsonl(file):
-        line = json.dumps(row) + "\n"
+        line = _line(row)
         if row["step"] <= step:
             kept += line
         else:
@@ -204,12 +218,19 @@ def _discard_after(file: Path, step: int) -> None:
 def _start_wandb(run: RunDirectory, project: str) -> Any:
     import wandb
 
-    wandb_run = wandb.init(
-        project=project,
-        name=run.path.name,
-        group=run.path.parent.name,
-        dir=run.path,
-        config=run.config(),
-    )
+    try:
+        wandb_run = wandb.init(
+            project=project,
+            name=run.path.name,
+            group=run.path.parent.name,
+            dir=run.path,
+            config=run.config(),
+            settings=wandb.Settings(init_timeout=WANDB_SECONDS),
+        )
+    except wandb.errors.Error as error:
+        raise ConnectionError(
+            f"W&B does not take project {project!r}: {error}. With WANDB_MODE=offline it is "
+            "written to the run directory; run.wandb_project=null is a run without it"
+        ) from error
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run
