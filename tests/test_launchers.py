@@ -368,7 +368,7 @@ def test_a_port_that_can_be(machine):
             "megatron_training.tokenizer_name_or_path is missing",
         ),
         ("task=null", "task.train_file = '' must be a path"),
-        ("actor_config.load=5", "actor_config.load = 5: Input should be a valid string"),
+        ("actor_config.load=[5]", "actor_config.load = [5]: Input should be a valid string"),
         ("engine=foo", "unknown engine 'foo'"),
         (
             "engine=local",

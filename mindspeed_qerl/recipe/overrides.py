@@ -63,8 +63,12 @@ def nearest(key: str, known: Mapping[str, Collection[str]], config: Mapping[str,
     def rank(path: str) -> tuple[bool, bool]:
         return at(path, config) is None, path.rpartition(".")[0] != section
 
-    near = difflib.get_close_matches(SYNONYMS.get(typed, typed), places, n=1)
-    return min(places[near[0]], key=rank) if near else ""
+    typed = SYNONYMS.get(typed, typed)
+    for names in ([typed], known.get(section, ()), places):
+        near = difflib.get_close_matches(typed, set(names) & places.keys(), n=1)
+        if near:
+            return min(places[near[0]], key=rank)
+    return ""
 
 
 def at(path: str, config: Mapping[str, Any]) -> Any:

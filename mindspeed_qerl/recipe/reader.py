@@ -123,8 +123,8 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Fault]:
             yield Fault("value", message, f"model.{name}")
     for key in ("megatron_training.model", "actor_config.model"):
         name = at(key, raw)
-        if name is not None and name not in models:
-            yield Fault("unknown", f"{key}: {unknown('model', name, map(str, models))}", key)
+        if name is not None and str(name) not in models:
+            yield Fault("unknown", f"{key}: {unknown('model', str(name), map(str, models))}", key)
 
 
 # ---- values ----

@@ -128,7 +128,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     [
         ("aqn.restart_every", "epochs", "restart_every = 'epochs' must be integers >= 1"),
         ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
-        ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3]: Input should be a valid mapping"),
+        ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3]: Input should be a valid dictionary"),
         (
             "aqn.multipliers_file",
             "/nowhere/profile.json",
@@ -228,7 +228,11 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
         ("megatron_training.train_iters", True, "train_iters = True: Input should be"),
         ("rl_config", 5, "section rl_config = 5 must be a mapping"),
-        ("rl_config.actor_resource", {"num_npu": 2}, "did you mean 'num_npus'"),
+        (
+            "rl_config.actor_resource",
+            {"num_npu": 2},
+            "did you mean 'rl_config.actor_resource.num_npus'",
+        ),
         (
             "rl_config.verifier_function",
             [["gsm8k"]],
