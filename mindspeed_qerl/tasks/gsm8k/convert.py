@@ -99,7 +99,7 @@ def converted(row: dict[str, Any]) -> dict[str, Any]:
     extra = row.get("extra_info")
     if isinstance(extra, dict) and {"question", "answer"} <= extra.keys():
         row = extra
-    if "question" in row:
+    if "question" in row or not {"prompt", "messages"} & row.keys():
         question, solution = check_text(row, "question"), check_text(row, "answer")
         messages = chat_messages(question)
     else:
