@@ -181,6 +181,9 @@ class RunDirectory:
         it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
         before, after = self._json("data.json"), describe_data(data_files)
+        for label in after.keys() - before.keys():
+            if not label.startswith("model/"):  # the run knew nothing of it
+                del after[label]
         kinds = {label.partition("/")[0] for label in after}
         for entries in (before, after):
             for entry in entries.values():

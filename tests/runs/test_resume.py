@@ -114,11 +114,15 @@ def test_the_newest_unfinished_run_of_a_config_is_chosen(new_run):
     assert newest() is None
 
 
-def test_a_damaged_sibling_is_named(new_run):
-    run = new_run(**CONFIG)
-    run.status_file.write_text('{"state": "fini')
-    with pytest.raises(ValueError, match=r"status\.json is damaged: .* Restore it, or move"):
-        RunDirectory.finished(run.path.parent, config=CONFIG, data_files={})
+@pytest.mark.parametrize("file", ["status.json", "config.yaml"])
+def test_a_damaged_sibling_is_named_and_not_in_the_way(new_run, capsys, file):
+    whole, damaged = new_run(**CONFIG), new_run(**CONFIG)
+    whole.finish()
+    (damaged.path / file).write_text('{"state": "fini')
+    parent = whole.path.parent
+    done = RunDirectory.finished(parent, config=CONFIG, data_files={})
+    assert done is not None and done.path == whole.path
+    assert f"warning: {damaged.path} is skipped: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
