@@ -94,8 +94,9 @@ def main() -> int:
             if args.help:
                 print(f"{usage}\n{about}")
                 return 0
-            name = next(iter(args.overrides), "NAME")
-            print(f"{usage}\n{about}\nerror: give --config-name {name}", file=sys.stderr)
+            known = compose.config_files(args.config_dir)
+            name = next((word for word in args.overrides if word in known), "NAME")
+            print(f"{usage}error: give --config-name {name}\n\n{about}", file=sys.stderr)
             return 2
         if args.keys is not None:
             print(

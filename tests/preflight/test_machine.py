@@ -131,7 +131,7 @@ def of_files(template, monkeypatch):
         ),
         (
             (NAME, "actor_config.tensor_model_parallel_size=abc", "--print-conversion"),
-            "actor_config.tensor_model_parallel_size = 'abc' must be",
+            "actor_config.tensor_model_parallel_size = 'abc': Input should be",
         ),
         (
             (NAME, "megatron_training.tokenizer_name_or_path=null", "--print-conversion"),
