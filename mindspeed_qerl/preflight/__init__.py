@@ -121,6 +121,6 @@ def print_table(checks: list[Check], title: str, console: Console) -> None:
     names = [plain(check.name) for check in checks if check.state == FAILED]
     names = [name for name in names if name in ACCEPTABLE]
     if names:
-        words = f"If a check is wrong about this machine: --accept NAME, of {', '.join(names)}"
-        console.print(Text(f"\n{words}; the run directory keeps it"), soft_wrap=True)
+        words = f"If a check is wrong about this machine: --accept NAME (one of {', '.join(names)})"
+        console.print(Text(f"\n{words}; the run directory records it"), soft_wrap=True)
     console.print(Text(f"\n{headline(checks)}"))

@@ -107,8 +107,10 @@ def converted(machine: Machine, case: Case, name: str, key: str) -> Check:
     try:
         rows = read_rows(file)
     except (OSError, ValueError) as error:
-        folder = quoted(Path(file).parent)
-        fix = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {folder}"
+        folder, model = Path(file).parent, Path(case.recipe.model.path)
+        fix = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {quoted(folder)}"
+        if folder.parent == model:  # of the quickstart
+            fix = f"python tools/make_tiny_model.py --output {quoted(model)}"
         return failed(str(error), fix)
     return passed(f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
 

@@ -104,7 +104,7 @@ def hydra_override(override: str, folders: list[Path], chosen: Collection[str]) 
         return override
     key, equals, value = override.lstrip("+").partition("=")
     if not key or not equals:
-        raise ConfigError(f"{override!r} is no override: write key=value")
+        raise ConfigError(f"{override!r} is not an override: write key=value, without dashes")
     options = {file.stem for folder in folders for file in (folder / key).glob("*.yaml")}
     if not options or value.startswith("{"):
         return f"++{quoted(f'{key}={value}')}"

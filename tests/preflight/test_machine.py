@@ -131,7 +131,7 @@ def of_files(template, monkeypatch):
         ),
         (
             (NAME, "actor_config.tensor_model_parallel_size=abc", "--print-conversion"),
-            "actor_config.tensor_model_parallel_size = 'abc' must be",
+            "actor_config.tensor_model_parallel_size = 'abc': Input should be",
         ),
         (
             (NAME, "megatron_training.tokenizer_name_or_path=null", "--print-conversion"),
@@ -161,7 +161,7 @@ def test_the_command(ready, of_files, tool, capsys):
     for group in GROUPS:
         assert re.search(rf"^│ {group} ", output, re.MULTILINE)
     assert output.rstrip().splitlines()[-1].startswith("2 failed, 1 warning, ")
-    assert "--accept NAME, of cann; the run directory keeps it" in output
+    assert "--accept NAME (one of cann); the run directory records it" in output
     tool(Box(acl=15), *of_files, "--json")
     told = json.loads(capsys.readouterr().out)
     assert told["config"] == NAME and told["summary"].startswith("2 failed")
