@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -284,6 +285,8 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
         files[str(contract.TABLE)] = _stand_ins(
             folder, "vllm_ascend.vllm_ascend_C" not in box.raises
         )
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{suffix}").touch()
     if box.installed:
         info = folder / "site" / "vllm_ascend-0.11.0.dist-info"
         info.mkdir()

@@ -655,6 +655,7 @@ VERSIONS = [
         FAILED,
         "cannot be imported here",
         before=path_without("/MindSpeed"),
+        besides=("imports of a worker",),
     ),
     importing(
         "the driver's libraries are not on LD_LIBRARY_PATH",

@@ -68,7 +68,6 @@ CASES = [
         "davinci1: python3.11 (process 632269, 416 MB); davinci7: python3.11 (process NA, 416 MB)",
         {},
     ),
-    ({"shell": {LIST: SIXTEEN}}, LIST, PASSED, "16 entries", {}),
     ({"shell": {LIST: f"1,0,{SIXTEEN[4:]}"}}, LIST, FAILED, "straight to set_device", {}),
     ({"shell": {LIST: "0-15"}}, LIST, FAILED, "1 entries: 0-15", LOST | {"Ray": WARNING}),
     # Ray
