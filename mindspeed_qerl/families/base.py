@@ -25,6 +25,7 @@ ALIKE = {
 }
 # what a config.json must state, since the default is another model's
 STATED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+MOST_LAYERS = 10_000
 STATED_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
@@ -170,6 +171,9 @@ class Family:
         missing = [key for key in (*STATED, *needed) if key not in stated]
         if missing:
             raise ConfigError(f"{name}: config.json does not state {', '.join(missing)}")
+        layers = config["num_hidden_layers"]
+        if not isinstance(layers, int) or layers > MOST_LAYERS:  # transformers makes a list of them
+            raise ConfigError(f"{name}: num_hidden_layers = {layers!r} is no number of layers")
         try:
             values = resolve(config)
             shape = self._shape(values, name)
