@@ -150,7 +150,8 @@ def _part(kind: Any, values: Values, computed: Mapping[str, Any], faults: list[F
             name, *inside = each["loc"]
             if name in places:  # else a default that follows from a value at fault
                 place = ".".join([places[name], *map(str, inside)])
-                message = f"{place} = {each['input']!r}: {each['msg']}"
+                reason = each["msg"].removeprefix("Value error, ")
+                message = f"{place} = {each['input']!r}: {reason}"
                 faults.append(Fault("value", message, places[name]))
             given.pop(name, None)
         return kind(**given)

@@ -159,7 +159,7 @@ def test_layer_lists_and_dispatch_sizes(raw):
             "megatron_training",
             "num_layer_list",
             "a,b",
-            "num_layer_list = 'a,b' must be whole numbers",
+            "num_layer_list = 'a,b': must be whole numbers",
         ),
         (
             "rl_config",

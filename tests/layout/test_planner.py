@@ -160,7 +160,7 @@ def test_pipeline_waits_for_its_slowest_stage():
     the bubble.
     """
     shape = replace(DENSE, num_hidden_layers=4)
-    plan = new_plan(shape, Layout(4, pp=4), Batch(64, 64, samples_per_prompt=1))
+    plan = new_plan(shape, Layout(4, pp=4), Batch(32, 32, samples_per_prompt=2))
     work = planner.stage_work(plan)
     assert work[0] == work[1] == work[2]
     assert work[3] - work[0] == shape.vocab_size * shape.hidden_size
