@@ -228,8 +228,9 @@ class LocalEngine:
         way.
         """
         processes, rollout = self.processes, self.processes.rollout
+        parts = self.sync_parts
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
-        for part in range(self.sync_parts):
+        for part in range(parts):
             merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
             processes.gather(merged)
             processes.gather(loading)

@@ -95,7 +95,7 @@ def test_what_the_blocks_of_a_format_fill_they_fill_in_the_narrow_model(composed
     for format in ("nvfp4", "mxfp4", "int8_w8a8"):
         raw = composed(name, f"rollout_quantization={format}")
         if format == "int8_w8a8" and plan_to_rehearse(*read(raw)).shape.moe:
-            with pytest.raises(ConfigError, match="int8 experts"):
+            with pytest.raises(ConfigError, match="int8_w8a8' with experts"):
                 prepare(*read(raw))
         else:
             assert prepare(*read(raw))[0].quantization.format == format
@@ -166,7 +166,7 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
     for fault in (
         "experts_by_training_ranks",
         "did you mean 'gsm8k'",
-        "did you mean 'linear_qkv'",
+        "Input should be 'linear_qkv'",
         "rehearsal.steps = 0",
         "nowhere.parquet",
     ):
