@@ -212,7 +212,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         (
             "megatron_training.num_layer_list",
             "1,one",
-            "num_layer_list = '1,one': Value error, must be whole numbers",
+            "num_layer_list = '1,one': must be whole numbers",
         ),
         ("actor_config.lr", "fast", "actor_config.lr = 'fast': Input should be a valid number"),
         ("actor_config.lr", float("nan"), "actor_config.lr = nan: Input should be a finite"),
