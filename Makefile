@@ -42,10 +42,10 @@ train: install
 
 test: install-dev lint
 	$(PY) -m pytest $(TWO)
-# Three quarters of an hour on 2 cores. Only here, marked `full`: five more layouts against transformers; whole runs on the real GSM8K, of
-# docs/own_task.md, with large steps, made twice, with a killed driver or rollout engine, a killed sweep, SIGTERM, a noise target that is nowhere; a launcher stopped
-# by kill and by a scheduler; two nodes; most of the broken boxes; a rehearsal of two stages, a rehearsed model of 48 layers; a dense model on
-# two rollout engines; two families on foreign hardware; a Ray whose driver is killed; the verifier on megabytes. And twenty runs that are killed and resumed.
+# Three quarters of an hour on 2 cores. Only here, marked `full`: five more layouts against transformers; whole runs of
+# docs/own_task.md, made twice, with a killed driver or rollout engine, a killed sweep, SIGTERM, a noise target that is nowhere; a launcher stopped
+# by kill and by a scheduler; two nodes; most of the broken boxes; a rehearsal of two stages, a rehearsed model of 48 layers; two
+# families on foreign hardware; a Ray whose driver is killed; the verifier on megabytes. And twenty runs that are killed and resumed.
 test-full: install-dev lint
 	$(PY) -m pytest $(TWO) -m "full or not full"
 	$(PY) tests/local/endurance.py --kills 20

@@ -83,7 +83,8 @@ def measure_rank(rank: int, recipe, setting, pairs: int, folder: str) -> None:
     torch.set_num_threads(1)
     trainer = TrainRank(recipe, rank, f"file://{folder}/rendezvous")
     batch = batch_of(setting)
-    shards = [batch.rows(deal(batch.lengths, recipe.layout.dp)[rank])]
+    [rows] = deal(batch.lengths, len(batch), recipe.layout.dp)[rank]
+    shards = [batch.rows(rows)]
 
     def update(**changed) -> tuple[float, float]:
         with mock.patch.multiple(module, **changed) if changed else contextlib.nullcontext():

@@ -46,19 +46,19 @@ def arguments() -> argparse.ArgumentParser:
         "-cn",
         "--config-name",
         metavar="NAME",
-        help="a config of configs/, or of the folder `configs` where you are",
+        help="a config of this repository's configs/, or of ./configs",
     )
     parser.add_argument(
         "-cd",
         "--config-dir",
         metavar="DIR",
-        help="a folder with configs of yours, in place of that `configs`",
+        help="a folder of your own configs, used instead of ./configs",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="a key with another value, aqn=off for another part, ~key to drop one",
+        help="a key with another value, aqn=off to choose another variant of a section, ~key to drop one",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(
@@ -75,7 +75,7 @@ def arguments() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="print the keys of the config with their values, or all of a section",
+        help="print every key of a section, those that the config sets with their values",
     )
     instead.add_argument("-c", "--cfg", choices=["job"], help="print the resolved config")
     return parser
@@ -91,8 +91,13 @@ def main() -> int:
             about = describe.list_of_configs(args.config_dir)
             if args.config_name:
                 about = describe.text_of_config(*chosen)
-            print(f"{usage}\n{about}", file=sys.stdout if args.help else sys.stderr)
-            return 0 if args.help else 2
+            if args.help:
+                print(f"{usage}\n{about}")
+                return 0
+            known = compose.config_files(args.config_dir)
+            name = next((word for word in args.overrides if word in known), "NAME")
+            print(f"{usage}error: give --config-name {name}\n\n{about}", file=sys.stderr)
+            return 2
         if args.keys is not None:
             print(
                 describe.list_of_keys(args.config_name, args.keys, args.overrides, args.config_dir)
@@ -124,6 +129,8 @@ def sweep(args: argparse.Namespace) -> int:
     name, folder = args.config_name.removesuffix(".yaml"), args.config_dir
     combinations = compose.combinations(name, args.overrides, folder)
     configs = [compose.compose(name, overrides, folder) for overrides in combinations]
+    for raw in configs:
+        sweep.check(raw)
     command = [sys.argv[0], "--config-name", name]
     if folder:
         command += ["--config-dir", folder]

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import engine_of
-from mindspeed_qerl.recipe.reader import read
+from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -27,30 +24,31 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 Outcome = tuple[str, str, RunDirectory | None]
 
 
+def check(raw: dict[str, Any]) -> None:
+    """ConfigError for a resolved config that no run of a sweep can have: one with faults, or a
+    rehearsal, whose run has another config than was asked for, so that it could not be found again.
+    """
+    if read_recipe(raw).rehearsal.enabled:
+        raise ConfigError(
+            "rehearsal.enabled=true with --multirun: rehearse one config at a time, without "
+            "--multirun"
+        )
+
+
 def run_one(
     raw: dict[str, Any], name: str, overrides: Sequence[str], command: Sequence[str]
 ) -> Outcome:
     """Run one config of a sweep, unless a run of it is finished; resume one that stopped.
 
     `raw` is its resolved config, `name` the config's name, `overrides` what makes it this one,
-    `command` what runs the config without them. KeyboardInterrupt if the run was interrupted;
-    ConfigError for a rehearsal, whose run has another config than was asked for, so that it could
-    not be found again.
+    `command` what runs the config without them. KeyboardInterrupt if the run was interrupted.
     """
-    recipe, _ = read(raw)  # the run itself says what is wrong with it
-    if recipe.rehearsal.enabled:
-        raise ConfigError(
-            "rehearsal.enabled=true with --multirun: rehearse one config at a time, without "
-            "--multirun"
-        )
     what = " ".join(overrides)
     if done := finished(raw, name):
         print(f"sweep: {what}: finished before, in {done.path}", flush=True)
         return what, "finished before", done
     print(f"sweep: {what}", flush=True)
-    words = [sys.executable, *command, *overrides]
-    if not any(override.startswith("run.resume=") for override in overrides):
-        words.append("run.resume=auto")
+    words = [sys.executable, *command, "run.resume=auto", *overrides]
     process = subprocess.Popen(words, preexec_fn=_end_with_parent)  # noqa: PLW1509  no threads here
     try:
         code = process.wait()
@@ -65,17 +63,13 @@ def run_one(
 
 def report(outcomes: Sequence[Outcome]) -> int:
     """Print what became of each run; the sweep's exit status: 0 if all are finished, else 1."""
-    table = Table(
-        "run", "result", "held-out accuracy", "directory", title="Sweep", title_justify="left"
-    )
     for overrides, result, run in outcomes:
-        accuracy = directory = ""
+        line = f"{overrides}: {result}"
         if run:
-            directory = str(run.path)
+            line += f", in {run.path}"
             for row in read_jsonl(run.eval_file)[-1:]:
-                accuracy = f"{row['accuracy']:.3f} after step {row['step']}"
-        table.add_row(overrides, result, accuracy, directory)
-    Console().print(table)
+                line += f", held-out accuracy {row['accuracy']:.3f} after step {row['step']}"
+        print(line)
     failed = sum(result == "failed" for _, result, _ in outcomes)
     if failed:
         print(
@@ -90,7 +84,7 @@ def finished(raw: dict[str, Any], name: str) -> RunDirectory | None:
     """The newest run of the resolved config `raw`, named `name`, with the data and the model that
     are there now, that finished.
     """
-    recipe, _ = read(raw)
+    recipe = read_recipe(raw)
     parent = Path(recipe.run.root) / (recipe.run.name or name)
     try:
         return RunDirectory.finished(

@@ -1,15 +1,11 @@
 """A run on one page: check the config, make the run directory, call the engine, report."""
 
-import errno
-import os
-import re
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
@@ -22,9 +18,7 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import read_packed_rows
-from mindspeed_qerl.tasks.rows import Row, read_rows
-
-FULL = {errno.ENOSPC, errno.EDQUOT}  # what a file system says that has no room
+from mindspeed_qerl.tasks.rows import read_rows
 
 
 def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
@@ -48,23 +42,19 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         if not rehearsed:
             examine_for_engine(recipe, found)
         found.raise_faults()
-        faults, warnings = check_task(recipe.task, _training_rows(recipe))
-        found.faults += faults
+        if engine_of(recipe).UPSTREAM:
+            rows = read_packed_rows(recipe.task.data_path)
+        else:
+            rows = read_rows(recipe.task.train_file)
+        found.faults, warnings = check_task(recipe.task, rows)
         found.warnings += warnings
         found.raise_faults()
         directory, after = _directory(recipe, name, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
-        for line in _reason(error).splitlines():
+        for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
     return _train(recipe, found, name, directory, after, rehearsed)
-
-
-def _training_rows(recipe: Recipe) -> list[Row] | None:
-    """As `check_task` takes them."""
-    if engine_of(recipe).UPSTREAM:
-        return read_packed_rows(recipe.task.data_path)
-    return read_rows(recipe.task.train_file)
 
 
 def _directory(recipe: Recipe, name: str, label: str) -> tuple[RunDirectory, int | None]:
@@ -96,14 +86,19 @@ def _train(
     rehearsed: Recipe | None,
 ) -> int:
     """Train in `directory` and report; the exit code of `run`."""
+    warnings = list(found.warnings)
+    if directory.other_versions:
+        other = "; ".join(directory.other_versions)
+        warnings.append(f"the run was started with other versions: {other}")
+    if found.unused and not rehearsed:  # a rehearsal's report names them
+        warnings.append(
+            f"the {recipe.engine} engine does not use {', '.join(found.unused)} (`python -m "
+            "mindspeed_qerl.recipe.keys` says why)"
+        )
+    settings, started = recipe.run, time.perf_counter()
     try:
-        metrics = MetricsWriter(directory, recipe.run.tensorboard, recipe.run.wandb_project, after)
-    except Exception as error:  # noqa: BLE001  a missing package, or W&B's own refusal
-        return _stop(directory, _reason(error))
-    warnings = _warnings(recipe, found, directory, metrics, rehearsed is not None)
-    started = time.perf_counter()
-    try:
-        with metrics, Progress(recipe.run.train_iters, name) as progress:
+        writer = MetricsWriter(directory, settings.tensorboard, settings.wandb_project, after)
+        with writer as metrics, Progress(settings.train_iters, name) as progress:
             progress.message(f"Run directory: {directory.path}")
             for warning in warnings:
                 progress.message(f"Warning: {warning}")
@@ -111,16 +106,10 @@ def _train(
         directory.record(train_seconds=time.perf_counter() - started)
         directory.finish()
     except KeyboardInterrupt:
-        return _stop(directory, "interrupted", code=130, message=how_to_resume(directory))
-    except (ConfigError, EngineError) as error:
+        return _stop(directory, how_to_resume(directory), code=130)
+    except (ConfigError, EngineError, OSError, ImportError) as error:  # a full disk, no package
         return _stop(directory, str(error))
     except BaseException as error:
-        if _is_full(error):
-            return _stop(
-                directory,
-                _reason(error),
-                message=f"{_reason(error)}.\nThe run was {how_to_resume(directory)}",
-            )
         _fail(directory, f"{type(error).__name__}: {error}")
         raise
     _report(directory)
@@ -142,91 +131,38 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
         config=dict(recipe.sections),
         may_change=engine_of(recipe).MAY_CHANGE,
     )
-    path, what = None, "no run of this config stopped with a checkpoint; a new one begins"
-    if run:
-        path = str(run.path)
-        what = f"resumes {path}"
-    print(f"run.resume=auto: {what}", flush=True)
+    path = str(run.path) if run else None
+    print(f"run.resume=auto: {path or 'nothing to resume, a new run begins'}", flush=True)
     sections = {**recipe.sections, "run": {**recipe.sections["run"], "resume": path}}
     return replace(recipe, run=replace(recipe.run, resume=path), sections=sections)
 
 
-def _warnings(
-    recipe: Recipe, found: Found, directory: RunDirectory, metrics: MetricsWriter, rehearsed: bool
-) -> list[str]:
-    """What a run says before it begins."""
-    warnings = list(found.warnings)
-    if metrics.missing_steps:
-        steps = ", ".join(map(str, metrics.missing_steps))
-        warnings.insert(
-            0,
-            f"metrics.jsonl has lost the rows of steps {steps}; the training is whole, tables and "
-            "pictures lack these steps",
-        )
-    if other := directory.other_versions:
-        more = f"; {len(other) - 5} more" if len(other) > 5 else ""
-        warnings.append(
-            f"the run was started with other versions: {'; '.join(other[:5])}{more} "
-            "(versions.before.json)"
-        )
-    if found.unused and not rehearsed:  # a rehearsal's report names them
-        unused = ", ".join(found.unused)
-        warnings.append(
-            f"the {recipe.engine} engine does not use {unused} (`python -m "
-            "mindspeed_qerl.recipe.keys` says why)"
-        )
-    return warnings
-
-
 def how_to_resume(directory: RunDirectory) -> str:
-    """What an interrupted run says: the step that it reached, the command that resumes it, and the
-    step that it resumes after.
-    """
+    """What an interrupted run says: the step that it reached, and how it goes on after which."""
     step, checkpoints = directory.status()["step"], whole_checkpoints(directory.checkpoints_dir)
     if not checkpoints:
         return (
             f"interrupted after step {step}, before the first checkpoint "
             "(megatron_training.save_interval): the same command starts anew"
         )
-    command = [part for part in sys.orig_argv if not re.match(r"\+{0,2}run\.resume=", part)]
     return (
-        f"interrupted after step {step}; resume with\n  "
-        f"{shlex.join([*command, 'run.resume=auto'])}\nIt continues after step {checkpoints[-1]}, "
-        "the last checkpoint"
+        f"interrupted after step {step}. The same command with run.resume=auto continues after "
+        f"step {checkpoints[-1]}, the last checkpoint"
     )
 
 
 def _report(directory: RunDirectory) -> None:
-    from mindspeed_qerl.runs.report import (
-        write_report,
-    )  # with Matplotlib, which a refusal need not wait for
+    # with Matplotlib, which a refusal need not wait for
+    from mindspeed_qerl.runs.report import write_report
 
     try:
         write_report(directory)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a damaged row of metrics.jsonl, which the message names
-        room = ". Make room, then" if _is_full(error) else ". Then"
+    except (OSError, ValueError) as error:  # a full disk, a damaged row of metrics.jsonl
         print(
-            f"\nwarning: the report cannot be written: {error}{room}\n"
-            f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}",
+            f"\nwarning: the report cannot be written: {error}. Later:\n"
+            f"  python -m mindspeed_qerl.runs.report {directory.path}",
             file=sys.stderr,
         )
-
-
-def _is_full(error: BaseException) -> TypeGuard[OSError]:
-    return isinstance(error, OSError) and error.errno in FULL
-
-
-def _reason(error: BaseException) -> str:
-    """An error's own words; with advice where they are the system's alone, which has no room."""
-    if _is_full(error) and error.strerror == os.strerror(error.errno or 0):
-        return (
-            f"{error}: the disk of the run directory, or of temporary files, is full. Make room "
-            "there"
-        )
-    return str(error)
 
 
 def _fail(directory: RunDirectory, reason: str) -> None:
@@ -236,12 +172,12 @@ def _fail(directory: RunDirectory, reason: str) -> None:
         print(f"\nwarning: status.json cannot be written: {error}", file=sys.stderr)
 
 
-def _stop(directory: RunDirectory, reason: str, code: int = 1, message: str | None = None) -> int:
+def _stop(directory: RunDirectory, reason: str, code: int = 1) -> int:
     _fail(directory, reason)
     if directory.status()["step"] > 0:
         _report(directory)
     print(
-        f"\nerror: {message or reason}\nWhat was done until then is in {directory.path}",
+        f"\nerror: {reason}\nWhat was done until then is in {directory.path}",
         file=sys.stderr,
     )
     return code

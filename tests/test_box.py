@@ -25,7 +25,7 @@ SEVEN, THIRTY = (
     FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh",
 )
 TWO_NODES = FOLDER / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
-EIGHT = Box(dies=8, kind="910B3", soc="Ascend910B3")
+EIGHT = Box(dies=8, kind="910B3")
 # In place of python: writes down what is called, plays what is not the launcher's own, and hangs
 # where HANGS says.
 PYTHON = f"""#!/usr/bin/env bash
@@ -197,7 +197,7 @@ def test_a_check_that_is_accepted(machine, facts, tmp_path):
     assert launch(machine, box, SEVEN, tmp_path).returncode == 1
     done = launch(machine, box, SEVEN, tmp_path, "--accept=CANN", "--accept", "canns-version")
     assert done.returncode == 0, done.stdout
-    assert "│   CANN                      │ accepted [" in done.stdout
+    assert "│   CANN                      │ accepted " in done.stdout
     assert (
         Path(machine["RECORD"])
         .read_text()
@@ -520,22 +520,18 @@ def test_ctrl_c_at_every_stage(stage, words, hung, machine):
     )
 
 
-def test_sigterm_to_the_launcher_alone(hung):
-    launcher = hung("preflight.py")
-    launcher.script().terminate()
-    assert launcher.end() == 143 and left_over(launcher.box) == []
-    assert "launch: SIGTERM while the preflight runs: waiting for it to end" in launcher.output
-
-
-def test_sighup(hung, tmp_path):
-    launcher = hung("train_grpo.py", RUN=str(tmp_path / "run"))
-    launcher.script().send_signal(signal.SIGHUP)
-    assert launcher.end() == 129 and left_over(launcher.box) == []
-    assert (
-        "launch: SIGHUP while the training runs: waiting for it to end, at most 60 s"
-        in launcher.output
-    )
-    assert f"launch: {tmp_path}/run has no checkpoint yet" in launcher.output
+@pytest.mark.parametrize(
+    ("stage", "number", "words"),
+    [
+        ("preflight.py", signal.SIGTERM, "SIGTERM while the preflight runs: waiting for it to end"),
+        ("train_grpo.py", signal.SIGHUP, "SIGHUP while the training runs: waiting for it to end"),
+    ],
+)
+def test_signals_to_the_launcher_alone(stage, number, words, hung):
+    launcher = hung(stage)
+    launcher.script().send_signal(number)
+    assert launcher.end() == 128 + number and left_over(launcher.box) == []
+    assert f"launch: {words}" in launcher.output
 
 
 @pytest.mark.parametrize("what", ["Ctrl-C", "closed"])

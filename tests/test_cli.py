@@ -14,7 +14,6 @@ from mindspeed_qerl.common import entry
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
 from mindspeed_qerl.recipe.describe import list_of_keys
-from mindspeed_qerl.recipe.overrides import checked, nearest
 
 ROOT = Path(__file__).parents[1]
 TINY = "grpo_tiny_moe_cpu"
@@ -70,50 +69,14 @@ def test_help_is_quick():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("override", "meant"),
-    [
-        ("megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
-        ("+megatron_training.train_itrs=4", ["megatron_training.train_iters"]),
-        ("~megatron_training.train_itrs", ["megatron_training.train_iters"]),
-        ("megatron_trainin.train_iters=4", ["megatron_training.train_iters"]),
-        ("lora_rank=8", ["megatron_training.lora_r"]),
-        ("rl_config.lora_rank=8", ["megatron_training.lora_r"]),
-        ("rl_config.entropy_coef=0", ["rl_config.entropy_coeff"]),  # not set in the YAML
-        ("rl_config.actor_resource.num_npu=2", ["rl_config.actor_resource.num_npus"]),
-        ("generate_config.temprature=1", ["generate_config.sampling_config.temperature"]),
-        ("seeed=2", ["seed"]),
-        ("learning_rate=1e-5", ["actor_config.lr"]),
-        ("megatron_training.learning_rate=1e-5", ["actor_config.lr"]),
-        ("num_generations=4", ["rl_config.n_samples_per_prompt"]),
-        ("actor_rollout_ref.rollout.n=4", ["rl_config.n_samples_per_prompt"]),
-        ("beta=0.1", ["rl_config.init_kl_coef"]),
-        ("algorithm.kl_ctrl.kl_coef=0.1", ["rl_config.init_kl_coef"]),
-        ("max_completion_length=64", ["generate_config.sampling_config.max_tokens"]),
-        ("eval_steps=5", ["eval.every"]),
-        ("qwertyuiop=1", []),
-    ],
-)
-def test_an_unknown_key_is_refused_with_the_nearest(override, meant):
-    with pytest.raises(ConfigError) as error:
-        compose(TINY, [override])
-    first, listing = str(error.value).splitlines()
-    assert first.startswith(f"unknown key '{override.lstrip('+~').partition('=')[0]}'")
-    assert first.split("'")[3::2] == meant
-    assert (
-        listing
-        == f"`python cli/train_grpo.py --config-name {TINY} --keys [SECTION]` lists the known keys"
-    )
-    assert "use +" not in str(error.value)
-
-
 def test_all_unknown_keys_are_named_at_once():
-    done = train("--config-name", TINY, "lora_rank=8", "megatron_training.train_itrs=4")
+    """With the nearest; tests/recipe/test_reader.py has more of them."""
+    done = train("--config-name", TINY, "lora_rank=8", "+megatron_training.train_itrs=4")
     assert done.returncode == 2 and done.stdout == ""
-    assert [line.partition(",")[0] for line in done.stderr.splitlines()[:2]] == [
-        "error: unknown key 'lora_rank'",
-        "error: unknown key 'megatron_training.train_itrs'",
-    ]
+    assert (
+        "error: unknown key 'lora_rank', did you mean 'megatron_training.lora_r'?\n" in done.stderr
+    )
+    assert "did you mean 'megatron_training.train_iters'?\n" in done.stderr
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
@@ -160,10 +123,10 @@ def test_parts_of_configs(prefix):
         ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, strong"),
         ("aqn=off,qerl", "add --multirun"),
         ("seed=1,2", "add --multirun"),
-        ("aqn", "'aqn' is no override: write key=value"),
-        ("=5", "'=5' is no override: write key=value"),
-        ("seed.x=1", "unknown key 'seed.x'"),
-        ("rl_config.epochs=[", f"{TINY} with rl_config.epochs=["),
+        ("aqn", "'aqn' is not an override: write key=value, without dashes"),
+        ("=5", "'=5' is not an override: write key=value, without dashes"),
+        ("~run.nobody", "Could not delete from config. 'run.nobody' does not exist"),
+        ("rl_config.epochs=[", "See https://hydra.cc/docs"),
         ("task.prompt=${nowhere}", "nowhere"),
     ],
 )
@@ -193,28 +156,20 @@ def test_the_combinations_of_a_sweep():
         [f"rollout_correction={method}"]
         for method in ("geometric_mask", "icepop", "none", "sequence_tis", "token_tis")
     ]
-    with pytest.raises(ConfigError, match="with seed="):
-        combinations(TINY, ["seed=1,["])
-    done = train("--multirun", "--config-name", TINY, "aqn=off,loud")
-    assert done.returncode == 2 and "unknown aqn 'loud'" in done.stderr and done.stdout == "", (
-        "before the first run"
-    )
+    for override, message in (("aqn=off,loud", "unknown aqn 'loud'"), ("sed=1,2", "key 'sed'")):
+        done = train("--multirun", "--config-name", TINY, override)
+        assert done.returncode == 2 and message in done.stderr
+        assert done.stdout == "", "before the first run"
 
 
 def test_keys_with_values():
-    listed = list_of_keys(TINY, "rl_config", ["rl_config.epochs=3"]).splitlines()
-    lines = {line.partition("=")[0]: line for line in listed}
-    assert lines["rl_config.epochs"] == "rl_config.epochs=3"
-    assert "rl_config.actor_resource.num_npus=2" in " ".join(
-        listed
-    ) and "entropy_coeff" in " ".join(listed)
-    everything = list_of_keys(TINY)
-    assert (
-        "entropy_coeff" not in everything
-        and "rl_config has 94 more, not set here: --keys rl_config" in everything
-    )
-    noise = list_of_keys(TINY, "aqn", ["aqn=off"])
-    assert "aqn.enabled=false" in noise
+    listed = list_of_keys(TINY, "rl_config", ["rl_config.epochs=3"])
+    values, others = listed.split("# not set: ")
+    assert yaml.safe_load(values) == {
+        "rl_config": compose(TINY, ["rl_config.epochs=3"])["rl_config"]
+    }
+    assert "entropy_coeff" in others.split(", ")
+    assert "rl_config" in list_of_keys(TINY)
     with pytest.raises(ConfigError, match="unknown section 'rl_confg', did you mean 'rl_config'"):
         list_of_keys(TINY, "rl_confg")
 
@@ -239,25 +194,9 @@ def test_own_configs_lie_in_the_current_folder_or_where_config_dir_says(tmp_path
         compose("mine", (), "nowhere")
 
 
-def test_pure_functions_on_their_own():
-    config, known = (
-        {"a": {"x": 1}, "b": None},
-        {"": ["a", "b", "c"], "a": ["x", "y"], "c": ["spam"]},
-    )
-    assert checked(
-        ["a.x=2", "a.y=3", "c.spam=4", "b.any.name=5", "~a.x", "++a.x=1"], config, known
-    ) == ["a.x=2", "++a.y=3", "++c.spam=4", "++b.any.name=5", "~a.x", "++a.x=1"]
-    assert nearest("a.spamm", config, known) == ["c.spam"]
-    with pytest.raises(ConfigError, match="unknown key 'a.y'"):
-        checked(["~a.y"], config, known)
-
-
-def test_many_known_names_are_counted_and_few_are_listed():
+def test_many_known_names_are_not_listed():
     many = [f"name{number}" for number in range(30)]
-    assert unknown("thing", "name", many, "ask") == (
-        "unknown thing 'name', did you mean 'name9', 'name8' or 'name7'? 30 are known: ask"
-    )
-    assert unknown("thing", "zzz", many) == "unknown thing 'zzz'. 30 are known"
+    assert unknown("thing", "name", many) == "unknown thing 'name', did you mean 'name9'?"
     assert unknown("thing", "zzz", many[:3]) == "unknown thing 'zzz'. Known: name0, name1, name2"
 
 
@@ -304,13 +243,12 @@ def test_a_tool_starts_again_with_the_venv_of_its_checkout(bare_python, checkout
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 
 
-@pytest.mark.parametrize("file", ["cli/train_grpo.py", *(f"tools/{file.name}" for file in TOOLS)])
+@pytest.mark.parametrize("file", ["cli/train_grpo.py", "tools/plan_layout.py"])
 def test_without_a_venv_a_sentence_says_what_to_do(file, bare_python, checkout, tmp_path):
-    shutil.copy(ROOT / "Makefile", checkout)
     done = run(bare_python, checkout / file, "--help", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"error: {bare_python} has no hydra, numpy,")
-    assert f"`make install` in {checkout}" in done.stderr
+    assert "`make install` in a checkout" in done.stderr
 
 
 def test_an_older_python_says_which_one_is_needed(monkeypatch, capsys, tmp_path):

@@ -258,14 +258,3 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
     read.faults = ("the noise of step 3 reached no norm",)
     with pytest.raises(SystemExit, match="run: the noise of step 3 reached no norm"):
         study.run_cell("two", "other", 3, 1, tmp_path / "runs", [])
-
-
-def test_the_studies_compare_cells_that_they_have(study):
-    for each in study.STUDIES.values():
-        for cell, baseline, measure in each.comparisons:
-            assert {cell, baseline} <= each.cells.keys()
-            assert (
-                measure == "accuracy"
-                or measure in each.evaluations
-                or (measure.startswith("pass@") and "sixteen" in each.evaluations)
-            )

@@ -41,7 +41,7 @@ def main() -> int:
         "--write", action="store_true", help="write what is there to contract.yaml as the pins"
     )
     args = parser.parse_args()
-    given = {package: [root] for package in PINS if (root := getattr(args, package))}
+    given = {package: root for package in PINS if (root := getattr(args, package))}
     try:
         reports = check(given or installed())
     except ConfigError as error:
@@ -57,12 +57,11 @@ def main() -> int:
 
 
 def write(reports: list[Report]) -> int:
-    """Put the commits, contents and digests of what is there into contract.yaml; a new entry's
-    digest is any word.
+    """Put the contents and digests of what is there into contract.yaml; a new entry's digest is any
+    word.
     """
     text = TABLE.read_text(encoding="utf-8")
     for report in reports:
-        text = text.replace(report.pin.commit, report.commit or report.pin.commit)
         text = text.replace(report.pin.content, report.content)
         for finding in report.changed:
             if finding.change == "gone":
@@ -71,9 +70,7 @@ def write(reports: list[Report]) -> int:
             key, entry = f"  {finding.name or finding.file}: ", ENTRIES[finding.file][finding.name]
             text = text.replace(f"{key}{entry}\n", f"{key}{finding.digest} {finding.why}\n")
     TABLE.write_text(text, encoding="utf-8")
-    print(
-        f"wrote {TABLE}; refs, other versions and the entries of what is gone are written by hand"
-    )
+    print(f"wrote {TABLE}; commits, refs and the entries of what is gone are written by hand")
     return 0
 
 

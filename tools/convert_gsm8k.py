@@ -1,8 +1,8 @@
 """Convert GSM8K to the files that training reads.
 
 Reads a folder with train.jsonl and test.jsonl (or .parquet) of {"question", "answer"} rows, or of
-verl's or TRL's rows of GSM8K, one such file whose name begins with train or test, or a dataset of
-the Hugging Face Hub (openai/gsm8k). Writes to --output, for each split:
+verl's or TRL's rows of GSM8K, or a dataset of the Hugging Face Hub (openai/gsm8k). Writes to
+--output, for each split:
 
 --format chat (text; what the local engine and every evaluation read)
   {train,test}_chat.parquet  messages (one user turn), question, answer (canonical gold number),
@@ -50,7 +50,7 @@ def main() -> int:
         "--input",
         required=True,
         metavar="DIR_OR_HUB_NAME",
-        help="folder, file, or Hub dataset to read",
+        help="folder or Hub dataset to read",
     )
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="folder to write to; made if it is not there"
@@ -88,13 +88,11 @@ def main() -> int:
         )
     try:
         if args.format == "chat":
-            written = convert(args.input, args.output, progress=True, max_steps=args.max_steps)
+            for split, count in convert(args.input, args.output, args.max_steps).items():
+                print(f"{args.output}: {count:,} rows of {split}")
         else:
-            packed = convert_packed(
-                args.input, args.output, args.tokenizer, progress=True, max_steps=args.max_steps
-            )
-            written = [split.report(args.max_prompt_length) for split in packed]
-        print(*written, sep="\n")
+            for packed in convert_packed(args.input, args.output, args.tokenizer, args.max_steps):
+                print(packed.report(args.max_prompt_length))
     except (ValueError, OSError) as error:
         print(f"convert_gsm8k: {error}", file=sys.stderr)
         return 1

@@ -25,11 +25,16 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
-from mindspeed_qerl.recipe.features import HARDWARE_ERRORS, ROLLOUT_FORMATS, Quantization
+from mindspeed_qerl.local.evaluate import EvaluationJob, evaluate, of_run
+from mindspeed_qerl.recipe.features import (
+    HARDWARE_ERRORS,
+    ROLLOUT_FORMATS,
+    HardwareError,
+    Quantization,
+)
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
-# the fields of Evaluation that have an option: what it is, and argparse's arguments
+# the fields of EvaluationJob that have an option: what it is, and argparse's arguments
 OPTIONS: dict[str, tuple[str, dict]] = {
     "model": ("a Hugging Face model", {"metavar": "DIR"}),
     "data": (
@@ -81,7 +86,7 @@ def main() -> int:
         help="folder to make (with --run: RUN/evaluations/NAME)",
     )
     what.add_argument("--name", metavar="NAME", help="with --run (default: step<N>)")
-    defaults = {each.name: each.default for each in fields(Evaluation)}
+    defaults = {each.name: each.default for each in fields(EvaluationJob)}
     for name, (help, arguments) in OPTIONS.items():
         if defaults[name] not in (None, MISSING, False):
             help = f"{help} (default: {defaults[name]})"
@@ -141,8 +146,6 @@ def main() -> int:
         given["quantization"] = (
             None if format == "none" else chosen if run else Quantization(**chosen)
         )
-    if kinds:
-        given["hardware_error"] = {"kinds": kinds, "gaussian_std": 0.05, "block": 64} | sizes
     # what torch and vLLM say of themselves while they start: no Triton, a deprecated operator,
     # where memory is
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -150,7 +153,10 @@ def main() -> int:
     os.environ.setdefault("TORCH_LOGS", "-all")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     try:
-        evaluation = of_run(run, **given) if run else Evaluation(**given)
+        if kinds:
+            hardware = HardwareError(evaluation=tuple(kinds), **sizes)
+            given["hardware_error"] = hardware.arguments("evaluation")
+        evaluation = of_run(run, **given) if run else EvaluationJob(**given)
         if not Path(evaluation.model).is_dir():
             raise FileNotFoundError(
                 f"{evaluation.model} is no directory: give the folder of a Hugging Face model"

@@ -62,6 +62,9 @@ def main() -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"error: interrupted; {output} was not made", file=sys.stderr)
+        return 130
     print(f"{output}: {report['parameters']:,} parameters")
     return 0
 

@@ -52,8 +52,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     try:
-        packed = pack_rows(read_rows(args.rows), args.data_path, args.tokenizer, progress=True)
-    except (ValueError, OSError) as error:
+        packed = pack_rows(read_rows(args.rows), args.data_path, args.tokenizer)
+    except (ValueError, OSError, TypeError) as error:
         print(f"pack_task: {error}", file=sys.stderr)
         return 1
     print(packed.report(args.max_prompt_length))

@@ -212,35 +212,24 @@ def judge(
     asked = (
         plan if args.config_name else replace(plan, batch=Batch())
     )  # --check has no batch of its own
-    near = [
-        (other, planner.changes(plan, other, typed, batch=bool(args.config_name)))
-        for other in (planner.nearest(asked, settings=settings, names=typed) if faults else [])
-    ]
+    near = planner.nearest(asked, settings=settings, names=typed) if faults else []
+    names = None if args.config_name else typed
+    retyped = [(other, planner.changes(plan, other, names)) for other in near]
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "legal": not faults,
-                    "model": plan.shape.name,
-                    "plan": show.plan_dict(plan),
-                    "broken": [vars(fault) for fault in faults],
-                    "memory": memory and show.memory_dict(memory),
-                    "gpu_memory_utilization": memory and memory.settings.gpu_memory_utilization,
-                    "nearest": [
-                        {**show.plan_dict(other), "changes": change} for other, change in near
-                    ],
-                },
-                indent=1,
-            )
-        )
+        verdict = {
+            "legal": not faults,
+            "model": plan.shape.name,
+            "plan": show.plan_dict(plan),
+            "broken": [vars(fault) for fault in faults],
+            "memory": memory and show.memory_dict(memory),
+            "nearest": [{**show.plan_dict(other), "changes": change} for other, change in retyped],
+        }
+        print(json.dumps(verdict, indent=1))
         return 1 if faults else 0
     console = show.console()
     say = partial(console.print, highlight=False)
     say(show.model_line(plan.shape))
-    say(
-        f"{plan.layout.world} ranks: {show.sizes_line(plan)}; "
-        f"{show.nodes(plan.layout, args.ranks_per_node is None)}"
-    )
+    say(f"{plan.layout.world} ranks: {show.sizes_line(plan)}; {show.nodes(plan.layout)}")
     if memory:
         say(
             show.batch_line(plan)
@@ -254,7 +243,7 @@ def judge(
     say(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken")
     console.print(show.faults_table(faults))
     say("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.")
-    for other, change in near:
+    for other, change in retyped:
         say(f"  {', '.join(change)}\n    {show.sizes_line(other)}; {show.batch_line(other)}")
     return 1
 
@@ -284,31 +273,22 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int
     ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb)
     best, fitting = ranked[: args.top], sum(memory.fits for memory in ranked)
     why = [] if ranked else planner.why_none(shape, args.ranks, width)
-    others = [] if ranked else planner.other_worlds(shape, args.ranks, width)
     draw(args, best[:PLOTTED], f"{shape.name} on {args.ranks} ranks")
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "model": shape.name,
-                    "ranks": args.ranks,
-                    "ranks_per_node": width,
-                    "existing": len(ranked),
-                    "fitting": fitting,
-                    "layouts": [show.ranked_dict(memory) for memory in best],
-                    "refused": [
-                        {"message": message, "candidates": number} for message, number in why
-                    ],
-                    "other_ranks": others,
-                },
-                indent=1,
-            )
-        )
+        layouts = [
+            {**show.plan_dict(memory.plan), "memory": show.memory_dict(memory)} for memory in best
+        ]
+        listed = {
+            "model": shape.name,
+            "ranks": args.ranks,
+            "existing": len(ranked),
+            "fitting": fitting,
+            "layouts": layouts,
+            "refused": why,
+        }
+        print(json.dumps(listed, indent=1))
         return 0 if ranked else 1
-    console, nodes = (
-        show.console(),
-        show.nodes(Layout(args.ranks, ranks_per_node=width), args.ranks_per_node is None),
-    )
+    console, nodes = show.console(), show.nodes(Layout(args.ranks, ranks_per_node=width))
     say = partial(console.print, highlight=False)
     say(show.model_line(shape))
     if ranked:
@@ -324,10 +304,8 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int
         f"[bold red]No layout exists[/] for {args.ranks} ranks, {nodes}. What refuses every "
         "division of them by TP, PP and EP:"
     )
-    for message, _ in why[:8]:
+    for message in why[:8]:
         say(f"  {message}")
-    if others:
-        say(f"Layouts exist for {' and for '.join(map(str, others))} ranks.")
     return 1
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, kl_estimate
+from mindspeed_qerl.algorithm.metrics import kl_estimate
 from mindspeed_qerl.recipe.types import Algorithm
 
 
@@ -14,7 +14,7 @@ def rewards_less_kl(
     reference_logprobs: torch.Tensor,
     mask: torch.Tensor,
     algorithm: Algorithm,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """KL in the reward: each answer's reward - kl_coefficient * sum over its tokens of the
     `kl_penalty` estimate of KL(policy before the update || base model), computed in float64 and
     without a gradient.
@@ -29,28 +29,23 @@ def rewards_less_kl(
             length], True on completion tokens.
 
     Returns:
-        float64 [answers], and reward/kl: the mean of that sum, in nats an answer, before its
-        coefficient.
+        float64 [answers], and the mean of that sum, in nats an answer, before its coefficient,
+        float64 [].
 
     >>> old = torch.tensor([[0.5, 0.5], [0.5, 0.9]]).log()
     >>> base = torch.tensor([[0.25, 0.5], [0.5, 0.1]]).log()
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> algorithm = Algorithm(kl_coefficient=0.1, kl_penalty="kl")
-    >>> rewards, metrics = rewards_less_kl(torch.ones(2), old, base, mask, algorithm)
-    >>> rewards, metrics["reward/kl"]
-    (tensor([0.9307, 1.0000], dtype=torch.float64), Mean(total=0.6931471824645996, count=2))
+    >>> rewards, kl = rewards_less_kl(torch.ones(2), old, base, mask, algorithm)
+    >>> rewards, kl.item()
+    (tensor([0.9307, 1.0000], dtype=torch.float64), 0.3465735912322998)
     """
     zero = torch.zeros((), dtype=torch.float64)
-    old, reference = (
-        torch.where(mask, each.detach().double(), zero)
-        for each in (old_logprobs, reference_logprobs)
-    )
-    kl = kl_estimate(old, reference, algorithm.kl_penalty).sum(
-        1
-    )  # 0 outside the mask, of every kind
-    return rewards.double() - algorithm.kl_coefficient * kl, {
-        "reward/kl": Mean(kl.sum().item(), len(kl))
-    }
+    old = torch.where(mask, old_logprobs.detach().double(), zero)
+    reference = torch.where(mask, reference_logprobs.detach().double(), zero)
+    # every kind is 0 outside the mask
+    kl = kl_estimate(old, reference, algorithm.kl_penalty).sum(1)
+    return rewards.double() - algorithm.kl_coefficient * kl, kl.mean()
 
 
 def group_advantages(
@@ -72,26 +67,16 @@ def group_advantages(
     Returns:
         float32 [prompts * group_size]; a group whose rewards are all equal gets zeros.
 
-    Raises:
-        ValueError: group_size < 2, or the number of rewards is no multiple of it.
-
     >>> rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
     >>> group_advantages(rewards, group_size=2)
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     >>> group_advantages(rewards, group_size=2, estimator="rloo")
     tensor([ 1., -1.,  0.,  0.])
     """
-    if group_size < 2 or rewards.numel() % group_size:
-        raise ValueError(
-            f"{rewards.numel()} rewards cannot be grouped by {group_size}: "
-            "groups need at least 2 equal parts"
-        )
     groups = rewards.double().reshape(-1, group_size)
-    above_mean = groups - groups.mean(1, keepdim=True)
+    advantages = groups - groups.mean(1, keepdim=True)
     if estimator == "rloo":
-        advantages = above_mean * (group_size / (group_size - 1))
+        advantages = advantages * (group_size / (group_size - 1))
     elif divide_by_std:
-        advantages = above_mean / (groups.std(1, keepdim=True) + 1e-6)
-    else:
-        advantages = above_mean
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
     return advantages.reshape(-1).float()

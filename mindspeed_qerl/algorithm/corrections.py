@@ -46,23 +46,20 @@ def correction_weights(
     tensor([[1.2500, 0.0000]])
     tensor([[0., 0.]])
     """
-    log_ratio = torch.where(
-        mask, old_logprobs.detach() - rollout_logprobs, torch.zeros_like(rollout_logprobs)
-    )
-    tokens = mask.sum(1, keepdim=True)
-    if correction.method == "sequence_tis":
-        log_ratio = log_ratio.sum(1, keepdim=True)
-    elif correction.method == "geometric_mask":
-        log_ratio = log_ratio.sum(1, keepdim=True) / tokens.clamp(min=1)
+    zero = torch.zeros_like(rollout_logprobs)
+    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, zero)
+    counted, tokens = mask, mask.sum(1, keepdim=True)
+    if correction.method in ("sequence_tis", "geometric_mask"):  # of answers
+        log_ratio, counted = log_ratio.sum(1, keepdim=True), tokens > 0
+    if correction.method == "geometric_mask":
+        log_ratio = log_ratio / tokens.clamp(min=1)
     ratio = log_ratio.exp()
-    counted = mask if log_ratio.shape == mask.shape else tokens > 0  # tokens, or answers
-    inside = (ratio >= correction.floor) & (ratio <= correction.cap)
     if correction.method in ("token_tis", "sequence_tis"):
-        weights, acted_on = ratio.clamp(max=correction.cap), ratio > correction.cap
-        name = "truncated_fraction"
-    elif correction.method == "icepop":
-        weights, name, acted_on = ratio * inside, "masked_fraction", ~inside
+        name, changed = "truncated_fraction", ratio > correction.cap
+        weights = ratio.clamp(max=correction.cap)
     else:
-        weights, name, acted_on = inside.to(ratio.dtype), "masked_fraction", ~inside
-    fraction = Mean((acted_on & counted).sum().item(), counted.sum().item())
+        name, changed = "masked_fraction", (ratio < correction.floor) | (ratio > correction.cap)
+        kept = ratio if correction.method == "icepop" else torch.ones_like(ratio)
+        weights = kept * ~changed
+    fraction = Mean((changed & counted).sum(), counted.sum())
     return weights.expand(mask.shape), {f"rollout_correction/{name}": fraction}

@@ -68,20 +68,20 @@ class LossInputs:
     entropy: torch.Tensor | None = None
 
 
-def denominator(mask: torch.Tensor, algorithm: Algorithm) -> float:
-    """What the sum that `loss` returns is divided by, in the whole mini-batch: add up those of its
-    micro-batches.
+def denominator(mask: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
+    """What the sum that `loss` returns is divided by, in the whole mini-batch, float64 []: add up
+    those of its micro-batches.
 
     token-mean: its tokens (DAPO, arXiv 2503.14476). seq-mean-*: its answers that have tokens;
     seq-mean-token-sum-norm: those times loss_scale_factor (Dr. GRPO, arXiv 2503.20783).
 
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> denominator(mask, Algorithm(loss_agg_mode="token-mean"))
-    3.0
+    tensor(3., dtype=torch.float64)
     """
     if algorithm.loss_agg_mode == "token-mean":
-        return float(mask.sum())
-    answers = float(mask.any(1).sum())
+        return mask.sum().double()
+    answers = mask.any(1).sum().double()
     if algorithm.loss_agg_mode == "seq-mean-token-sum-norm":
         assert algorithm.loss_scale_factor is not None, "the reader gives it its default"
         return answers * algorithm.loss_scale_factor
@@ -101,10 +101,11 @@ def loss(
     metrics = mismatch(inputs.rollout_logprobs, inputs.old_logprobs, mask)
     per_token, clipped_low, clipped_high = policy_loss(inputs, algorithm)
     if correction.method != "none":
-        weights, of_weights = correction_weights(
+        weights, weight_metrics = correction_weights(
             inputs.old_logprobs, inputs.rollout_logprobs, mask, correction
         )
-        per_token, metrics = per_token * weights, metrics | of_weights
+        per_token = per_token * weights
+        metrics |= weight_metrics
 
     def total_of(values: torch.Tensor) -> torch.Tensor:
         values = _inside(mask, values)
@@ -112,30 +113,28 @@ def loss(
             values = values / mask.sum(1, keepdim=True).clamp(min=1)
         return values.sum()
 
+    def mean(values: torch.Tensor) -> Mean:
+        return Mean(values.detach().double(), count)
+
     total = policy = total_of(per_token)
-    metrics["loss/policy"] = Mean(policy.item(), count)
-    metrics["loss/kl"] = Mean(0.0, count)
+    metrics["loss/policy"], metrics["loss/kl"] = mean(policy), Mean(0.0, count)
     if algorithm.loss_kl_coefficient:
-        logprobs, reference = (
-            _inside(mask, values) for values in (inputs.logprobs, inputs.reference_logprobs)
-        )
+        logprobs = _inside(mask, inputs.logprobs)
+        reference = _inside(mask, inputs.reference_logprobs)
         kl = total_of(kl_estimate(logprobs, reference, algorithm.kl_penalty))
         total = total + algorithm.loss_kl_coefficient * kl
-        metrics["loss/kl"] = Mean(kl.item(), count)
+        metrics["loss/kl"] = mean(kl)
     if algorithm.entropy_coefficient:
         entropy = total_of(inputs.entropy)
         total = total - algorithm.entropy_coefficient * entropy
-        metrics["loss/entropy"] = Mean(entropy.item(), count)
+        metrics["loss/entropy"] = mean(entropy)
     if inputs.entropy is not None:
         metrics |= entropy_metrics(inputs.entropy, mask)
-    tokens = mask.sum().item()
-    for name, clipped in (
-        ("clip_fraction", clipped_low | clipped_high),
-        ("clip_fraction_low", clipped_low),
-        ("clip_fraction_high", clipped_high),
-    ):
-        metrics[name] = Mean((mask & clipped).sum().item(), tokens)
-    return total, metrics | {"loss/total": Mean(total.item(), count)}
+    clipped = {"": clipped_low | clipped_high, "_low": clipped_low, "_high": clipped_high}
+    for side, tokens in clipped.items():
+        metrics[f"clip_fraction{side}"] = Mean((mask & tokens).sum(), mask.sum())
+    metrics["loss/total"] = mean(total)
+    return total, metrics
 
 
 def policy_loss(

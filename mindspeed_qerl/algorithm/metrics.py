@@ -1,17 +1,17 @@
 """Numbers that say how they are reduced over micro-batches, updates and ranks; and those that
 compare two policies.
 
-A loss returns {name: metric} for one micro-batch. Wherever metrics meet, `merge` joins those of one
-name, in the order they are given; `value` is the number that is logged. All sums are Python floats,
-so float64.
+A loss returns {name: metric} for one micro-batch, of numbers on its device. Wherever metrics meet,
+`merge` joins those of one name, in the order they are given; at the end of a step `on_host` copies
+them, and `value` is the number that is logged. Sums over tokens are float64.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,61 +22,58 @@ FIRST_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Mean:
+class Metric:
+    """Sums, each one number, which are added up where two of a kind are joined."""
+
+    def join(self, other: Metric) -> Metric:
+        pairs = zip(vars(self).values(), vars(other).values())
+        return type(self)(*(mine + theirs for mine, theirs in pairs))
+
+    def value(self) -> float:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Mean(Metric):
     """total / count; of tokens: the sum over them and their number. NaN without any."""
 
-    total: float
-    count: float
-
-    def join(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
+    total: torch.Tensor
+    count: torch.Tensor
 
     def value(self) -> float:
-        return self.total / self.count if self.count else math.nan
+        return float(self.total) / float(self.count) if self.count else math.nan
 
 
 @dataclass(frozen=True)
-class Max:
+class Max(Metric):
     """The largest."""
 
-    largest: float
+    largest: torch.Tensor
 
-    def join(self, other: Max) -> Max:
-        return Max(max(self.largest, other.largest))
+    def join(self, other: Metric) -> Max:
+        values = (*vars(self).values(), *vars(other).values())
+        return Max(torch.maximum(*map(_float64, values)))
 
     def value(self) -> float:
-        return self.largest
+        return float(self.largest)
 
 
 @dataclass(frozen=True)
-class EffectiveSampleSize:
+class EffectiveSampleSize(Metric):
     """(sum w)^2 / (N sum w^2) of importance weights w (Kish 1965), in 0..1; 1 is none lost. NaN
     without any.
     """
 
-    total: float
-    squares: float
-    count: float
-
-    def join(self, other: EffectiveSampleSize) -> EffectiveSampleSize:
-        return EffectiveSampleSize(
-            self.total + other.total, self.squares + other.squares, self.count + other.count
-        )
+    total: torch.Tensor
+    squares: torch.Tensor
+    count: torch.Tensor
 
     def value(self) -> float:
-        return self.total**2 / (self.count * self.squares) if self.count else math.nan
+        return float(self.total**2 / (self.count * self.squares)) if self.count else math.nan
 
 
-class Metric(Protocol):
-    """What a loss returns, a dataclass: `join` makes one of two of a kind, `value` is the number in
-    the end.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    def join(self, other: Any) -> Metric: ...
-
-    def value(self) -> float: ...
+def _float64(value: Any) -> torch.Tensor:
+    return torch.as_tensor(value, dtype=torch.float64)
 
 
 def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
@@ -90,6 +87,24 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             merged[name] = merged[name].join(metric) if name in merged else metric
     return merged
+
+
+def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """With numbers in the place of tensors, by one copy from the device.
+
+    >>> on_host({"loss/total": Mean(torch.tensor(1.5), count=3)})
+    {'loss/total': Mean(total=1.5, count=3)}
+    """
+    tensors = {}
+    for name, metric in metrics.items():
+        for field, value in vars(metric).items():
+            if isinstance(value, torch.Tensor):
+                tensors[name, field] = value.double()
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
+    copied = dict(metrics)
+    for (name, field), number in zip(tensors, numbers):
+        copied[name] = replace(copied[name], **{field: number})
+    return copied
 
 
 def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
@@ -144,28 +159,27 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
 
     >>> sampled, trained = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     >>> mismatch(sampled, trained, torch.ones(1, 2).bool())["mismatch/max_abs_prob_diff"]
-    Max(largest=0.25)
+    Max(largest=tensor(0.2500, dtype=torch.float64))
     """
-    of_answers = (
-        torch.where(mask, trained.double() - sampled.double(), 0.0).sum(1)[mask.any(1)].exp()
-    )
+    log_ratio = torch.where(mask, trained.double() - sampled.double(), 0.0)
+    answer_ratio = log_ratio.sum(1)[mask.any(1)].exp()
     sampled, trained = sampled[mask].double(), trained[mask].double()
     count = sampled.numel()
     difference, ratio = (sampled.exp() - trained.exp()).abs(), (trained - sampled).exp()
     return {
-        "mismatch/k1": Mean((sampled - trained).sum().item(), count),
-        "mismatch/k3": Mean(kl_estimate(sampled, trained).sum().item(), count),
-        "mismatch/sensitivity": Mean((1 - trained.exp()).square().sum().item(), count),
-        "mismatch/mean_abs_prob_diff": Mean(difference.sum().item(), count),
-        "mismatch/max_abs_prob_diff": Max(difference.max().item() if count else 0.0),
-        "mismatch/ratio_mean": Mean(ratio.sum().item(), count),
+        "mismatch/k1": Mean((sampled - trained).sum(), count),
+        "mismatch/k3": Mean(kl_estimate(sampled, trained).sum(), count),
+        "mismatch/sensitivity": Mean((1 - trained.exp()).square().sum(), count),
+        "mismatch/mean_abs_prob_diff": Mean(difference.sum(), count),
+        "mismatch/max_abs_prob_diff": Max(difference.max() if count else 0.0),
+        "mismatch/ratio_mean": Mean(ratio.sum(), count),
         "mismatch/effective_sample_size": _effective(ratio),
-        "mismatch/effective_sample_size_of_answers": _effective(of_answers),
+        "mismatch/effective_sample_size_of_answers": _effective(answer_ratio),
     }
 
 
 def _effective(ratio: torch.Tensor) -> EffectiveSampleSize:
-    return EffectiveSampleSize(ratio.sum().item(), ratio.square().sum().item(), ratio.numel())
+    return EffectiveSampleSize(ratio.sum(), ratio.square().sum(), ratio.numel())
 
 
 def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
@@ -176,7 +190,8 @@ def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> dict[str, Metr
         entropy: [batch, length]. mask: bool [batch, length], True on completion tokens.
     """
     first = mask & (mask.cumsum(1) <= FIRST_TOKENS)
+    entropy = entropy.detach()
     return {
-        name: Mean(entropy.detach()[where].double().sum().item(), where.sum().item())
-        for name, where in (("entropy/mean", mask), ("entropy/first_tokens", first))
+        "entropy/mean": Mean(entropy[mask].double().sum(), mask.sum()),
+        "entropy/first_tokens": Mean(entropy[first].double().sum(), first.sum()),
     }

@@ -3,7 +3,6 @@
 import hashlib
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -80,26 +79,25 @@ class NoiseInjector:
     ):
         self.schedule, self.seed = schedule, seed
         selected = select_targets(model, targets, exclude)
-        factors = zip(selected, multipliers_of(selected, multipliers), strict=True)
-        scaled = [(target, factor) for target, factor in factors if factor]
-        if not scaled:
+        self.targets: list[NormTarget] = []
+        self.multipliers: list[float] = []
+        size, squares, names = 0, 0.0, []
+        for target, factor in zip(selected, multipliers_of(selected, multipliers), strict=True):
+            if factor:
+                self.targets.append(target)
+                self.multipliers.append(factor)
+                names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
+                size += target.module.weight.numel()
+                squares += target.module.weight.numel() * factor**2
+        if not self.targets:
             raise ValueError(
                 f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
                 "aqn=off"
             )
-        self.targets, self.multipliers = zip(*scaled, strict=True)
-        sizes = [target.module.weight.numel() for target in self.targets]
-        squares = sum(size * factor**2 for size, (_, factor) in zip(sizes, scaled, strict=True))
-        self.scale = math.sqrt(squares / sum(sizes))
+        self.scale = math.sqrt(squares / size)
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
-        roles = Counter(target.role for target in self.targets)
-        counts = ", ".join(f"{count} {role}" for role, count in roles.items())
-        names = []
-        for target, factor in scaled:
-            names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
-        layers = len(self.targets)
-        logger.info("AQN targets %d RMSNorm layers (%s): %s", layers, counts, ", ".join(names))
+        logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
         if not any(schedule.sigmas()):
             logger.warning(
                 "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
@@ -126,15 +124,10 @@ class NoiseInjector:
         """
         sigma = self.schedule.sigma(step)
         self.remove()
-        differences = [torch.zeros(1)] if sigma == 0 else []
-        for target, factor in zip(self.targets, self.multipliers) if sigma else ():
-            weight = target.module.weight
-            clean = weight.detach().to("cpu", copy=True)
-            noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
-            noisy = (clean + sigma * factor * noise).to(clean.dtype)  # the sum is float32
-            self._applied.append((target, clean, noisy))
-            weight.copy_(noisy)
-            differences.append(noisy.double() - clean.double())
+        differences = [torch.zeros(1)]  # for stage 0
+        if sigma:
+            pairs = zip(self.targets, self.multipliers, strict=True)
+            differences = [self._add_noise(step, *pair) for pair in pairs]
         difference = torch.cat(differences)
         report = NoiseReport(
             sigma=sigma,
@@ -148,22 +141,32 @@ class NoiseInjector:
         self._log(step, report)
         return report
 
+    def _add_noise(self, step: int, target: NormTarget, factor: float) -> torch.Tensor:
+        """What it adds to the weight, float64."""
+        weight = target.module.weight
+        clean = weight.detach().to("cpu", copy=True)
+        noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+        sigma = self.schedule.sigma(step) * factor
+        noisy = (clean + sigma * noise).to(clean.dtype)  # the sum is float32
+        self._applied.append((target, clean, noisy))
+        weight.copy_(noisy)
+        return noisy.double() - clean.double()
+
     def _log(self, step: int, report: NoiseReport) -> None:
         if report.sigma == 0:
             logger.info("AQN step %d, stage %d: noise off", step, report.stage)
             return
         lost = report.measured_std < report.expected_std / 2
-        scaled = f" (multipliers make it {report.expected_std:.3g})" if self.scale != 1 else ""
         logger.log(
             logging.WARNING if lost else logging.INFO,
             "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std "
-            "%.3g%s, %.4g%% changed",
+            "%.3g, expected %.3g, %.4g%% changed",
             step,
             report.stage,
             report.layers,
             report.sigma,
             report.measured_std,
-            scaled,
+            report.expected_std,
             100 * report.changed_fraction,
         )
 

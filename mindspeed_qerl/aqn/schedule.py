@@ -55,24 +55,19 @@ class NoiseSchedule:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"unknown noise schedule {self.kind!r}; known: {', '.join(KINDS)}")
-        for field in ("num_stages", "total_steps", "restart_every"):
-            value = getattr(self, field)
-            left_out = field == "restart_every" and value is None
-            if not left_out and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise ValueError(f"{field} must be an integer >= 1, not {value!r}")
-        for field in ("sigma_start", "sigma_end"):
-            value = getattr(self, field)
-            if (
-                not isinstance(value, (int, float))
-                or isinstance(value, bool)
-                or not math.isfinite(value)
-                or value < 0
-            ):
-                raise ValueError(f"{field} must be a finite number >= 0, not {value!r}")
-        if self.sigma_start == 0:
-            raise ValueError("sigma_start must be > 0, not 0; to run without noise, use aqn=off")
+        counts = [self.num_stages, self.total_steps]
+        if self.restart_every is not None:
+            counts.append(self.restart_every)
+        if not all(isinstance(count, int) and count > 0 for count in counts):
+            raise ValueError(
+                f"num_stages = {self.num_stages!r}, total_steps = {self.total_steps!r} and "
+                f"restart_every = {self.restart_every!r} must be integers >= 1"
+            )
+        if not (0 < self.sigma_start < math.inf and 0 <= self.sigma_end < math.inf):
+            raise ValueError(
+                f"sigma_start = {self.sigma_start!r} must be above 0, sigma_end = "
+                f"{self.sigma_end!r} at least 0, both finite; to run without noise, use aqn=off"
+            )
         if self.kind == "exponential" and self.sigma_end == 0:
             raise ValueError(
                 "an exponential schedule never reaches sigma_end = 0; use a small number, or "
@@ -86,8 +81,8 @@ class NoiseSchedule:
         QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5
         of T=22, K=10 at step 12.
         """
-        if not isinstance(step, int) or step < 0:
-            raise ValueError(f"step must be an integer >= 0, not {step!r}")
+        if step < 0:
+            raise ValueError(f"step must be >= 0, not {step}")
         if self.restart_every:
             return step % self.restart_every * self.num_stages // self.restart_every
         return min(step * self.num_stages // self.total_steps, self.num_stages - 1)
@@ -109,7 +104,7 @@ class NoiseSchedule:
 
     def sigmas(self) -> list[float]:
         """`sigma` of every step of the run."""
-        return [self.sigma(step) for step in range(self.total_steps)]
+        return list(map(self.sigma, range(self.total_steps)))
 
 
 def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
@@ -120,18 +115,15 @@ def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
 
     >>> skipped_strongest_noise(NoiseSchedule(total_steps=6)) is None
     True
-    >>> skipped_strongest_noise(NoiseSchedule(total_steps=5))[:67]
-    'the strongest noise of the schedule, sigma 0.05, is in no step: the'
+    >>> skipped_strongest_noise(NoiseSchedule(total_steps=5))[:60]
+    'the strongest noise of the schedule, sigma 0.05, is in none '
     """
     one_step_a_stage = replace(schedule, total_steps=schedule.num_stages, restart_every=None)
     strongest, reached = max(one_step_a_stage.sigmas()), max(schedule.sigmas())
     if reached == strongest:
         return None
-    reached_stages = sorted({schedule.stage(step) for step in range(schedule.total_steps)})
-    stages = ", ".join(map(str, reached_stages))
-    steps = f"{schedule.total_steps} step{'s' * (schedule.total_steps != 1)}"
     return (
-        f"the strongest noise of the schedule, sigma {strongest:.3g}, is in no step: the run's "
-        f"{steps} hit stages {stages} of {schedule.num_stages}, at most sigma {reached:.3g}. Train "
-        "more steps, or take fewer stages (aqn.num_stages)"
+        f"the strongest noise of the schedule, sigma {strongest:.3g}, is in none of the run's "
+        f"{schedule.total_steps} steps, which have at most {reached:.3g}. Train more steps, or take "
+        "fewer stages (aqn.num_stages)"
     )

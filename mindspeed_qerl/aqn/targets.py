@@ -28,6 +28,7 @@ ROLES_OF_TARGET = {
 TARGET_NAMES = ("auto", *ROLES_OF_TARGET)
 
 QK_NAMES = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+BLOCK_ROLES = {"input_layernorm": "input", "post_attention_layernorm": "post_attention"}
 FINAL_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
 
 
@@ -80,8 +81,7 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
                 f"AQN multiplier {selector!r}: the range of layers is empty, write it as "
                 "FIRST-LAST, such as 0-11"
             )
-        is_number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if not is_number or not math.isfinite(factor) or factor < 0:
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise ValueError(
                 f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}"
             )
@@ -98,20 +98,19 @@ def multipliers_of(
     factors = [1.0] * len(norms)
     for selector, factor in multipliers:
         target, layers = _parse_selector(selector)
-        selected = []
+        is_selected = False
         for i, norm in enumerate(norms):
             in_layers = layers is None or layer_of(norm.name) in layers
             if in_layers and (target is None or _answers_to(norm, target)):
-                selected.append(i)
-        if not selected:
+                factors[i] *= factor
+                is_selected = True
+        if not is_selected:
             names = ", ".join(norm.name for norm in norms[:4])
             raise ValueError(
                 f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get "
                 f"noise: {names}, ... Write a layer ('3'), a range ('0-11'), a target "
                 f"({', '.join(ROLES_OF_TARGET)}, or a pattern), or TARGET@LAYERS"
             )
-        for i in selected:
-            factors[i] *= factor
     return factors
 
 
@@ -124,14 +123,16 @@ def layer_of(name: str) -> int | None:
     """Number of the block that the norm at path `name` is in: `model.layers.3.input_layernorm` ->
     3; None for the final norm.
     """
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
+    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(number[1]) if number else None
 
 
 def _parse_selector(selector: str) -> tuple[str | None, range | None]:
     """(target, layers) of a multiplier's selector, None for what it does not restrict."""
-    if not (found := re.fullmatch(r"(?:(.+)@)?(\d+)(?:-(\d+))?", selector)):
+    match = re.fullmatch(r"(?:(.+)@)?(\d+)(?:-(\d+))?", selector)
+    if not match:
         return selector, None
-    target, first, last = found.groups()
+    target, first, last = match.groups()
     return target, range(int(first), int(last or first) + 1)
 
 
@@ -154,17 +155,16 @@ def select_targets(
             selected norm without a 1-D float weight parameter.
     """
     targets, exclude = check_targets(targets), check_targets(exclude)
-    norms = [
-        NormTarget(name, module, role_of(name))
-        for name, module in model.named_modules()
-        if is_rms_norm(module)
-    ]
+    norms = []
+    for name, module in model.named_modules():
+        if is_rms_norm(module):
+            norms.append(NormTarget(name, module, role_of(name)))
     wanted = _matching(model, norms, targets, "AQN target")
     unwanted = _matching(model, norms, exclude, "AQN exclude")
     selected = [norm for norm in norms if norm.name in wanted and norm.name not in unwanted]
     if not selected:
         raise ValueError(
-            f"AQN targets {targets} without {exclude} leave no norm. {_norms_seen(model, norms)}"
+            f"AQN targets {targets} without {exclude} leave no norm. {_norms_seen(model)}"
         )
     for norm in selected:
         _check_weight(norm)
@@ -196,10 +196,8 @@ def role_of(name: str) -> str:
     if leaf in QK_NAMES:
         return "qk"
     if parents and parents[-1].isdigit():
-        return {"input_layernorm": "input", "post_attention_layernorm": "post_attention"}.get(
-            leaf, "block"
-        )
-    if leaf in FINAL_NAMES and not any(part.isdigit() for part in parents):
+        return BLOCK_ROLES.get(leaf, "block")
+    if leaf in FINAL_NAMES and layer_of(name) is None:
         return "final"
     return "other"
 
@@ -207,17 +205,16 @@ def role_of(name: str) -> str:
 def _holds_experts(name: str, module: "Module") -> bool:
     from torch.nn import ModuleDict, ModuleList
 
-    classes = [cls.__name__ for cls in type(module).__mro__]
-    if any("FusedMoE" in cls for cls in classes):  # vLLM until 0.11, AscendFusedMoE
+    classes = " ".join(cls.__name__ for cls in type(module).__mro__) + " "
+    if "FusedMoE" in classes:  # vLLM until 0.11, AscendFusedMoE
         return True
     # transformers 4 has a list of experts
     if isinstance(module, (ModuleList, ModuleDict)) and name.rpartition(".")[2] == "experts":
         return len(module) > 0
     # transformers 5 (Qwen3MoeExperts) and vLLM (RoutedExperts) stack the experts into weights
     # [num_experts, out, in].
-    return any(cls.endswith("Experts") for cls in classes) and any(
-        parameter.dim() == 3 for parameter in module.parameters(recurse=False)
-    )
+    stacked = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
+    return stacked and "Experts " in classes
 
 
 def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: str) -> set[str]:
@@ -231,31 +228,22 @@ def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: 
             target = "post_attention" if is_mixture_of_experts(model) else "all"
         matched = {norm.name for norm in norms if _answers_to(norm, target)}
         if not matched:
-            raise ValueError(
-                f"{what} {item!r} matches no norm of this model. {_norms_seen(model, norms)}"
-            )
+            raise ValueError(f"{what} {item!r} matches no norm of this model. {_norms_seen(model)}")
         names |= matched
     return names
 
 
-def _norms_seen(model: "Module", norms: Iterable[NormTarget]) -> str:
+def _norms_seen(model: "Module") -> str:
     """The message's second half: what norm classes the model has, and what to do."""
-    roles = {norm.name: norm.role for norm in norms}
-    names: dict[tuple[str, str], list[str]] = {}
+    examples: dict[str, str] = {}  # by class
     for name, module in model.named_modules():
-        cls = type(module).__name__
-        if "norm" in cls.lower():
-            kind = cls, roles.get(name, "not an RMSNorm")
-            names.setdefault(kind, []).append(name)
-    if not names:
-        return (
-            f"No module of {type(model).__name__} has a class named like a norm; is this the "
-            "rollout model?"
-        )
-    kinds = [f"{len(of)} x {cls} ({role}, e.g. {of[0]})" for (cls, role), of in names.items()]
+        kind = type(module).__name__
+        if "norm" in kind.lower():
+            examples.setdefault(kind, name)
+    seen = ", ".join(f"{kind} (e.g. {name})" for kind, name in examples.items())
     return (
-        f"Norms seen: {'; '.join(kinds)}. Set aqn.targets to one of {', '.join(TARGET_NAMES)} or "
-        "to patterns on these names."
+        f"Norms seen: {seen or 'none; is this the rollout model?'}. Set aqn.targets to one of "
+        f"{', '.join(TARGET_NAMES)} or to patterns on names of RMSNorms."
     )
 
 
@@ -263,14 +251,9 @@ def _check_weight(norm: NormTarget) -> None:
     from torch.nn import Parameter
 
     weight = getattr(norm.module, "weight", None)
-    if not isinstance(weight, Parameter):
-        problem = "has no weight parameter"
-    elif weight.dim() != 1 or not weight.is_floating_point():
-        shape = tuple(weight.shape)
-        problem = f"has a weight of shape {shape} and dtype {weight.dtype}, not a 1-D float one"
-    else:
+    if isinstance(weight, Parameter) and weight.dim() == 1 and weight.is_floating_point():
         return
     raise ValueError(
-        f"AQN target {norm.name} ({type(norm.module).__name__}) {problem}; add {norm.name!r} to "
-        "aqn.exclude"
+        f"AQN target {norm.name} ({type(norm.module).__name__}) has no 1-D float weight parameter; "
+        f"add {norm.name!r} to aqn.exclude"
     )

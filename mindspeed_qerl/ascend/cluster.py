@@ -2,7 +2,6 @@
 imports no Ray: the preflight asks in a process of its own.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +11,14 @@ import psutil
 from mindspeed_qerl.ascend.limits import TRANSFER_DOCK_CPUS, needed_cpus
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Recipe
+
+# What to do where Ray has too few of a resource.
+WAYS_OUT = {
+    "NPU": "Usual causes: ASCEND_RT_VISIBLE_DEVICES names fewer, the container maps fewer "
+    "/dev/davinci*, or `ray start` ran with other --resources",
+    "CPU": "CPUs are places, not threads: start Ray with a larger --num-cpus, or lower "
+    "rl_config.num_cpus_for_placement_group",
+}
 
 
 def look() -> dict[str, Any]:
@@ -36,9 +43,7 @@ def look() -> dict[str, Any]:
 
 
 def _job_in_words(job: dict[str, Any]) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(job["StartTime"] / 1000))
-    command = f" ({job['Entrypoint'][:120]})" if job["Entrypoint"] else ""
-    return f"process {job['DriverPid']} on {job['DriverIPAddress']} since {since}{command}"
+    return f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
 
 
 def interface_of(address: str) -> str | None:
@@ -57,26 +62,22 @@ def interface_of(address: str) -> str | None:
 def holders(cluster: dict[str, Any]) -> str:
     """Who holds what is not free, of `look`.
 
-    >>> holders({"jobs": ["process 7 on 10.0.0.1 since 2026-01-01 12:00"]})
-    'held by process 7 on 10.0.0.1 since 2026-01-01 12:00'
+    >>> holders({"jobs": ["process 7 on 10.0.0.1 (python train.py)"]})
+    'held by process 7 on 10.0.0.1 (python train.py)'
     """
     if cluster["jobs"]:
         return f"held by {'; '.join(cluster['jobs'])}"
     return "held by no running job: by actors or placement groups that were left detached"
 
 
-def placed(width: int, npus: int, rooms: Sequence[int]) -> bool:
-    """Whether Ray can give upstream's placement groups: as many NPUs in each as the driver's node
-    shows, `width`, all on one node (launcher.py:64-104, STRICT_PACK). rooms: NPUs of each node.
+def placed(width: int, npus: int, rooms: Sequence[int]) -> list[int] | None:
+    """What upstream's placement groups leave of the NPUs of each node; None if Ray cannot give
+    them: as many NPUs in each as the driver's node shows, `width`, all on one node
+    (launcher.py:64-104, STRICT_PACK). rooms: NPUs of each node.
 
     >>> placed(8, 16, [8, 8]), placed(16, 16, [8, 8]), placed(8, 12, [8, 8])
-    (True, False, True)
+    ([0, 0], None, [0, 4])
     """
-    return _left(width, npus, rooms) is not None
-
-
-def _left(width: int, npus: int, rooms: Sequence[int]) -> list[int] | None:
-    """What upstream's groups leave of the NPUs of each node; None if they do not fit."""
     left = list(rooms)
     for start in range(0, npus, width):
         group = min(width, npus - start)
@@ -93,7 +94,7 @@ def lacking_cpus(recipe: Recipe, width: int, npus: Sequence[int], cpus: Sequence
     (cli/train_grpo.py:150-155, SPREAD), one of them those of the transfer dock. "" if nothing is
     lacking. npus, cpus: of each node; `width` as in `placed`, which holds.
     """
-    left = _left(width, recipe.layout.world, npus)
+    left = placed(width, recipe.layout.world, npus)
     ranks = [(room - over) * recipe.npu.cpus_per_npu for room, over in zip(npus, left, strict=True)]
     free = [have - reserved for have, reserved in zip(cpus, ranks, strict=True)]
     if min(free) >= 0 and max(free) >= TRANSFER_DOCK_CPUS + recipe.npu.cpus_for_tasks:
@@ -107,82 +108,24 @@ def lacking_cpus(recipe: Recipe, width: int, npus: Sequence[int], cpus: Sequence
 
 
 def check_resources(recipe: Recipe, patience: float = 10) -> None:
-    """EngineError if Ray has too few NPUs or CPUs, or, after `patience` seconds, too few that are
-    free; upstream would wait for them for ever (`ray.get(pg.ready())`, launcher.py:101).
+    """EngineError if Ray has too few NPUs or CPUs, or if others hold them; upstream would wait for
+    ever (`ray.get(pg.ready())`, launcher.py:101). Within `patience` seconds what an earlier run has
+    given back shows again. (Whether nodes are wide enough for upstream's groups, the preflight
+    asks.)
     """
-    import ray
-
-    total, world = ray.cluster_resources(), recipe.layout.world
-    npus, cpus, need = int(total.get("NPU", 0)), int(total.get("CPU", 0)), needed_cpus(recipe)
-    if npus < world:
-        raise EngineError(
-            f"{world} NPUs are asked for (rl_config.actor_resource.num_npus), Ray sees {npus}. "
-            "Usual causes: ASCEND_RT_VISIBLE_DEVICES names fewer (it is "
-            f"{os.environ.get('ASCEND_RT_VISIBLE_DEVICES')!r} here), the container maps fewer "
-            "/dev/davinci*, or `ray start` ran with other --resources. Unset it, map davinci0-15, "
-            f"then: ray stop; ray start --head --resources='{{\"NPU\": {world}}}'; "
-            f"or ask for {npus}."
-        )
-    if cpus < need:
-        most = (cpus - need) // world + recipe.npu.cpus_per_npu
-        raise EngineError(
-            f"{world} NPUs x rl_config.num_cpus_for_placement_group = {recipe.npu.cpus_per_npu}, "
-            "and the reward process, the advantage task and the transfer dock, need "
-            f"{need} CPUs; Ray has {cpus}. They are places, not threads: set "
-            f"rl_config.num_cpus_for_placement_group={max(1, most)}, or start Ray with "
-            f"--num-cpus={need}."
-        )
-    check_free(recipe, patience)
-
-
-def check_free(recipe: Recipe, patience: float) -> None:
-    """EngineError if others hold what the run needs of the Ray that was joined, or its nodes cannot
-    hold upstream's groups. Within `patience` seconds what an earlier run has given back shows
-    again.
-    """
-    world, until = recipe.layout.world, time.monotonic() + patience
-    need = {"NPU": world, "CPU": needed_cpus(recipe)}
-    cluster = look()
+    need = {"NPU": recipe.layout.world, "CPU": needed_cpus(recipe)}
+    cluster, until = look(), time.monotonic() + patience
     while _short(cluster, need) and time.monotonic() < until:
         time.sleep(0.5)
         cluster = look()
     for name in _short(cluster, need):
-        raise EngineError(
-            f"{need[name]} {name}s are asked for, Ray has {int(cluster['resources'][name])}, of "
-            f"which {int(cluster['available'].get(name, 0))} are free; the others are "
-            f"{holders(cluster)}. Upstream would wait for ever: wait for that job, or end it, or "
-            "ask for fewer"
-        )
-    if len(cluster["npus"]) == 1 or recipe.emulate_npu:
-        return
-    dies = dies_of_a_node()
-    width = min(dies, world)
-    if not placed(width, world, cluster["npus"]):
-        raise EngineError(
-            f"this node shows {dies} dies to CANN, and upstream asks Ray for groups of "
-            f"{width} on one node each (launcher.py:64-101); the nodes have "
-            f"{', '.join(map(str, cluster['npus']))}: it would wait for ever. Set "
-            "ASCEND_RT_VISIBLE_DEVICES on every node to the dies that the run has there, from 0 on"
-        )
-    if lacking := lacking_cpus(recipe, width, cluster["npus"], cluster["cpus"]):
-        raise EngineError(
-            f"{lacking}. CPUs are places, not threads: start each node's Ray with "
-            f"--num-cpus={need['CPU']}, or lower rl_config.num_cpus_for_placement_group = "
-            f"{recipe.npu.cpus_per_npu}"
-        )
+        count, free = (int(cluster[key].get(name, 0)) for key in ("resources", "available"))
+        reason = WAYS_OUT[name]
+        if count >= need[name]:
+            reason = f"{free} are free, the others are {holders(cluster)}: wait, or end it"
+        raise EngineError(f"{need[name]} {name}s are needed, Ray has {count}. {reason}")
 
 
 def _short(cluster: dict[str, Any], need: dict[str, int]) -> list[str]:
     """The resources of which less is available than needed."""
     return [name for name, count in need.items() if cluster["available"].get(name, 0) < count]
-
-
-def dies_of_a_node() -> int:
-    """As upstream counts them, in this process (launcher.py:64-77)."""
-    try:
-        import acl
-
-        count, error = acl.rt.get_device_count()
-    except ImportError:
-        return 8
-    return 8 if error else count

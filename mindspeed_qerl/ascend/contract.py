@@ -11,8 +11,6 @@ read what changed between the two.
 import ast
 import hashlib
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,36 +21,17 @@ import yaml
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 
 TABLE = Path(__file__).with_suffix(".yaml")
-# The names that upstream's `verifier` knows; it skips any other without a word, so we compare names
-# with these first.
-UPSTREAM_VERIFIERS = (
-    "acc",
-    "format",
-    "step",
-    "strict_format",
-    "base_acc",
-    "math_17k_acc",
-    "acc_for_dapo",
-    "acc_for_ppo",
-    "math_verify_reward",
-    "retool_reward",
-)
 GENERATED = ("_version.py", "_build_info.py")  # written when vllm-ascend is installed
-# Fields that differ between Python versions, or that do not change what the code does.
-IGNORED_FIELDS = ("ctx", "kind", "type_comment", "type_params")
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The version of a repository that the engine was written for. content, others (by name): from
-    `content_of`.
-    """
+    """The version of a repository that the engine was written for. content: from `content_of`."""
 
     title: str
     commit: str
     ref: str
     content: str
-    others: Mapping[str, str]
 
     def __str__(self) -> str:
         return f"the pin {self.commit[:7]} ({self.ref})"
@@ -69,31 +48,24 @@ ENTRIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """An entry beside its source. change: "", "changed" or "gone"; digest, line: of the source."""
+    """An entry beside its source. change: "", "changed" or "gone"; digest: of the source."""
 
     file: str
     name: str
     why: str
     change: str
     digest: str
-    line: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.change or 'same'} {self.file}:{self.line} {self.name or '(whole)'}: {self.why}"
-        )
+        return f"{self.change or 'same'} {self.file} {self.name or '(whole)'}: {self.why}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """One repository that is here. unused: more copies, later on the path. content: from
-    `content_of`.
-    """
+    """One repository that is here. content: from `content_of`."""
 
     pin: Pin
     root: Path
-    unused: Sequence[Path]
-    commit: str | None
     content: str
     findings: Sequence[Finding]
 
@@ -105,33 +77,23 @@ class Report:
     def at_pin(self) -> bool:
         return self.content == self.pin.content and not self.changed
 
-    @property
-    def version(self) -> str:
-        """In words."""
-        if self.at_pin:
-            return str(self.pin)
-        if self.commit == self.pin.commit:
-            return f"{self.pin} with edited files"
-        names = [name for name, content in self.pin.others.items() if content == self.content]
-        name = names[0] if names else "an unknown version"
-        commit = self.commit[:7] if self.commit else "no git checkout"
-        return f"{name} ({commit}), not {self.pin}"
-
     def __str__(self) -> str:
-        unused = f"; not used, later on the path: {', '.join(map(str, self.unused))}"
+        version = str(self.pin)
+        if not self.at_pin:
+            version = f"another version (sha256:{self.content}), not {self.pin}"
         count = len(self.findings)
         return (
-            f"{self.pin.title} in {self.root} is {self.version}{unused if self.unused else ''}; "
-            f"{count - len(self.changed)} of {count} things that the engine relies on are unchanged"
+            f"{self.pin.title} in {self.root} is {version}; {count - len(self.changed)} of {count} "
+            "things that the engine relies on are unchanged"
         )
 
 
-def check(copies: Mapping[str, Sequence[Path]]) -> list[Report]:
-    """Compare sources with contract.yaml. copies: keys of PINS -> folders that hold the package;
-    the first counts, and it is a ConfigError if that one does not.
+def check(roots: Mapping[str, Path]) -> list[Report]:
+    """Compare sources with contract.yaml. roots: keys of PINS -> the folder that holds the package;
+    ConfigError if it does not.
     """
     reports = []
-    for package, (root, *unused) in copies.items():
+    for package, root in roots.items():
         if not (root / package).is_dir():
             raise ConfigError(
                 f"{root} holds no folder {package}: give a checkout of {PINS[package].title}"
@@ -140,8 +102,7 @@ def check(copies: Mapping[str, Sequence[Path]]) -> list[Report]:
         for file in ENTRIES:
             if file.split("/")[0].replace("cli", "mindspeed_rl") == package:
                 findings += compare(root, file)
-        commit, content = commit_of(root), content_of(root / package)
-        reports.append(Report(PINS[package], root, unused, commit, content, findings))
+        reports.append(Report(PINS[package], root, content_of(root / package), findings))
     return reports
 
 
@@ -159,12 +120,11 @@ def compare(root: Path, file: str) -> Iterator[Finding]:
         change, here = "", digest(nodes)
         if here != expected:
             change = "changed" if nodes else "gone"
-        line = nodes[-1].lineno if nodes and name else 1
-        yield Finding(file, name, why, change, here, line)
+        yield Finding(file, name, why, change, here)
 
 
 def require(reports: Sequence[Report]) -> list[str]:
-    """Warnings: not the pin, though all that we rely on is unchanged, or a second copy on the path.
+    """Warnings of versions that are not the pin, though all that we rely on is unchanged.
     EngineError: something that we rely on changed: the version that is here, what changed, where,
     why we need it.
     """
@@ -177,52 +137,31 @@ def require(reports: Sequence[Report]) -> list[str]:
             "upstream does not fit: the engine relies on what is changed or gone in it. Put the "
             "pins first on PYTHONPATH (docs/ascend.md)\n  " + "\n  ".join(map(str, faults))
         )
-    return [str(report) for report in reports if report.unused or not report.at_pin]
+    return [str(report) for report in reports if not report.at_pin]
 
 
-def installed() -> dict[str, list[Path]]:
-    """Keys of PINS -> the folders that hold the package, the one that Python takes first; imports
-    nothing.
-    """
-    copies = {}
+def installed() -> dict[str, Path]:
+    """Keys of PINS -> the folder that holds the package that Python takes; imports nothing."""
+    roots = {}
     for package in PINS:
         spec = importlib.util.find_spec(package)
         folders = list(spec.submodule_search_locations or []) if spec else []
-        folders += [f"{entry or '.'}/{package}" for entry in sys.path]
-        # Megatron has no __init__.py: any folder of its name would count as a part of it.
-        roots = [
-            folder.resolve().parent
-            for folder in map(Path, folders)
-            if (folder / "__init__.py").is_file() or (folder / "core").is_dir()
-        ]
-        if roots:
-            copies[package] = list(dict.fromkeys(roots))
-    return copies
+        for folder in map(Path, folders):
+            # Megatron has no __init__.py: any folder of its name would count as a part of it.
+            if (folder / "__init__.py").is_file() or (folder / "core").is_dir():
+                roots.setdefault(package, folder.resolve().parent)
+    return roots
 
 
 def upstream_versions() -> dict[str, str]:
-    """Title of each installed repository -> its commit, or "sha256:..." of its files: without git,
-    or edited.
+    """Title of each installed repository -> its commit at the pin, else "sha256:..." of its
+    files.
     """
     versions = {}
     for report in check(installed()):
-        is_commit = report.commit and (report.at_pin or report.commit != report.pin.commit)
-        versions[report.pin.title] = report.commit if is_commit else f"sha256:{report.content}"
+        commit = report.pin.commit
+        versions[report.pin.title] = commit if report.at_pin else f"sha256:{report.content}"
     return versions
-
-
-def commit_of(root: Path) -> str | None:
-    """The commit of the git checkout whose top folder is `root`; None if it is none, or git is not
-    there.
-    """
-    command = ["git", "-C", str(root), "rev-parse", "--show-prefix", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    prefix, commit = done.stdout.split("\n")[:2]
-    # site-packages inside another project's checkout have no commit of their own
-    return None if prefix else commit
 
 
 def content_of(folder: Path) -> str:
@@ -248,8 +187,8 @@ def definitions(scope: ast.AST, name: str) -> list[ast.stmt]:
     if not name:
         return scope.body
     first, _, rest = name.partition(".")
-    found = [statement for statement in scope.body if first in _names(statement)]
-    return definitions(found[-1], rest) if found and rest else found
+    statements = [statement for statement in scope.body if first in _names(statement)]
+    return definitions(statements[-1], rest) if statements and rest else statements
 
 
 def _names(statement: ast.stmt) -> list[str]:
@@ -277,21 +216,18 @@ def _canonical(node: Any) -> Any:
     versions record.
     """
     if isinstance(node, list):
-        return tuple(_canonical(each) for each in node if not _is_comment(each))
+        return tuple(_canonical(each) for each in node if not _is_docstring(each))
     if not isinstance(node, ast.AST):
         return repr(node)
-    if isinstance(node, ast.JoinedStr):  # Python 3.12 has empty parts in it
-        node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
-    return type(node).__name__, tuple(
-        (name, _canonical(value))
-        for name, value in ast.iter_fields(node)
-        if name not in IGNORED_FIELDS and value not in (None, [])
-    )
+    fields = []
+    for name, value in ast.iter_fields(node):
+        if isinstance(node, ast.JoinedStr):  # Python 3.12 has empty parts in it
+            value = [part for part in value if getattr(part, "value", None) != ""]
+        if name != "ctx" and value not in (None, []):
+            fields.append((name, _canonical(value)))
+    return type(node).__name__, tuple(fields)
 
 
-def _is_comment(node: Any) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def _is_docstring(node: Any) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)

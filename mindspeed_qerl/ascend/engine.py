@@ -58,10 +58,10 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     environment |= {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     logs = run.path / "logs"
     logs.mkdir(exist_ok=True)
-    with ray_session(recipe, environment, logs) as other_nodes:
+    with ray_session(recipe, environment, logs):
         check_resources(recipe)
         if recipe.run.resume:
-            check_shared(run.path, other_nodes)
+            check_shared(run.path)
         progress.phase("importing upstream")
         os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"  # in this process, which only imports it
         observer = TokenObserver(recipe, run, metrics, progress)

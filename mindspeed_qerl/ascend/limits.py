@@ -9,12 +9,13 @@ keys of one allowed value are in recipe/keys.yaml, layouts and batches in layout
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS, upstream_versions
+from mindspeed_qerl.ascend.contract import upstream_versions
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
@@ -35,6 +36,16 @@ from mindspeed_qerl.tasks.rows import Row
 UPSTREAM = True
 MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
 TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
+# Keys of our own sections that the local engine alone honours.
+LOCAL_ONLY = {
+    "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
+    "rollout_quantization.lora": "a sync brings merged weights alone",
+    "rollout_quantization.ignore": "all linear weights are rounded",
+    **dict.fromkeys(
+        ("hardware_error.rollout", "hardware_error.training", "hardware_error.evaluation"),
+        "errors are modelled on the local engine only, NPUs have their own",
+    ),
+}
 
 
 def needed_cpus(recipe: Recipe) -> int:
@@ -62,6 +73,7 @@ def epoch_steps(recipe: Recipe) -> int:
     return max(1, math.ceil(kept / recipe.batch.global_batch_size))
 
 
+@cache
 def npu_environment() -> dict[str, str]:
     """The variables of configs/envs/runtime_env.yaml: for every process on NPUs, unless the shell
     says otherwise.
@@ -86,14 +98,9 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
     of the selection, which is ours: upstream's trainer would leave weight syncs to DAPO's, and cost
     the length once more.
     """
-    kept = replace(
-        recipe,
-        run=replace(recipe.run, save_interval=recipe.run.save_interval or recipe.run.train_iters),
-        selection=Selection(),
-    )
-    config = to_config(
-        kept
-    )  # without save_interval upstream computes 1 % None (grpo_trainer_hybrid.py:291)
+    # without save_interval upstream computes 1 % None (grpo_trainer_hybrid.py:291)
+    run = replace(recipe.run, save_interval=recipe.run.save_interval or recipe.run.train_iters)
+    config = to_config(replace(recipe, run=run, selection=Selection()))
     return {name: config.get(name, {}) for name in ("model", *UPSTREAM_SECTIONS)}
 
 
@@ -104,10 +111,9 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     values = Values(recipe.sections)
     try:
         for fault in compare_with_model(recipe.model.arguments, read_config(file), str(file)):
-            is_argument = fault.key != str(file)
-            yield (
-                replace(fault, key=values.get(f"megatron.{fault.key}")[0]) if is_argument else fault
-            )
+            if fault.key != str(file):
+                fault = replace(fault, key=values.get(f"megatron.{fault.key}")[0])
+            yield fault
     except ConfigError as error:
         message = (
             f"{key} = {folder!r}: no readable config.json of a Hugging Face model there ({error})"
@@ -128,10 +134,7 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
 
 def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
     """A fault for each file of the packed training rows that is not there."""
-    key, prefix = "megatron_training.data_path", recipe.task.data_path
-    if not prefix:
-        yield Fault("file", f"{key} is missing", key)
-        return
+    key = "megatron_training.data_path"
     fix = (
         "Make it with `python tools/convert_gsm8k.py --format mindspeed --tokenizer MODEL_DIR "
         "--input DIR_OR_HUB_NAME --output DIR`"
@@ -139,90 +142,59 @@ def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
     for name in packed_files(recipe).values():
         for file in (Path(name), Path(name).with_suffix(".idx")):
             if not file.is_file():
-                yield Fault("file", f"{key} = {prefix!r}: no file {file}", key, fix)
+                message = f"{key} = {recipe.task.data_path!r}: no file {file}"
+                yield Fault("file", message, key, fix)
 
 
 def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     """What this engine cannot do, whatever model and files are there: a rehearsal asks it too."""
     yield from _wrong_pairs(recipe)
-    yield from _cannot_replay(recipe)
-    selection, prompts = recipe.selection, recipe.batch.global_batch_size
-    if recipe.task.prompt != "chat":
-        yield _unsupported(
-            "task.prompt",
-            recipe.task.prompt,
-            "must be 'chat': the packed training rows hold chat prompts, and evaluation must ask "
-            "alike",
-        )
-    if selection.filter_groups_enable and selection.filter_groups_train_batch_size != prompts:
-        yield _unsupported(
+    for key, reason in LOCAL_ONLY.items():
+        section, name = key.split(".")
+        part = getattr(recipe, section.removeprefix("rollout_"))
+        if getattr(part, name) != getattr(type(part)(), name):
+            yield Fault("unsupported", f"{key} must be left out: {reason}", key)
+    selection, verifiers = recipe.selection, recipe.task.verifiers
+    filters, prompts = selection.filter_groups_enable, recipe.batch.global_batch_size
+    format, is_moe = recipe.quantization.format, recipe.model.arguments.get("num_experts")
+    lora_alpha, alpha = Values(recipe.sections).get("megatron.lora_alpha")
+    cases = (
+        (
+            filters and selection.filter_groups_train_batch_size != prompts,
             "rl_config.filter_groups_train_batch_size",
-            selection.filter_groups_train_batch_size,
-            f"must be megatron_training.global_batch_size = {prompts}, or left out: the transfer "
-            "dock has room for the answers of one batch",
-        )
-    if selection.filter_groups_enable and selection.filter_groups_max_batches < 1:
-        yield _unsupported(
+            f"must be global_batch_size = {prompts}: the transfer dock has room for one batch",
+        ),
+        (
+            filters and selection.filter_groups_max_batches < 1,
             "rl_config.filter_groups_max_batches",
-            selection.filter_groups_max_batches,
-            "must be at least 1: without a limit a step whose groups are all alike never ends",
-        )
-    if selection.filter_groups_metric and len(recipe.task.verifiers) > 1:
-        yield _unsupported(
+            "must be at least 1: else a step whose groups are all alike never ends",
+        ),
+        (
+            selection.filter_groups_metric and len(verifiers) > 1,
             "rl_config.filter_groups_metric",
-            selection.filter_groups_metric,
-            "with several verifiers must be left out: the transfer dock keeps their sum; the local "
-            "engine knows each",
-        )
-    for side in ("rollout", "training", "evaluation"):
-        if kinds := getattr(recipe.hardware_error, side):
-            yield _unsupported(
-                f"hardware_error.{side}",
-                ", ".join(kinds),
-                "must be none: errors are modelled on the local engine only, NPUs have their own",
-            )
-    yield from _cannot_quantize(recipe)
-    yield from checks.unknown_rewards(recipe.task.verifiers, UPSTREAM_VERIFIERS)
-
-
-def _unsupported(key: str, value: Any, reason: str) -> Fault:
-    return Fault("unsupported", f"{key} = {value!r} {reason}", key)
-
-
-def _cannot_quantize(recipe: Recipe) -> Iterator[Fault]:
-    """Faults of rollout_quantization, whatever the widths of the model."""
-    quantization, section = recipe.quantization, "rollout_quantization"
-    if not quantization.enabled:
-        return
-    if quantization.format in ("fp8", "mxfp8"):
-        yield _unsupported(
-            f"{section}.format",
-            quantization.format,
-            "must be none, int8_w8a8, mxfp4 or nvfp4: it rounds activations, and vllm-ascend at "
-            "the pin has no such layers; the local engine emulates it",
-        )
-    if quantization.format == "int8_w8a8" and recipe.model.arguments.get("num_experts"):
-        yield _unsupported(
-            f"{section}.format",
-            quantization.format,
-            "with a mixture of experts: vllm-ascend's int8 experts (ops/moe/moe_mlp.py:144) need "
-            "weights in FRACTAL_NZ, which is off in RL; nvfp4 and mxfp4 take experts, and the "
-            "local engine has int8_w8a8",
-        )
-    if quantization.lora != "merged":
-        yield _unsupported(
-            f"{section}.lora",
-            quantization.lora,
-            "must be 'merged': a sync brings merged weights alone; the local engine keeps adapters "
-            "beside them",
-        )
-    if quantization.probe_answers:
-        yield _unsupported(
-            f"{section}.probe_answers",
-            quantization.probe_answers,
-            "must be 0: no answer is computed again by other policies here; the local engine does "
-            "that",
-        )
+            "must be left out with several verifiers: the transfer dock keeps their sum",
+        ),
+        (
+            format in ("fp8", "mxfp8"),
+            "rollout_quantization.format",
+            f"= {format!r} rounds activations, for which vllm-ascend at the pin has no layers",
+        ),
+        (
+            format == "int8_w8a8" and is_moe,
+            "rollout_quantization.format",
+            "= 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, which is off in RL",
+        ),
+        (
+            alpha is not None and not isinstance(alpha, int),
+            lora_alpha,
+            f"= {alpha!r} must be written without a point, for MindSpeed-LLM's --lora-alpha",
+        ),
+    )
+    for is_wrong, key, reason in cases:
+        if is_wrong:
+            yield Fault("unsupported", f"{key} {reason}", key)
+    yield from _cannot_replay(recipe)
+    yield from checks.unknown_rewards(verifiers)
 
 
 def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
@@ -234,14 +206,12 @@ def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
 
 
 def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
-    """Faults of keys that upstream takes in other forms, or one by one and not together."""
+    """Faults of keys that upstream takes one by one and not together."""
     values, optimizer, epochs = Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
     if recipe.run.resume and not recipe.model.load:
-        message = (
-            "run.resume needs actor_config.load, the base weights: checkpoints hold the adapters "
-            "only"
-        )
-        yield Fault("conflict", message, "actor_config.load")
+        key = "actor_config.load"
+        message = f"run.resume needs {key}, the base weights: checkpoints hold the adapters only"
+        yield Fault("conflict", message, key)
     if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
         style, _ = values.get("megatron.lr_decay_style")
         warmup, _ = values.get("megatron.lr_warmup_fraction")
@@ -252,74 +222,52 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
         )
         fix = f"Set rl_config.epochs=1, or {style}=constant and {warmup}=0.0"
         yield Fault("conflict", message, "rl_config.epochs", fix)
-    place, alpha = values.get("megatron.lora_alpha")
-    if alpha is not None and not isinstance(alpha, int):
-        yield _unsupported(
-            place,
-            alpha,
-            "must be a whole number, written without a point: MindSpeed-LLM's --lora-alpha takes "
-            "no other (training/arguments.py:351)",
-        )
     arguments = recipe.model.arguments
     if arguments.get("num_experts") and arguments.get("moe_aux_loss_coeff") is None:
-        name = arguments.get("model")
-        section = f"model.{name}" if name else "megatron_training"
-        place = f"{section}.moe_aux_loss_coeff"
+        key = f"model.{arguments.get('model')}.moe_aux_loss_coeff"
         message = (
-            f"{place} is left out, and upstream would add 0.001 of the load balancing loss to "
-            "GRPO's (megatron_config.py:372)"
+            f"{key} is left out, and upstream would add 0.001 of the load balancing loss to GRPO's "
+            "(megatron_config.py:372)"
         )
-        fix = f"set {place}=0.0, or the value that is meant"
-        yield Fault("unsupported", message, place, fix)
+        yield Fault("unsupported", message, key, f"set {key}=0.0, or the value that is meant")
 
 
 def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     """Faults of algorithm.routing_replay with what goes another way than its routes."""
-    mode, layout, values = recipe.algorithm.routing_replay, recipe.layout, Values(recipe.sections)
+    key, mode = "algorithm.routing_replay", recipe.algorithm.routing_replay
     if mode == "none":
         return
-    reasons = []
-    if not recipe.model.arguments.get("num_experts"):
-        reasons.append("a model that has no experts: there are no routes to replay; set it to none")
-    if layout.cp > 1:
-        reasons.append(
-            f"context_parallel_size = {layout.cp}: a rank has parts of a sequence, and routes are "
-            "replayed over whole ones; set one of them to 1, the other to none"
-        )
-    if layout.layers_per_virtual_stage:
-        reasons.append(
-            f"num_layers_per_virtual_pipeline_stage = {layout.layers_per_virtual_stage}: each "
-            "forward pass is checked to go through all layers of a rank, and would have one "
-            "chunk's; leave it out"
-        )
-    for name in ("use_remove_padding", "use_dynamic_bsz"):
-        place, value = values.get(f"rl_config.{name}")
-        if value:
-            reasons.append(
-                f"{place} = {value}: tokens of several answers become one sequence, in an order "
-                f"that routes are not brought into; set {place}=false"
-            )
-    place, value = values.get("generate_config.enable_prefix_caching")
-    if mode == "rollout" and value:
-        reasons.append(
-            f"{place} = {value}: vLLM computes no routes for tokens that it finds in its cache; "
-            f"set {place}=false"
-        )
-    key = "algorithm.routing_replay"
-    for reason in reasons:
-        yield Fault("unsupported", f"{key} = {mode!r} with {reason}", key)
+    layout, values = recipe.layout, Values(recipe.sections)
+    _, dynamic = values.get("rl_config.use_dynamic_bsz")
+    _, caching = values.get("generate_config.enable_prefix_caching")
+    one_sequence = "tokens of several answers become one sequence"
+    reasons = {
+        "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
+        "a model that has no experts": not recipe.model.arguments.get("num_experts"),
+        "context_parallel_size above 1: a rank has parts of a sequence": layout.cp > 1,
+        "num_layers_per_virtual_pipeline_stage: a forward pass goes through one chunk's layers": (
+            layout.layers_per_virtual_stage
+        ),
+        f"rl_config.use_remove_padding: {one_sequence}": recipe.batch.use_remove_padding,
+        f"rl_config.use_dynamic_bsz: {one_sequence}": dynamic,
+        "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
+        "in its cache": caching,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            message = f"{key} = {mode!r} with {reason}"
+            yield Fault("unsupported", message, key, "Set one of them back")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:
     """The files that a run reads, by label."""
+    files = {**packed_files(recipe), **recipe.data_files, **model_files(recipe.model.path)}
     rows = Path(f"{recipe.task.data_path}_rows.jsonl")  # of a task of one's own (tasks/packed.py)
-    return {
-        **packed_files(recipe),
-        **({"train_rows": str(rows)} if rows.is_file() else {}),
-        **recipe.data_files,
-        **model_files(recipe.model.path),
-        **({"base_weights": recipe.model.load} if recipe.model.load else {}),
-    }
+    if rows.is_file():
+        files["train_rows"] = str(rows)
+    if recipe.model.load:
+        files["base_weights"] = recipe.model.load
+    return files
 
 
 def packed_files(recipe: Recipe) -> dict[str, str]:

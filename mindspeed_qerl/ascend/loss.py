@@ -6,11 +6,6 @@ algorithm/losses.py gives a sum, which is divided by what all ranks' micro-batch
 have together.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any
-
 import torch
 from mindspeed_rl.models import actor_rollout_hybrid
 from mindspeed_rl.models.actor import Actor
@@ -19,11 +14,10 @@ from mindspeed_rl.models.loss.loss_func_factory import LossFuncFactory
 from mindspeed_rl.utils.compute import get_parallel_state
 
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
+from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge, on_host
 from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.runs.checks import impossible, logprobs_fault
-from mindspeed_qerl.tasks.prompts import text_of
+from mindspeed_qerl.runs.checks import impossible
 
 STAGE, ROLE = "ray_grpo", "actor"
 # of the transfer dock, besides those that upstream's update asks for
@@ -44,8 +38,7 @@ class QeRLLoss(BaseLossFunc):
     Attributes:
         recipe: the run's, by `install`. divisor, answers: of the mini-batch under way, over all
             ranks and on this one. seen: of its micro-batches, on the device, whether a log
-            probability is impossible, and (log-probs, mask, tokens). parts: the metrics of each
-            micro-batch since `take_metrics`.
+            probability is impossible. parts: the metrics of each micro-batch since `take_metrics`.
     """
 
     recipe: Recipe
@@ -57,7 +50,7 @@ class QeRLLoss(BaseLossFunc):
     def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
         """What the losses of this rank's `mini_batch` are divided by; before its micro-batches."""
         mask = trained_tokens(mini_batch)
-        divisor = torch.tensor(denominator(mask, self.recipe.algorithm), device=mask.device)
+        divisor = denominator(mask, self.recipe.algorithm).float()
         torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())
         self.divisor, self.answers, self.seen = divisor.item(), len(mask), []
 
@@ -66,12 +59,11 @@ class QeRLLoss(BaseLossFunc):
         host waits for the device once in a mini-batch, not in each micro-batch.
         """
         seen, self.seen = self.seen, []
-        if not seen or not torch.stack([wrong for wrong, _ in seen]).any():
-            return
-        for _, values in seen:
-            arrays = [value.cpu().numpy() for value in values]
-            if fault := logprobs_fault(*arrays, partial(text_of, self.recipe.model.path)):
-                raise RuntimeError(fault)
+        if seen and torch.stack(seen).any():
+            raise RuntimeError(
+                "the trained model gave a log probability that is no number, or above 0: nothing "
+                "can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl"
+            )
 
     def compute_loss(self, output, batch, forward_only=False, non_loss_data=True, **kwargs):
         """Log-probs with `forward_only`; else what Megatron's schedule is to send back, and no
@@ -88,7 +80,7 @@ class QeRLLoss(BaseLossFunc):
             output=output, batch=batch, skip_entropy=False, **kwargs
         )
         mask, before = trained_tokens(batch), logprobs.detach()
-        self.seen.append(((impossible(before) & mask).any(), (before, mask, batch["responses"])))
+        self.seen.append((impossible(before) & mask).any())
         inputs = LossInputs(
             logprobs,
             batch.get("old_log_prob", before),
@@ -107,19 +99,13 @@ class QeRLLoss(BaseLossFunc):
         trained = total * scale
         # logged is what is trained
         logged = trained.detach().double() / scale
-        metrics["loss/total"] = Mean(logged, metrics["loss/total"].count)
+        metrics["loss/total"] = Mean(logged, denominator(mask, algorithm))
         return trained, {}
 
     def take_metrics(self) -> dict[str, Metric]:
         """Of all micro-batches of this rank since the last call, numbers on the host."""
         parts, self.parts = self.parts, []
-        return {name: _on_host(metric) for name, metric in merge(parts).items()}
-
-
-def _on_host(metric: Metric) -> Metric:
-    values = vars(metric)
-    tensors = {name: value.item() for name, value in values.items() if torch.is_tensor(value)}
-    return replace(metric, **tensors)
+        return on_host(merge(parts))
 
 
 class QeRLActor(Actor):
@@ -138,8 +124,10 @@ class QeRLActor(Actor):
         def step_if_trained() -> tuple[bool, float, int]:
             if self.loss_func.divisor:
                 return step()
-            if not all(inner.state for inner in _inner(self.optimizer)):
-                make_state(self.optimizer, step)
+            # AdamW's moments before its first update, which a checkpoint must have
+            # (distrib_optimizer.py:1007)
+            for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                part.init_state_fn(part.optimizer, part.config)
             return True, 0.0, 0
 
         self.optimizer.step = step_if_trained
@@ -152,28 +140,6 @@ class QeRLActor(Actor):
             return super()._forward_backward_batch(batch, forward_only)
         finally:  # Megatron may have stopped at the gradient of the same fault, without the answer
             self.loss_func.finish()
-
-
-def make_state(optimizer: Any, step: Callable[[], Any]) -> None:
-    """AdamW's moments before its first update, which a checkpoint must have
-    (distrib_optimizer.py:1007): by a `step` on gradients of 0 with a learning rate of 0, which is
-    then forgotten.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    step()
-    for group, rate in zip(optimizer.param_groups, rates):
-        group["lr"] = rate
-    for inner in _inner(optimizer):
-        for counted in (*inner.param_groups, *inner.state.values()):
-            if "step" in counted:
-                counted["step"] = counted["step"] * 0
-
-
-def _inner(optimizer: Any) -> list[Any]:
-    """torch's optimizers in Megatron's."""
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
 
 
 def install(recipe: Recipe) -> None:

@@ -23,7 +23,6 @@ from mindspeed_qerl.lora.checkpoint import (
     EXPERTS,
     Pair,
     Tensors,
-    replicated,
     table_of_layer,
     whole_adapters,
 )
@@ -93,24 +92,17 @@ def gather_layer(
     tensors: Tensors, place: tuple[int, int], args: Namespace, shape: ModelShape, layer: int
 ) -> dict[str, Pair]:
     """A and B of `layer` by HF module name, whole, from all ranks; a collective call of all of
-    them.
+    them. Of ranks that should hold the same adapter and do not, one fails its proof.
 
     Args:
         tensors: this rank's, of `adapters_by_layer`; empty on other pipeline stages. place: its
             tensor and expert rank. args: upstream's configuration of Megatron.
-
-    Raises:
-        ValueError: ranks that should hold the same adapter do not.
     """
     ranks: list[tuple[tuple[int, int], Tensors]] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, (place, tensors))
-    copies: dict[tuple[int, int], dict[str, list[torch.Tensor]]] = {}
+    shards: dict[tuple[int, int], Tensors] = {}
     for rank, held in ranks:
-        for name, tensor in held.items():
-            copies.setdefault(rank, {}).setdefault(name, []).append(tensor)
-    shards = {}
-    for rank, by_name in copies.items():
-        shards[rank] = {name: replicated(same, name) for name, same in by_name.items()}
+        shards.setdefault(rank, {}).update(held)
     return whole_adapters(shards, args, table_of_layer(shape), layer)
 
 

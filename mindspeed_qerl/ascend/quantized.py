@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.linear import LinearBase
 from vllm_ascend.quantization.w8a8_dynamic import AscendW8A8DynamicLinearMethod
 from vllm_ascend.utils import matmul_allreduce_enable
 
-from mindspeed_qerl.ascend.proof import EXPERT_PARTS, SHARED_BY_INPUT, held_layers
+from mindspeed_qerl.ascend.proof import SHARED_BY_INPUT, held_layers
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.lora.checkpoint import Tensors
 from mindspeed_qerl.quantization.formats import FORMATS, int8_and_scale
-from mindspeed_qerl.quantization.weights import ignore_fault, is_quantized, squares
-from mindspeed_qerl.recipe.types import Quantization
+from mindspeed_qerl.quantization.weights import is_quantized, squares
 
 
 class Int8Linear:
@@ -54,7 +52,7 @@ class QuantizedModel:
     part of the rounded whole tensor.
 
     Args:
-        model: vLLM's.
+        model: vLLM's. format: one of FORMATS.
 
     Attributes:
         squares: of the last `quantize`: (Hugging Face name, number of this rank's part of the
@@ -62,19 +60,17 @@ class QuantizedModel:
         methods: layer -> its own method, where an Int8Linear is in its place.
 
     Raises:
-        ConfigError: what `ignore_fault` says, or vllm-ascend would multiply with other weights.
+        ConfigError: vllm-ascend would multiply with other weights.
     """
 
-    def __init__(self, model: torch.nn.Module, quantization: Quantization):
-        self.model, self.ignore, self.name = model, quantization.ignore, quantization.format
-        self.format, self.group = FORMATS[quantization.format], get_tp_group()
+    def __init__(self, model: torch.nn.Module, format: str):
+        self.model, self.name, self.format = model, format, FORMATS[format]
+        self.group = get_tp_group()
         self.squares: dict[tuple[str, int], tuple[float, float]] = {}
         self.methods: dict[torch.nn.Module, Any] = {}
-        if fault := ignore_fault(_names(model), self.ignore, self.name):
-            raise ConfigError(fault)
         if matmul_allreduce_enable() and self.group.world_size > 1:  # ops/linear_op.py:286
             raise ConfigError(
-                f"rollout_quantization.format = {self.name!r} with "
+                f"rollout_quantization.format = {format!r} with "
                 "VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE: vllm-ascend would multiply o_proj and "
                 "down_proj by weights that are not quantised. Unset it"
             )
@@ -87,7 +83,7 @@ class QuantizedModel:
         for _, layer, weights in held_layers(self.model):
             copies = []
             for name, weight in weights.items():
-                if not self._is_quantized(name):
+                if not is_quantized(f"{name}.weight"):
                     continue
                 amax = self._amax(name, weight)
                 if self.name == "int8_w8a8":
@@ -98,7 +94,7 @@ class QuantizedModel:
                     used = self.format.weight(weight, *amax).to(weight.dtype)
                 part = self.group.rank_in_group * self._is_shared(name)
                 sums[name, part] = squares(used.float() - weight.float(), weight)
-                if self.name != "int8_w8a8":
+                if not copies:
                     weight.copy_(used)
             if copies:
                 self.methods[layer] = layer.quant_method
@@ -125,7 +121,7 @@ class QuantizedModel:
         wrong = []
         for name, weight in used_weights(self.model):
             expected = synced[name].to(weight.device)
-            if self._is_quantized(name):
+            if is_quantized(f"{name}.weight"):
                 whole, dim = expected, int(_is_shared_by_input(name))
                 if self._is_shared(name):
                     whole = self.group.all_gather(expected, dim)
@@ -135,9 +131,6 @@ class QuantizedModel:
             if not torch.equal(weight, expected.to(weight.dtype)):
                 wrong.append(name)
         return wrong
-
-    def _is_quantized(self, name: str) -> bool:
-        return is_quantized(f"{name}.weight", self.ignore)
 
     def _is_shared(self, name: str) -> bool:
         """Whether tensor parallel ranks have parts of it: experts are whole (layout/rules.py
@@ -168,22 +161,6 @@ def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield from zip(weights, used, strict=True)
         else:
             yield from weights.items()
-
-
-def _names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """vLLM's name of a layer -> the Hugging Face names of its weights, experts of other ranks
-    included.
-    """
-    names = {}
-    for layer_name, layer, weights in held_layers(model):
-        if isinstance(layer, LinearBase):
-            names[layer_name] = [f"{name}.weight" for name in weights]
-            continue
-        names[layer_name] = []
-        for expert in range(layer.global_num_experts):
-            prefix = f"{layer_name}.{expert}"
-            names[layer_name] += [f"{prefix}.{part}.weight" for part in EXPERT_PARTS]
-    return names
 
 
 def _is_shared_by_input(name: str) -> bool:

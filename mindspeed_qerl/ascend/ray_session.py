@@ -2,10 +2,11 @@
 
 import contextlib
 import os
+import shutil
 import signal
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -15,29 +16,25 @@ from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.recipe.types import Recipe
 
-Answer = TypeVar("Answer")
-QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
-
 
 @contextlib.contextmanager
-def ray_session(
-    recipe: Recipe, environment: dict[str, str], logs: Path
-) -> Iterator[dict[str, str]]:
-    """Ray inside the block, which gets the addresses of its other nodes by their ids. At the end
-    what the workers printed is in the folder `logs`, a Ray of our own has ended, and SIGTERM does
-    again what it did before. environment: the variables of every worker.
+def ray_session(recipe: Recipe, environment: dict[str, str], logs: Path) -> Iterator[None]:
+    """Ray inside the block. At the end what this node's workers printed is in the folder `logs`, a
+    Ray of our own has ended, and SIGTERM does again what it did before. environment: the variables
+    of every worker.
     """
     handler = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL  # None: not Python's own
     try:
         start_ray(recipe, environment)
         # a scheduler's stop is an interrupt; Ray's own handler would abort
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        node = ray._private.worker.global_worker.node
-        printed, others = Path(node.get_logs_dir_path()), other_nodes()
+        printed = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
         try:
-            yield others
+            yield
         finally:
-            keep_logs(printed, logs, others)
+            for file in printed.glob("worker-*.[oe][ur][tr]"):
+                if file.stat().st_size:
+                    shutil.copy(file, logs)
     finally:
         private_ray.stop()
         signal.signal(signal.SIGTERM, handler)
@@ -54,69 +51,33 @@ def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
     # Ray's own reading of RAY_ADDRESS=local listens on every interface
     if os.environ.get("RAY_ADDRESS") != "local":
         with contextlib.suppress(ConnectionError):
-            ray.init(address="auto", runtime_env=runtime_env, **QUIET)
+            ray.init(
+                address="auto",
+                runtime_env=runtime_env,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
             return
     private_ray.start(runtime_env=runtime_env)
 
 
-def other_nodes() -> dict[str, str]:
-    """The nodes but for this one: Ray's id of each, and its address."""
-    own = ray.get_runtime_context().get_node_id()
-    alive = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    alive.pop(own, None)
-    return alive
-
-
-def ask(
-    nodes: Collection[str], question: Callable[[str], Answer], path: Path, seconds: float
-) -> dict[str, Answer]:
-    """`question(path)` on each of these nodes, of those that answer within `seconds`."""
-    if not nodes:
-        return {}
-    # upstream's `fit` ends with ray.shutdown() (grpo_trainer_hybrid.py:295)
-    if not ray.is_initialized():
-        ray.init(address="auto", **QUIET)
-    remote = ray.remote(num_cpus=0, max_retries=0)(question)
-    calls = {}
-    for node in nodes:
-        place = NodeAffinitySchedulingStrategy(node, soft=False)
-        calls[remote.options(scheduling_strategy=place).remote(str(path))] = node
-    answered, _ = ray.wait([*calls], num_returns=len(calls), timeout=seconds)
-    answers = {}
-    for call in answered:
-        with contextlib.suppress(ray.exceptions.RayError):
-            answers[calls[call]] = ray.get(call)
-    return answers
-
-
-def check_shared(run: Path, nodes: dict[str, str]) -> None:
+def check_shared(run: Path) -> None:
     """EngineError if a node cannot see the run that is resumed. A rank without its checkpoint
     starts with random weights, while the others wait for it
     (megatron/training/checkpointing.py:902-930).
     """
-    for node, is_there in ask(nodes, os.path.isdir, run.resolve(), seconds=60).items():
-        if not is_there:
+    is_there = ray.remote(num_cpus=0)(os.path.isdir)
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        there = is_there.options(scheduling_strategy=place).remote(str(run.resolve()))
+        if not ray.get(there):
             raise EngineError(
-                f"the node at {nodes[node]} has no {run.resolve()}: to be resumed, a run must be "
-                "where every node reads it. Put it on a disk that they share, at the same path "
-                "(run.root)"
+                f"the node at {node['NodeManagerAddress']} has no {run.resolve()}: to be resumed, "
+                "a run must be where every node reads it. Put it on a disk that they share, at the "
+                "same path (run.root)"
             )
-
-
-def keep_logs(source: Path, target: Path, nodes: Collection[str]) -> None:
-    """Copy what the workers printed, here and on `nodes`, into `target`. source: Ray's folder,
-    which is temporary and has the same path on every node. A node that does not answer within ten
-    seconds is gone, and its logs with it.
-    """
-
-    def printed(folder: str) -> dict[str, bytes]:
-        files = Path(folder).glob("worker-*.[oe][ur][tr]")
-        return {file.name: file.read_bytes() for file in files if file.stat().st_size}
-
-    elsewhere = ask(nodes, printed, source, seconds=10)
-    for contents in (printed(str(source)), *elsewhere.values()):
-        for name, content in contents.items():
-            (target / name).write_bytes(content)
 
 
 def this_node_first(construct: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -56,15 +56,10 @@ def last_checkpoint(recipe: Recipe) -> int:
     steps, tracker = checkpoint_iterations(run.checkpoints_dir), run.checkpoints_dir / TRACKER
     try:
         step = int(tracker.read_text())
-    except OSError as error:
+    except (OSError, ValueError) as error:  # Megatron was killed while it wrote the number
         raise ValueError(
-            f"{recipe.run.resume} has no checkpoint to resume from ({error}). One is saved every "
-            "megatron_training.save_interval steps. Start a new run without run.resume"
-        ) from error
-    except ValueError as error:
-        raise ValueError(
-            f"{tracker} names no checkpoint ({error}): the run was killed while it was written. "
-            f"Write the number of the last one into it; there are: {', '.join(map(str, steps))}"
+            f"{recipe.run.resume} has no checkpoint to resume from ({error}). Start a new run, or "
+            f"write the number of one of these into {tracker}: {steps}"
         ) from error
     checkpoint = checkpoint_folder(run, step)
     try:
@@ -74,12 +69,9 @@ def last_checkpoint(recipe: Recipe) -> int:
     except FileNotFoundError:
         fault = f"{POSITION}, which has the position in the data, is missing"
     if fault:
-        earlier = [number for number in steps if number < step]
-        fix = "there is no other checkpoint: start a new run"
-        if earlier:
-            fix = f"write {earlier[-1]} into {tracker} to resume from that one"
         raise ValueError(
-            f"the checkpoint {checkpoint} is damaged: {fault}. Bring the file back, or {fix}"
+            f"the checkpoint {checkpoint} is damaged: {fault}. Bring the file back, or write the "
+            f"number of an earlier one into {tracker}: {steps}"
         )
     return step
 

@@ -7,7 +7,6 @@ know (MindSpeed-RL models/rule_verifier.py:155-178): a misspelt one means reward
 
 import contextlib
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -15,13 +14,10 @@ from mindspeed_rl.models import rule_verifier
 from mindspeed_rl.utils.utils import get_current_dp_range_indexes
 from mindspeed_rl.workers.rule_reward import RuleReward
 
-from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
-from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
-from mindspeed_qerl.tasks.rewards import Reward, is_reward, load_reward, score
+from mindspeed_qerl.tasks.rewards import score
 
-_upstream_verifier = rule_verifier.verifier
 _packed_rows = cache(read_packed_rows)
 
 
@@ -32,21 +28,18 @@ def verifier(
     data_path: str | None = None,
     **kwargs: Any,
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Scores of `responses`: the sum over `config.verifier_function` of weight times score, ours, a
-    user's and upstream's alike; and `{name}_rewards/mean` with the unweighted scores of each
-    function.
+    """Scores of `responses`: the sum over `config.verifier_function` of weight times score; and
+    `{name}_rewards/mean` with the unweighted scores of each function.
 
     Args:
         responses: decoded answers, padding and special tokens already gone.
         data: "labels", decoded, one per response: the gold answers, or the numbers of the rows that
-            are packed beside `data_path` (tasks/packed.py); more columns for upstream's own
-            functions.
+            are packed beside `data_path` (tasks/packed.py).
         config: upstream's RLConfig. data_path: upstream's, of the training data.
 
     Raises:
         ConfigError: an unknown name, no labels, an empty one, or one that is not the number of a
-            row. RewardError: a
-        reward failed.
+            row. RewardError: a reward failed.
     """
     labels = data.get("labels", [])
     if len(labels) != len(responses):
@@ -56,20 +49,8 @@ def verifier(
             "tools/pack_task.py) and dataset_additional_keys [labels]"
         )
     rows = rows_of_labels(labels, _packed_rows(data_path) if data_path else None)
-
-    def load(name: str) -> Reward:
-        if is_reward(name):
-            return load_reward(name)
-        if name not in UPSTREAM_VERIFIERS:
-            known = [*VERIFIERS, *UPSTREAM_VERIFIERS]
-            raise ConfigError("rl_config.verifier_function: " + unknown("verifier", name, known))
-        alone = SimpleNamespace(verifier_function=[name], verifier_weight=[1.0])
-        return lambda responses, answers, rows: _upstream_verifier(
-            responses, {**data, "labels": answers}, alone, **kwargs
-        )[0]
-
     weights = list(zip(config.verifier_function, config.verifier_weight, strict=True))
-    total, scores = score(weights, responses, rows, load)
+    total, scores = score(weights, responses, rows)
     metrics = {f"{name}_rewards/mean": values.tolist() for name, values in scores.items()}
     return total.tolist(), metrics
 

@@ -57,7 +57,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             arguments = recipe.noise_arguments(epoch_steps(recipe))
             self.injector = NoiseInjector(self.model, **arguments)
         if recipe.quantization.enabled:
-            self.quantized = QuantizedModel(self.model, recipe.quantization)
+            self.quantized = QuantizedModel(self.model, recipe.quantization.format)
         if recipe.algorithm.routing_replay == "rollout":
             routers, longest = read_shape(recipe.model.path).routers, recipe.batch.max_model_len
             self.recorder = AscendRecorder(self.runner, routers, longest, self.model)
@@ -107,9 +107,9 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             )
         self.free_cache_engine()
         groups = [output.outputs for output in outputs]
-        if recorder:
-            for answer, routes in zip(chain(*groups), chain(*recorder.take(outputs))):
-                answer.routes = routes
+        routes = recorder.take(outputs) if recorder else []
+        for answer, recorded in zip(chain(*groups), chain(*routes)):
+            answer.routes = recorded
         return groups
 
     def _sampling_params(self, prompt: list[int]) -> Any:

@@ -1,11 +1,9 @@
 """Routing replay (docs/routing_replay.md) in the transfer dock and upstream's training passes."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from mindspeed_rl.utils.compute import get_parallel_state
 
 from mindspeed_qerl.families import read_shape
@@ -29,15 +27,10 @@ def pack(routes: np.ndarray) -> torch.Tensor:
 
 
 def unpack(row: torch.Tensor, routers: Routers) -> np.ndarray:
-    """What `pack` was given; `row` may be longer. ValueError: it holds less than the shape that it
-    names.
-    """
+    """What `pack` was given; `row` may be longer. ValueError: it is not of `pack`."""
     row = row.cpu().numpy()
     shape, content = row[:3], row[3:].tobytes()
-    size = int(shape.prod(dtype=np.int64)) * routers.dtype.itemsize
-    if (shape < 0).any() or size > len(content):
-        raise ValueError(f"its routes have {len(content)} bytes for the shape {shape.tolist()}")
-    return np.frombuffer(content[:size], routers.dtype).reshape(shape)
+    return np.frombuffer(content, routers.dtype, shape.prod(dtype=int)).reshape(shape)
 
 
 def row_fault(row: torch.Tensor, tokens: int, routers: Routers) -> str | None:
@@ -50,18 +43,12 @@ def row_fault(row: torch.Tensor, tokens: int, routers: Routers) -> str | None:
 
 class RoutedPasses:
     """Upstream's passes over micro-batches on this rank, with the routes of the column `COLUMN` in
-    its routers; or, where a pass before the update has none, with its own ones kept for the update.
-
-    Attributes:
-        counts: of each update since `take_counts`. recorded: of the answers of the last pass before
-            the update, as in the dock.
+    its routers. counts: of each update since `take_counts`.
     """
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe):
         state = get_parallel_state()
-        self.records = recipe.algorithm.routing_replay == "record"
         self.routers = read_shape(recipe.model.path).routers
-        self.pp_group = state.get_pipeline_model_parallel_group()
         self.replay = RouteReplay(
             model,
             self.routers,
@@ -69,30 +56,22 @@ class RoutedPasses:
             state.get_tensor_model_parallel_world_size(),
         )
         self.counts: list[dict[int, Counts]] = []
-        self.recorded: list[torch.Tensor] = []
 
     def around(self, forward_backward: Callable) -> Callable:
         """Megatron's schedule (pipeline_parallel/schedules.py) for these passes."""
 
         def run(*, forward_step_func, forward_only, **arguments):
-            passes = []
-
             def step(batches, model):
                 batch = next(batches)
-                micro = self._micro_batch(batch)
-                passes.append((batch, micro))
-                with self.replay.forward(micro):
+                with self.replay.forward(self._micro_batch(batch)):
                     return forward_step_func(iter([batch]), model)
 
             arguments |= {"forward_step_func": step, "forward_only": forward_only}
-            with nullcontext() if forward_only else self.replay.training():
+            if forward_only:
+                return forward_backward(**arguments)
+            with self.replay.training():
                 result = forward_backward(**arguments)
-            if not forward_only:
-                self.counts.append(self.replay.counts())
-            elif self.records:
-                self.recorded = []
-                for batch, micro in passes:
-                    self.recorded += self._rows_of(batch, micro)
+            self.counts.append(self.replay.counts())
             return result
 
         return run
@@ -105,39 +84,12 @@ class RoutedPasses:
     def _micro_batch(self, batch: dict[str, torch.Tensor]) -> MicroBatch:
         """Megatron has tokens position by position; upstream pads whole answers on the right."""
         answers, width = batch["input_ids"].shape
-        computed = _lengths(batch) - 1  # the last token goes through no model
+        # an answer's last token goes through no model
+        computed = (batch["prompt_length"] + batch["response_length"]).flatten() - 1
         places = torch.arange(width, device=computed.device)
         known = (places[:, None] < computed).flatten()
-        if COLUMN not in batch:
-            return MicroBatch(None, known)
-        routes = np.zeros((width, answers, *self._choices), dtype=np.int32)
+        layers, top_k = len(self.routers.layers), self.routers.top_k
+        routes = np.zeros((width, answers, layers, top_k), dtype=np.int32)
         for answer, (row, tokens) in enumerate(zip(batch[COLUMN], computed.tolist())):
-            recorded = unpack(row, self.routers)
-            if len(recorded) != tokens:
-                raise RuntimeError(
-                    f"an answer of {tokens + 1} tokens came with the routes of {len(recorded)}, "
-                    "not of all but its last: rows of the transfer dock were mixed up"
-                )
-            routes[:tokens, answer] = recorded
+            routes[:tokens, answer] = unpack(row, self.routers)
         return MicroBatch(torch.from_numpy(routes).flatten(0, 1).to(known.device), known)
-
-    def _rows_of(self, batch: dict[str, torch.Tensor], micro: MicroBatch) -> list[torch.Tensor]:
-        """For each answer of a micro-batch, what all stages' routers chose."""
-        answers, width = batch["input_ids"].shape
-        shape = width, answers, *self._choices
-        chosen = torch.zeros(shape, dtype=torch.int32, device=micro.known.device)
-        for layer, ids in micro.chosen.items():
-            chosen[:, :, self.replay.index[layer]] = ids.view(width, answers, -1).int()
-        dist.all_reduce(chosen, group=self.pp_group)  # each layer is on one stage
-        whole = chosen.cpu().numpy().astype(self.routers.dtype)
-        lengths = _lengths(batch).tolist()
-        return [pack(whole[: length - 1, answer]) for answer, length in enumerate(lengths)]
-
-    @property
-    def _choices(self) -> tuple[int, int]:
-        return len(self.routers.layers), self.routers.top_k
-
-
-def _lengths(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Tokens of each prompt and its answer, [answers]."""
-    return (batch["prompt_length"] + batch["response_length"]).flatten()

@@ -49,7 +49,6 @@ SCORED = (
 # Others keep theirs after "upstream/".
 OUR_NAMES = {
     "actor/grad_norm": "grad_norm",
-    "grad_norm": "grad_norm",
     "actor/lr": "lr",
     "timing/all": "time/step",
     "timing/rollout": "time/rollout",
@@ -96,7 +95,7 @@ class QeRLTrainer(RayGRPOTrainer):
     def __init__(self, *args, observer: TokenObserver, **kwargs):
         grpo_trainer_hybrid.DataStrategy = OurDataStrategy
         self.observer, self.recipe = observer, observer.recipe
-        self.replay = self.recipe.algorithm.routing_replay
+        self.replays = self.recipe.algorithm.routing_replay != "none"
         self.routers = read_shape(self.recipe.model.path).routers
         super().__init__(*args, **kwargs)
         self.batches_asked = self.actor_worker.rl_config.batches_asked
@@ -107,12 +106,9 @@ class QeRLTrainer(RayGRPOTrainer):
     def fit(self, data_iters):
         """Upstream's loop, with an evaluation before the first step."""
         self.step, self.batches = self.actor_worker.get_iteration(), data_iters
-        ranks = self.on_ranks("describe")
-        self.observer.begin([rank["lora"] for rank in ranks])
-        if ranks[0]["aqn"]:
-            self.observer.noise_targets(ranks[0]["aqn"])
-        if self.recipe.quantization.enabled and not self.recipe.lora.targets:
-            self.observer.warn("without LoRA neither a sync nor its quantisation is proved")
+        self.observer.begin(self.on_ranks("count_adapters"))
+        if self.recipe.noise.enabled:
+            self.observer.noise_targets(self.on_ranks("noise_targets")[0])
         if self.step == 0:
             self._evaluate()
         super().fit(data_iters)
@@ -121,12 +117,6 @@ class QeRLTrainer(RayGRPOTrainer):
     def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """What `method` of the worker returns on each rank."""
         return self.actor_worker.execute_sync_command(method, *arguments)
-
-    def set_actor_log_prob_skip_flag(self):
-        """Upstream's; a pass that is to record routes is not left out."""
-        super().set_actor_log_prob_skip_flag()
-        if self.replay == "record":
-            self.skip_actor_log_prob = self.actor_worker.skip_actor_log_prob = False
 
     def compute_advantage(self, blocking=False, guarantee_order=False):
         """Which of the scored answers are trained, and their advantages, into the dock's columns
@@ -149,8 +139,8 @@ class QeRLTrainer(RayGRPOTrainer):
             raise EngineError(fault)
         lengths = _numbers(answers["response_length"])
         self.tokens = int(lengths[trained].sum())
-        # an answer's last token goes through no model
-        self.routes = int((lengths + _numbers(answers["prompt_length"]) - 1).sum())
+        if self.replays:  # an answer's last token goes through no model
+            self.routes = int((lengths + _numbers(answers["prompt_length"]) - 1).sum())
         if not self.tokens:
             groups = self.values["selection/sampled_groups"]
             self.observer.trains_nothing(self.step + 1, groups, all_cut_off=is_kept.any())
@@ -166,28 +156,24 @@ class QeRLTrainer(RayGRPOTrainer):
         """EngineError for answers that cannot be trained on. ended: bool [answers], those to train
         that were not cut off.
         """
-        responses, routes = answers["responses"], answers.get(COLUMN, ())
-        for response, column in zip(responses, answers["rollout_log_prob"]):
+        texts = [self.observer.tokenizer.decode(ids)[:200] for ids in answers["responses"]]
+        for text, column in zip(texts, answers["rollout_log_prob"]):
             logprobs = column.numpy()
-            if (wrong := impossible(logprobs)).any():
-                place = wrong.argmax()
+            wrong = logprobs[impossible(logprobs)]
+            if len(wrong):
                 raise EngineError(
-                    f"vLLM gave {logprobs[place]} as a log probability for token {place + 1} of "
-                    f"the answer {self._text(response)!r}: nothing can be trained on it"
+                    f"vLLM gave {wrong[0]} as the log probability of a token of the answer {text!r}"
                 )
-        for response, ids, row in zip(responses, answers["input_ids"], routes):
+        for text, ids, row in zip(texts, answers["input_ids"], answers.get(COLUMN, ())):
             if fault := row_fault(row, len(ids) - 1, self.routers):
                 raise EngineError(
-                    f"the answer {self._text(response)!r}: {fault}. Nothing can be replayed "
+                    f"the answer {text!r}: {fault}. Nothing can be replayed "
                     "(algorithm.routing_replay)"
                 )
         # `ends_fault` takes sequences whose first token is no answer's
-        last = np.array([[0, int(response[-1])] for response in responses])
+        last = np.array([[0, int(response[-1])] for response in answers["responses"]])
         if fault := ends_fault(last, ended[:, None], ended, self.observer.ends):
             raise EngineError(fault)
-
-    def _text(self, response: torch.Tensor) -> str:
-        return self.observer.tokenizer.decode(response)[:200]
 
     def _less_kl(self, rewards: torch.Tensor) -> torch.Tensor:
         """`rewards` of the answers in the dock, each less its KL to the reference. `fit` asks for
@@ -198,8 +184,8 @@ class QeRLTrainer(RayGRPOTrainer):
         columns = self._columns(["old_log_prob", "ref_log_prob"]).values()
         mask = [torch.ones(len(logprobs), dtype=torch.bool) for logprobs in next(iter(columns))]
         padded = [pad_sequence(column, batch_first=True) for column in (*columns, mask)]
-        rewards, metrics = rewards_less_kl(rewards, *padded, self.recipe.algorithm)
-        self.values |= {name: metric.value() for name, metric in metrics.items()}
+        rewards, kl = rewards_less_kl(rewards, *padded, self.recipe.algorithm)
+        self.values["reward/kl"] = float(kl)
         return rewards
 
     def _gather(self) -> tuple[Answers, np.ndarray]:
@@ -233,7 +219,7 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _scored(self) -> Answers:
         """The answers in the dock, once all are scored."""
-        routes = [COLUMN] if self.replay == "rollout" else []
+        routes = [COLUMN] if self.replays else []
         return self._columns([*SCORED, *routes, *self.dataset_additional_keys])
 
     def _rows(self) -> list[int]:
@@ -305,27 +291,19 @@ class QeRLTrainer(RayGRPOTrainer):
     def log_metrics(self, metrics, iteration):
         """Called by `fit` after update `iteration`."""
         self.step = iteration
-        values = to_our_names(metrics) | self.values
+        values = to_our_names(metrics) | self.on_ranks("noise_metrics")[0] | self.values
         trained = merge(self.on_ranks("take_metrics"))
         if self.tokens:
             values |= {name: metric.value() for name, metric in trained.items()}
             values["selection/trained_tokens"] = trained["mismatch/k1"].count
-        if self.replay == "none":
-            self.routes = 0
-        else:
-            counts = total(self.on_ranks("take_routing"))
-            values |= routing_metrics(counts, self.routers) if self.tokens else {}
+        if self.replays and self.tokens:
+            values |= routing_metrics(total(self.on_ranks("take_routing")), self.routers)
         if self.recipe.quantization.enabled:
             ranks = self.on_ranks("take_weight_squares")
             # several ranks hold the same part
             parts = dict(chain.from_iterable(squares.items() for squares in ranks))
             values |= weight_errors((name, squares) for (name, _), squares in parts.items())
         self.observer.stepped(iteration, values, self.tokens, self.routes)
-        if values.get("aqn/sigma"):
-            self.observer.progress.message(
-                f"AQN step {iteration}: Applied noise to {values['aqn/layers']} RMSNorm layers: "
-                f"sigma {values['aqn/sigma']:.3g}, measured std {values['aqn/measured_std']:.3g}"
-            )
         if self.observer.wants_proof(iteration):
             movements, unlike = zip(*self.on_ranks("prove"))
             self.observer.proved(iteration, join(movements), {*chain(*unlike)})
@@ -358,13 +336,10 @@ def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
     named = {}
     for name, value in metrics.items():
         ours = OUR_NAMES.get(name, f"upstream/{name}")
-        if name.startswith("aqn/"):
-            ours = name
-        elif name.endswith("_rewards/mean"):
+        if name.endswith("_rewards/mean"):
             ours = f"verifier/{name.removesuffix('_rewards/mean')}/mean"
         with suppress(TypeError, ValueError):
-            # upstream averages over the ranks
-            named[ours] = int(value) if ours in ("aqn/stage", "aqn/layers") else float(value)
+            named[ours] = float(value)
     return named
 
 

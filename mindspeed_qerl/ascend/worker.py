@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import ray
 import torch
@@ -24,12 +23,8 @@ from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.proof import Movement, join
 from mindspeed_qerl.routing.replay import Counts
 
-# By algorithm.routing_replay, the stages of upstream's worker that get the routes.
-REPLAYED = {
-    "none": (),
-    "record": ("actor_train",),
-    "rollout": ("actor_log_prob", "actor_train"),
-}
+# Stages of upstream's worker that get the routes, if some are replayed.
+REPLAYED = ("actor_log_prob", "actor_train")
 
 
 @ray.remote(resources={"NPU": 0.7})
@@ -81,9 +76,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return super()._build_sharding_manager()
 
     def generate_sequences(self):
-        """Upstream's rollout of one batch, with this iteration's noise; its report goes with
-        upstream's metrics.
-        """
+        """Upstream's rollout of one batch, with this iteration's noise."""
         rollout, batch = self.inference_model, self.batches_sampled[self.iteration]
         self.batches_sampled[self.iteration] += 1
         # an earlier batch of this iteration left them on the CPU
@@ -92,9 +85,6 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         rollout.noise_step, rollout.quantizes = self.iteration, True
         rollout.seed_of = (f"rollout {batch}" if batch else "rollout", self.iteration)
         super().generate_sequences()
-        if rollout.noise_report is not None:
-            for name, value in rollout.noise_report.to_metrics().items():
-                ray.get(self.td.update_metrics.remote(name, value=[value], cumulate=True))
 
     def sync_generate_process(self, batch_data, experience_count, index, pad_token_id):
         """Answers to one dispatch of prompts, each of which stands n times side by side, into the
@@ -123,17 +113,9 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         routes gets those.
         """
         columns = [*columns, *(loss.COLUMNS if stage == "actor_train" else ())]
-        if stage in REPLAYED[self.recipe.algorithm.routing_replay]:
+        if stage in REPLAYED and self.inference_model.recorder:
             columns.append(routing.COLUMN)
         return super().dispatch_transfer_dock_data(stage, columns, *args, **kwargs)
-
-    def collect_transfer_dock_data(self, output, *args, **kwargs):
-        """Upstream's; the log-probs before the update go with the routes of their pass, if those
-        were recorded.
-        """
-        if "old_log_prob" in output and self.recipe.algorithm.routing_replay == "record":
-            output[routing.COLUMN] = self.actor_hybrid.train_actor.routes.recorded
-        super().collect_transfer_dock_data(output, *args, **kwargs)
 
     def take_routing(self) -> dict[int, Counts]:
         """What this rank's routers replayed since the last call, by layer."""
@@ -220,12 +202,15 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 unlike = rollout.quantized.unlike(synced)
         return join(movements), unlike
 
-    def describe(self) -> dict[str, Any]:
-        """What this rank trains and would put noise on: {"lora": proof.count_adapters, "aqn": names
-        of norms}.
-        """
-        injector = self.inference_model.injector
-        return {
-            "lora": proof.count_adapters(self.model, self.parallel_state),
-            "aqn": [target.name for target in injector.targets] if injector else [],
-        }
+    def count_adapters(self) -> dict[str, dict[str, int]]:
+        """What this rank trains."""
+        return proof.count_adapters(self.model, self.parallel_state)
+
+    def noise_targets(self) -> list[str]:
+        """Names of the norms that noise goes on."""
+        return [target.name for target in self.inference_model.injector.targets]
+
+    def noise_metrics(self) -> dict[str, float]:
+        """Of the noise of the last sync; empty without any."""
+        report = self.inference_model.noise_report
+        return report.to_metrics() if report else {}

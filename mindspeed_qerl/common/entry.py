@@ -10,13 +10,8 @@ import sys
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-NEEDED = (
-    "hydra",
-    "numpy",
-    "pydantic",
-    "rich",
-    "yaml",
-)  # of requirements/base.in, what no command can do without
+# of requirements/base.in, what no command can do without
+NEEDED = ("hydra", "numpy", "pydantic", "rich", "yaml")
 
 
 def use_checkout() -> None:
@@ -28,19 +23,20 @@ def use_checkout() -> None:
     """
     python = CHECKOUT / ".venv" / "bin" / "python"
     lacking = [name for name in (*NEEDED, "torch") if importlib.util.find_spec(name) is None]
-    unfit = lacking or sys.version_info < (3, 11)
-    if unfit and python.exists() and Path(sys.prefix).resolve() != python.parents[1].resolve():
-        os.execv(python, [str(python), *getattr(sys, "orig_argv", ["", *sys.argv])[1:]])
-    if sys.version_info < (3, 11) or lacking not in ([], ["torch"]):
-        is_old = sys.version_info < (3, 11)
-        old = [f"is Python {platform.python_version()}, where 3.11 is needed,"] if is_old else []
-        _explain(" and ".join([*old, *([f"has no {', '.join(lacking)}"] if lacking else [])]))
+    is_old = sys.version_info < (3, 11)
+    is_other = Path(sys.prefix).resolve() != python.parents[1].resolve()
+    if (lacking or is_old) and is_other and python.exists():
+        words = getattr(sys, "orig_argv", ["", *sys.argv])[1:]  # Python 3.9 has none
+        os.execv(python, [str(python), *words])
+    if is_old:
+        _explain(f"is Python {platform.python_version()}, where 3.11 is needed")
+        sys.exit(2)
+    if lacking not in ([], ["torch"]):
+        _explain(f"has no {', '.join(lacking)}")
         sys.exit(2)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [*paths, "" if str(CHECKOUT) in paths else str(CHECKOUT)])
-    )
-    sys.argv[1:] = map(_at_home, sys.argv[1:])
+    if str(CHECKOUT) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, str(CHECKOUT)]))
     sys.excepthook = _name_missing
 
 
@@ -48,21 +44,10 @@ def command() -> int:
     """What every console command calls: qerl-train is cli/train_grpo.py, qerl-plan-layout
     tools/plan_layout.py.
     """
-    sys.argv[1:] = map(_at_home, sys.argv[1:])
     sys.excepthook = _name_missing
     name = Path(sys.argv[0]).name.removeprefix("qerl-").replace("-", "_")
     module = "mindspeed_qerl.cli.train_grpo" if name == "train" else f"mindspeed_qerl.tools.{name}"
     return importlib.import_module(module).main()
-
-
-def _at_home(argument: str) -> str:
-    """`--output=~/x`, whose `~` shells expand at the beginning of a word only. (recipe/compose.py
-    has key=~/x.)
-    """
-    option, equals, value = argument.partition("=")
-    return (
-        f"{option}={os.path.expanduser(value)}" if option.startswith("--") and equals else argument
-    )
 
 
 def _name_missing(kind, error, trace) -> None:
@@ -75,11 +60,8 @@ def _name_missing(kind, error, trace) -> None:
 
 
 def _explain(lack: str) -> None:
-    if (CHECKOUT / "Makefile").exists():
-        way_out = (
-            f"`make install` in {CHECKOUT} makes a .venv with everything, "
-            f"`pip install {CHECKOUT}` adds what needs no engine"
-        )
-    else:
-        way_out = "the local engine needs `make install` or `pip install '.[local]'` in a checkout"
-    print(f"error: {sys.executable} {lack}: {way_out}; on NPUs see docs/ascend.md", file=sys.stderr)
+    print(
+        f"error: {sys.executable} {lack}: `make install` in a checkout makes a .venv with "
+        "everything, `pip install .` there adds what needs no engine; on NPUs see docs/ascend.md",
+        file=sys.stderr,
+    )

@@ -51,30 +51,14 @@ class EngineError(RuntimeError):
 FEW = 12  # names that a sentence can list
 
 
-def unknown(kind: str, value: object, known: Iterable[str], listing: str = "") -> str:
-    """One sentence for an unknown name: the nearest known ones, and the list, or where many are
-    known, their number.
-
-    Args:
-        listing: what lists them all, as the end of the sentence.
+def unknown(kind: str, value: object, known: Iterable[str]) -> str:
+    """One sentence for an unknown name: the nearest known one, and all of them if they are few.
 
     >>> unknown("engine", "lokal", ["local", "mindspeed_rl"])
     "unknown engine 'lokal', did you mean 'local'? Known: local, mindspeed_rl"
-    >>> unknown("key", "seet", [f"k{n}" for n in range(20)] + ["seed"], "--keys lists them")
-    "unknown key 'seet', did you mean 'seed'? 21 are known: --keys lists them"
     """
     known = sorted(known)
-    near = [
-        repr(name)
-        for name in difflib.get_close_matches(str(value), known, n=1 if len(known) <= FEW else 3)
-    ]
-    guess = (
-        f", did you mean {' or '.join(filter(None, [', '.join(near[:-1]), near[-1]]))}?"
-        if near
-        else "."
-    )
-    if len(known) <= FEW:
-        return f"unknown {kind} {value!r}{guess} Known: {', '.join(known)}"
-    return f"unknown {kind} {value!r}{guess} {len(known)} are known" + (
-        f": {listing}" if listing else ""
-    )
+    near = difflib.get_close_matches(str(value), known, n=1)
+    guess = f", did you mean {near[0]!r}?" if near else "."
+    listing = f" Known: {', '.join(known)}" if len(known) <= FEW else ""
+    return f"unknown {kind} {value!r}{guess}{listing}"

@@ -20,32 +20,6 @@ POSITION = "data.json"  # of the NPU engine's run, beside a checkpoint's ranks
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def expanded(path: str) -> str:
-    """A path as it was written in a config or behind `--option=`, with `~` and `~user` as shells
-    expand them.
-
-    Raises:
-        ValueError: what follows the path in a sentence: no such user, or a shell's variable, which
-            nobody expands, in a name that no file or folder has.
-
-    >>> expanded("~root/runs"), expanded("runs/~")
-    ('/root/runs', 'runs/~')
-    """
-    whole = os.path.expanduser(path)
-    if path.startswith("~") and whole == path and not os.path.lexists(path.partition("/")[0]):
-        raise ValueError(
-            "names the home of a user who is not known here: write the whole path, or ./~ for a "
-            "name that begins so"
-        )
-    for variable in re.finditer(r"\$(\w+|\{)[^/]*", whole):
-        if not os.path.lexists(whole[: variable.end()]):
-            raise ValueError(
-                f"has a shell's variable, which is not read here: write ${{oc.env:{variable[1]}}} "
-                "for its value, or make the folder if that is its name"
-            )
-    return whole
-
-
 def json_text(value: Any) -> str:
     """`value` as JSON, indented, numbers of NumPy included; NaN and infinity, which JSON does not
     know, are null.
@@ -60,9 +34,8 @@ def write_whole(file: Path, text: str) -> None:
     with open(aside, "w", encoding="utf-8") as content:
         content.write(text)
         content.flush()
-        os.fsync(
-            content.fileno()
-        )  # else a machine that loses power may keep the name, and no bytes
+        # else a machine that loses power may keep the name, and no bytes
+        os.fsync(content.fileno())
     os.replace(aside, file)
 
 
@@ -110,9 +83,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}.making-*"):
         maker = left.name.rpartition("-")[2]
-        if (
-            maker == str(os.getpid()) or not Path("/proc", maker).exists()
-        ):  # killed; in a new container by this number
+        # killed; in a new container by this number
+        if maker == str(os.getpid()) or not Path("/proc", maker).exists():
             shutil.rmtree(left, ignore_errors=True)
     making = path.with_name(f".{path.name}.making-{os.getpid()}")
     making.mkdir()
@@ -165,22 +137,15 @@ def rank_folder(tensor: int, pipeline: int, expert: int, *, pp: int, ep: int) ->
     """The folder of one rank's file in Megatron's checkpoints
     (training/checkpointing.py:get_checkpoint_name).
     """
-    return (
-        f"mp_rank_{tensor:02d}"
-        + (f"_{pipeline:03d}" if pp > 1 else "")
-        + (f"_{expert:03d}" if ep > 1 else "")
-    )
+    stage = f"_{pipeline:03d}" if pp > 1 else ""
+    experts = f"_{expert:03d}" if ep > 1 else ""
+    return f"mp_rank_{tensor:02d}{stage}{experts}"
 
 
 def forget_shared_memory() -> None:
     """Take the names off the shared memory that vLLM made and this process has mapped, once all
     engines have it: of engines that are killed nothing is left.
     """
-    mapped = {
-        line[line.index("/dev/shm/") :]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "/dev/shm/" in line
-    }
-    for path in mapped:
-        if "cpushm" in path or path.startswith("/dev/shm/psm_"):
-            Path(path).unlink(missing_ok=True)
+    mapped = Path("/proc/self/maps").read_text()
+    for path in re.findall(r"/dev/shm/(?:psm_|.*cpushm).*", mapped):
+        Path(path).unlink(missing_ok=True)

@@ -2,30 +2,26 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from yaml import YAMLError
 
-from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.runs.checks import noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
-BOOKKEEPING = (  # what changes no number of a run
-    "run",
-    "local",
+BOOKKEEPING = (  # beginnings of the keys that change no number of a run
+    "run.",
+    "local.",
     "megatron_training.save_interval",
     "eval.every",
     "seed",
     "megatron_training.seed",
-    "rollout_quantization.probe_answers",
 )
 # section -> the key that switches it off
 SWITCHES = {
@@ -33,7 +29,6 @@ SWITCHES = {
     "rollout_correction": "rollout_correction.method",
     "rollout_quantization": "rollout_quantization.format",
 }
-HARDWARE_SIDES = tuple(f"hardware_error.{side}" for side in ("rollout", "training", "evaluation"))
 PACKAGES = (
     "torch",
     "vllm",
@@ -54,6 +49,8 @@ EVALUATION_SETTINGS = (  # of summary.json
     "quantization",
 )
 
+Scores = dict[int, dict[str, float]]  # by step and question, the mean over its answers
+
 
 @dataclass(frozen=True)
 class ComparedRun:
@@ -62,14 +59,13 @@ class ComparedRun:
     path: Path
     seed: int
     config: dict[str, Any]  # dotted keys; without seeds and bookkeeping
-    # of one evaluation: by step, per question the mean over its answers
-    scores: dict[int, dict[str, float]]
+    scores: Scores
     rewards: dict[int, float]  # training reward by step
     data: dict[str, str]  # label -> sha256
     code: dict[str, str]  # what ran, and in which version
     faults: tuple[str, ...]  # why it is not averaged in
     notes: tuple[str, ...]
-    evaluation: dict[str, str] = field(default_factory=dict)  # how it was evaluated
+    evaluation: dict[str, Any] = field(default_factory=dict)  # how it was evaluated
     started: str = ""  # ISO 8601
 
 
@@ -79,16 +75,14 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """
     runs: dict[Path, None] = {}
     for path in paths:
-        folders = []
-        for file in sorted(Path(path).rglob("status.json")):
-            if "checkpoints" not in file.relative_to(path).parts:
-                folders.append(file.parent.resolve())
-        if not folders:
+        files = sorted(Path(path).rglob("status.json"))
+        if not files:
             raise ConfigError(
                 f"{path} is no run directory and holds none. A run directory is named like "
                 "<root>/<name>/2025-11-21_14-03-59_seed1"
             )
-        runs |= dict.fromkeys(folders)
+        for file in files:
+            runs[file.parent.resolve()] = None
     return list(runs)
 
 
@@ -99,18 +93,21 @@ def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
     """
     try:
         return _read_run(RunDirectory.open(path), evaluation)
-    except (KeyError, TypeError, ValueError, AttributeError, YAMLError) as error:
+    except (KeyError, TypeError, ValueError, YAMLError) as error:
         raise ValueError(
             f"{path} is damaged, leave it out: {type(error).__name__}: {error}"
         ) from error
 
 
 def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
-    status, config, facts = run.status(), run.config(), run.facts()
-    rows = read_jsonl(run.metrics_file)
-    scores, evaluated = _read_scores(run, evaluation)
-    versions = json.loads((run.path / "versions.json").read_text(encoding="utf-8"))
-    data_files = json.loads((run.path / "data.json").read_text(encoding="utf-8"))
+    status, facts, config = run.status(), run.facts(), dotted(run.config())
+    rows, rewards = read_jsonl(run.metrics_file), {}
+    for row in rows:
+        if "reward/mean" in row:
+            rewards[row["step"]] = row["reward/mean"]
+    scores, settings = _read_scores(run, evaluation)
+    versions = _read_json(run.path / "versions.json")
+    data_files = _read_json(run.path / "data.json")
     data = {label: entry["sha256"] for label, entry in data_files.items()}
     comparable = comparable_config(config)
     # part of what was configured, not of what was learned from
@@ -118,27 +115,16 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         comparable["aqn.multipliers_file"] = profile
     git = versions["git"] or {}
     code = {"mindspeed_qerl": git.get("commit") or versions["mindspeed_qerl"]}
-    code |= _part(versions["packages"], PACKAGES)
-    code |= versions.get("upstream") or {}
-    faults = _faults(run, rows, scores, comparable["megatron_training.train_iters"], evaluation)
-    noise_faults, notes = check_noise(rows, comparable["aqn.enabled"])
+    code |= versions.get("upstream", {})
+    for name in PACKAGES:
+        code[name] = versions["packages"].get(name)
+    notes = []
     if git.get("dirty"):
         notes.append("its code had changes that were not committed")
-    if accepted := dotted(config).get("run.accepted_checks"):
-        names = ", ".join(map(str, np.atleast_1d(accepted)))
-        notes.append(f"failed checks of its preflight were accepted: {names}")
-    for key, targets in comparable.items():
-        is_proved = not targets or "lora_proved_after" in facts
-        if key.endswith(".lora_target_modules") and not is_proved:
-            notes.append("that its adapters reached the rollout engine was never proved")
-    rewards, lost = {}, 0
-    for row in rows:
-        reward = row.get("reward/mean", 0.0)
-        if "reward/mean" in row and math.isfinite(reward):
-            rewards[row["step"]] = reward
-        lost += not math.isfinite(reward)
-    if lost:
-        notes.append(f"no number as its reward: {lost} of {lost + len(rewards)} steps")
+    if accepted := config.get("run.accepted_checks"):
+        notes.append(f"failed checks of its preflight were accepted: {accepted}")
+    if facts.get("lora") and "lora_proved_after" not in facts:
+        notes.append("that its adapters reached the rollout engine was never proved")
     return ComparedRun(
         path=run.path,
         seed=status["seed"],
@@ -147,124 +133,93 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         rewards=rewards,
         data=data,
         code=code,
-        faults=(*faults, *noise_faults),
+        faults=tuple(_faults(run, config, rows, scores, evaluation)),
         notes=tuple(notes),
-        evaluation=evaluated,
+        evaluation=settings,
         started=status["started"],
     )
 
 
-def _read_scores(
-    run: RunDirectory, evaluation: str | None
-) -> tuple[dict[int, dict[str, float]], dict[str, str]]:
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dict[str, Any]]:
     """`scores` and `evaluation` of a ComparedRun."""
-    answers, summary = read_jsonl(run.eval_answers_file), {}
+    answers = read_jsonl(run.eval_answers_file)
+    settings: dict[str, Any] = {}
     if evaluation is not None:
         folder = run.path / "evaluations" / evaluation
         answers = read_jsonl(folder / "answers.jsonl")
         if answers:
-            summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            # of the format what an evaluation depends on
-            quantization = summary.get("quantization") or {}
-            summary["quantization"] = _part(quantization, ("format", "lora", "ignore"))
-    scores: dict[int, dict[str, float]] = {}
+            summary = _read_json(folder / "summary.json")
+            for name in EVALUATION_SETTINGS:
+                settings[name] = summary.get(name)
+    scores: Scores = {}
     for row in answers:
         by_question = scores.setdefault(row["step"], {})
-        name = row["question"]
-        for number in count(2):  # one that is asked twice is numbered
-            if name not in by_question:
-                break
-            name = f"{row['question']} [{number}]"
-        by_question[name] = sum(row["scores"]) / len(row["scores"])
-    settings = _part(summary, EVALUATION_SETTINGS)
-    settings = {key: json.dumps(value) for key, value in settings.items()}
+        question = row["question"]
+        while question in by_question:
+            question += " (again)"
+        by_question[question] = sum(row["scores"]) / len(row["scores"])
     if scores:
-        last = scores[max(scores)]
-        digest = hashlib.sha256("\n".join(sorted(last)).encode()).hexdigest()
-        settings |= {"last step": str(max(scores)), "questions": f"{len(last)} ({digest[:6]})"}
+        last = max(scores)
+        questions = "\n".join(sorted(scores[last]))
+        digest = hashlib.sha256(questions.encode()).hexdigest()[:6]
+        settings |= {"last step": last, "questions": f"{len(scores[last])} ({digest})"}
     return scores, settings
-
-
-def _part(values: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: values[key] for key in keys if key in values}
 
 
 def _faults(
     run: RunDirectory,
+    config: dict[str, Any],
     rows: list[dict[str, Any]],
-    scores: dict[int, dict[str, float]],
-    train_iters: int,
+    scores: Scores,
     evaluation: str | None,
-) -> list[str]:
-    """Why a run is not the result of what its config says, its noise aside."""
-    status, faults = run.status(), []
+) -> Iterable[str]:
+    """Why a run is not the result of what its config says."""
+    status, train_iters = run.status(), config["megatron_training.train_iters"]
     if status["state"] != "finished":
-        reason = f" ({status['reason'].splitlines()[0]})" if status["reason"] else ""
-        reached = f"{status['state']} after step {status['step']} of {train_iters}{reason}"
-        faults.append(f"it is not finished: {reached}")
-    elif len({row["step"] for row in rows}) < train_iters:
-        faults.append(f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps")
+        yield f"it is not finished: {status['state']} after step {status['step']} of {train_iters}"
+    elif len(rows) < train_iters:
+        yield f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps"
     elif evaluation is not None and not scores:
         command = f"tools/evaluate.py --run {run.path} --name {evaluation}"
-        faults.append(f"it has no evaluation {evaluation!r}: make it with {command}")
+        yield f"it has no evaluation {evaluation!r}: make it with {command}"
     elif evaluation is None and train_iters not in scores:
-        faults.append(f"its last step, {train_iters}, was not evaluated")
-    total = sum(sum(by_question.values()) for by_question in scores.values())
-    if not math.isfinite(total):
-        faults.append("some of its answers have a score that is no number")
-    return faults
+        yield f"its last step, {train_iters}, was not evaluated"
+    if fault := noise_fault(rows, config.get("aqn.enabled", False)):
+        yield fault
+
+
+def noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
+    """Whether the noise that a run logged is what was asked for. That it follows the schedule was
+    checked in each of its steps (runs/checks.py).
+    """
+    noise = []
+    for row in rows:
+        if row.get("aqn/expected_std"):
+            noise.append((row["aqn/expected_std"], row["aqn/measured_std"]))
+    if noise and not enabled:
+        return f"AQN is off in its config, but {len(noise)} steps had noise"
+    if enabled and not noise:
+        return "AQN is on in its config, but no step had noise: it is a plain baseline"
+    return noise_share_fault(noise) if noise else None
 
 
 def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """`config` with dotted keys, without seeds, bookkeeping, what is null or none, and the rest of
-    sections that are switched off.
+    """Of `config` by dotted key what separates groups: without seeds, bookkeeping, what is null,
+    and the rest of sections that are switched off.
     """
-    flat = json.loads(json.dumps(dotted(config), default=str))  # YAML knows dates, JSON does not
-    flat.setdefault("aqn.enabled", False)
-    flat.setdefault("rollout_quantization.format", "none")
-    for side in HARDWARE_SIDES:
-        # gaussian is [gaussian], and none is as if it was not there
-        kinds = np.atleast_1d(flat.pop(side, None) or "none").tolist()
-        if kinds != ["none"]:
-            flat[side] = ", ".join(kinds)
+    config = {"aqn.enabled": False, **config}
     kept = {}
-    for key, value in flat.items():
-        is_bookkeeping = any(f"{key}.".startswith(f"{name}.") for name in BOOKKEEPING)
-        if value is not None and not is_bookkeeping and not is_off(flat, key):
+    for key, value in config.items():
+        if value is not None and not key.startswith(BOOKKEEPING) and not is_off(config, key):
             kept[key] = value
     return kept
 
 
 def is_off(config: dict[str, Any], key: str) -> bool:
     """Whether `key` is of a section that another of its keys switches off."""
-    section = key.partition(".")[0]
-    if section == "hardware_error":
-        return key not in HARDWARE_SIDES and not any(side in config for side in HARDWARE_SIDES)
-    switch = SWITCHES.get(section)
+    switch = SWITCHES.get(key.partition(".")[0])
     return switch not in (None, key) and config.get(switch) in (False, "none")
-
-
-def check_noise(rows: list[dict[str, Any]], enabled: bool) -> tuple[list[str], list[str]]:
-    """Whether the noise that a run logged is what was asked for: (faults, notes). That it follows
-    the schedule was checked in each of its steps (runs/checks.py).
-    """
-    expected, measured = [], []
-    for row in rows:
-        if row.get("aqn/measured_std") and not enabled:
-            return [f"AQN is off in its config, but step {row['step']} had noise"], []
-        if row.get("aqn/expected_std"):
-            expected.append(row["aqn/expected_std"])
-            measured.append(row["aqn/measured_std"])
-            if not row["aqn/layers"]:
-                return [f"the noise of step {row['step']} reached no norm"], []
-    if not enabled:
-        return [], []
-    if not expected:
-        return ["AQN is on in its config, but no step had noise: it is a plain baseline"], []
-    size, wanted = (math.hypot(*stds) / math.sqrt(len(stds)) for stds in (measured, expected))
-    if not LEAST_NOISE < size / wanted < MOST_NOISE:
-        words = f"a measured std of {size:.3g} (root mean square) where {wanted:.3g} was asked for"
-        return [f"its noise was not as configured: over the run {words}"], []
-    lost = sum(np.array(measured) < np.array(expected) / 2)
-    words = f"rounding took more than half of the noise in {lost} of {len(expected)} noisy steps"
-    return [], [words] if lost else []

@@ -43,7 +43,7 @@ def estimate(values: np.ndarray) -> Estimate:
     V_q that between the questions' means over theirs, less the part that is noise of single
     answers, which V_s holds already. Never narrower than Student's interval of the seeds' means, so
     it keeps that one's promise; a bootstrap over a handful of seeds does not keep it (Owen, Annals
-    of Applied Statistics 1, 2007; tests/compare/test_statistics.py).
+    of Applied Statistics 1, 2007).
 
     With one seed the interval speaks of other questions only.
     """

@@ -49,9 +49,8 @@ def start(**options: Any) -> Path:
     os.environ.update(SETTINGS)
     _configure_ray()
     directory = _new_directory()
-    start_log = directory / "start.log"
     try:
-        with _stderr_into(start_log):  # Ray prints there which log level it was given
+        with _stderr_into(directory / "start.log"):  # Ray prints there which log level it was given
             ray.init(
                 address="local",
                 include_dashboard=False,
@@ -63,14 +62,11 @@ def start(**options: Any) -> Path:
     except SystemExit as error:  # Ray's own handler of SIGTERM
         raise KeyboardInterrupt from error
     except Exception as error:  # of many classes
-        if isinstance(error, OSError) and error.errno:  # the system's, like a full disk
-            raise
         raise EngineError(
-            "Ray did not start; usually one of its processes (raylet, gcs_server, an agent) was "
-            f"killed, or had no memory. Ray says: {' '.join(str(error).split())}"
+            "Ray did not start; usually one of its processes was killed, or there is no memory or "
+            f"disk left. Ray says: {' '.join(str(error).split())}"
         ) from error
     directory.chmod(0o700)  # Ray opens it to everybody
-    start_log.unlink()  # tells the guard that Ray has started
     return directory
 
 
@@ -134,10 +130,7 @@ def stop() -> None:
     ray.shutdown()
     for directory, (lock, guard, others) in list(_started.items()):
         ended = [child for child in children if child not in others]
-        _, alive = psutil.wait_procs(ended, timeout=10)
-        for child in alive:  # one that a debugger has stopped does not hear of Ray's end
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        psutil.wait_procs(ended, timeout=10)
         shutil.rmtree(directory, ignore_errors=True)
         guard.kill()
         guard.wait()

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pydantic import model_validator
+
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.config import is_old, resolve, unread_by_4
-from mindspeed_qerl.families.keys import Keys
+from mindspeed_qerl.families.sizes import Count, Number, Size, checked, head_dim_of, sizes
 
 if TYPE_CHECKING:
     from mindspeed_qerl.routing.routes import Routers
@@ -21,9 +23,13 @@ ALIKE = {
     "quantization_config": (None, {}),
     "compression_config": (None, {}),
 }
+# what a config.json must state, since the default is another model's
+STATED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+MOST_LAYERS = 10_000
+STATED_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 
-@dataclass(frozen=True)
+@sizes
 class ModelShape:
     """A model's sizes, by the keys of a Hugging Face config.json. `intermediate_size` is the width
     of a dense MLP, 0 if every layer has experts; the expert fields are 0 in a dense model.
@@ -31,22 +37,35 @@ class ModelShape:
 
     name: str
     model_type: str
-    num_hidden_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    rope_theta: float
+    num_hidden_layers: Size
+    hidden_size: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    intermediate_size: Count
+    vocab_size: Size
+    rope_theta: Number
     tie_word_embeddings: bool
-    max_position_embeddings: int
-    num_experts: int = 0
-    num_experts_per_tok: int = 0
-    moe_intermediate_size: int = 0
-    shared_expert_intermediate_size: int = 0
+    max_position_embeddings: Size
+    num_experts: Count = 0
+    num_experts_per_tok: Count = 0
+    moe_intermediate_size: Count = 0
+    shared_expert_intermediate_size: Count = 0
     norm_topk_prob: bool = False
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: Number = 1e-6
+
+    @model_validator(mode="after")
+    def _has_an_mlp(self) -> "ModelShape":
+        top, experts = self.num_experts_per_tok, self.num_experts
+        if top > experts:
+            raise ValueError(f"num_experts_per_tok = {top} must be at most num_experts = {experts}")
+        needed = (
+            ["num_experts_per_tok", "moe_intermediate_size"] if experts else ["intermediate_size"]
+        )
+        for key in needed:
+            if not getattr(self, key):
+                raise ValueError(f"{key} = 0 must be at least 1")
+        return self
 
     @property
     def moe(self) -> bool:
@@ -145,107 +164,69 @@ class Family:
             ConfigError: a size is missing or impossible, a value is of a model with other layers,
                 or transformers refuses it.
         """
-        self._check_stated(config, name)
+        stated = {key for key, value in config.items() if value is not None}
+        if "num_local_experts" in stated:  # as transformers 5 writes it
+            stated.add("num_experts")
+        needed = STATED_EXPERTS if self.experts else ("intermediate_size",)
+        missing = [key for key in (*STATED, *needed) if key not in stated]
+        if missing:
+            raise ConfigError(f"{name}: config.json does not state {', '.join(missing)}")
+        layers = config["num_hidden_layers"]
+        if not isinstance(layers, int) or layers > MOST_LAYERS:  # transformers makes a list of them
+            raise ConfigError(f"{name}: num_hidden_layers = {layers!r} is no number of layers")
         try:
             values = resolve(config)
+            shape = self._shape(values, name)
         except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
-        keys = Keys(values, " in config.json")
-        if is_old(values["transformers_version"]):
-            keys.faults += unread_by_4(config)
-        alike = ALIKE
+            raise ConfigError(*[f"{name}: {fault}" for fault in error.faults]) from error
+        faults = unread_by_4(config) if is_old(values["transformers_version"]) else []
+        alike = dict(ALIKE)
         if not self.shared_expert:
-            alike = {**ALIKE, "shared_expert_intermediate_size": (None, 0)}
+            alike["shared_expert_intermediate_size"] = (None, 0)
         for key, built in alike.items():
             if values.get(key) not in built:
-                keys.faults.append(
+                faults.append(
                     f"{key} = {values[key]!r} in config.json is not modelled here: layouts and "
                     "memory would be another model's"
                 )
-        heads, hidden = keys.size("num_attention_heads"), keys.size("hidden_size")
-        experts, top, width, shared = 0, 0, 0, 0
-        if self.experts:
-            experts, top = keys.size("num_experts"), keys.size("num_experts_per_tok")
-            width = keys.size("moe_intermediate_size")
-            if top > experts:
-                keys.fault("num_experts_per_tok", top, f"at most num_experts = {experts}")
-        if self.shared_expert:
-            shared = keys.size("shared_expert_intermediate_size", low=0)
-        head_dim = self._head_dim(keys, hidden // heads)
-        shape = ModelShape(
-            name=name,
-            model_type=self.model_type,
-            num_hidden_layers=keys.size("num_hidden_layers"),
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_key_value_heads=keys.size("num_key_value_heads"),
-            head_dim=head_dim,
-            intermediate_size=0 if self.experts else keys.size("intermediate_size"),
-            vocab_size=keys.size("vocab_size"),
-            rope_theta=keys.number("rope_theta", values["rope"].get("rope_theta")),
-            tie_word_embeddings=keys.truth("tie_word_embeddings"),
-            max_position_embeddings=keys.size("max_position_embeddings"),
-            num_experts=experts,
-            num_experts_per_tok=top,
-            moe_intermediate_size=width,
-            shared_expert_intermediate_size=shared,
-            norm_topk_prob=self.experts and keys.truth("norm_topk_prob"),
-            rms_norm_eps=keys.number("rms_norm_eps", values.get("rms_norm_eps")),
-        )
-        keys.check(name)
+        usual = head_dim_of(shape.hidden_size, shape.num_attention_heads)
+        if not self.own_head_dim and shape.head_dim != usual:  # vLLM's class does not read it
+            faults.append(
+                f"head_dim = {shape.head_dim} in config.json must be hidden_size / "
+                f"num_attention_heads = {usual} for model_type {self.model_type!r}"
+            )
+        if faults:
+            raise ConfigError(*[f"{name}: {fault}" for fault in faults])
         return shape
 
-    def _head_dim(self, keys: Keys, usual: int) -> int:
-        if keys.values.get("head_dim") is None:
-            keys.values = {**keys.values, "head_dim": usual}
-        head_dim = keys.size("head_dim")
-        if not self.own_head_dim and head_dim != usual:  # vLLM's class does not read it
-            rule = f"hidden_size / num_attention_heads = {usual} for model_type {self.model_type!r}"
-            keys.fault("head_dim", head_dim, rule)
-        return head_dim
-
-    def _check_stated(self, config: Mapping[str, Any], name: str) -> None:
-        """ConfigError for a size that a config.json must state, since the default is another
-        model's, and for values that are none.
-        """
-        keys = Keys(config, " in config.json")
-        needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
+    def _shape(self, values: Mapping[str, Any], name: str) -> ModelShape:
+        """The shape in values that transformers resolved."""
+        stated = {key: value for key, value in values.items() if value is not None}
+        stated |= {"name": name, "model_type": self.model_type}
+        stated["rope_theta"] = (values["rope"] or {}).get("rope_theta")
+        stated.setdefault("tie_word_embeddings", False)
+        usual = head_dim_of(stated.get("hidden_size"), stated.get("num_attention_heads"))
+        stated.setdefault("head_dim", usual)
         if self.experts:
-            needed += ["num_experts_per_tok", "moe_intermediate_size"]
-            of_5 = config.get("num_experts") is None and "num_local_experts" in config
-            needed.append("num_local_experts" if of_5 else "num_experts")
+            stated["intermediate_size"] = 0
         else:
-            needed.append("intermediate_size")
-        optional = ["num_key_value_heads", "head_dim", "max_position_embeddings"]
-        for key in needed + [key for key in optional if config.get(key) is not None]:
-            keys.size(key)
-        if config.get("shared_expert_intermediate_size") is not None:
-            keys.size("shared_expert_intermediate_size", low=0)
-        for key in ("tie_word_embeddings", "norm_topk_prob"):
-            keys.truth(key)
-        for place in ("rope_scaling", "rope_parameters"):
-            rope = config.get(place)
-            if rope is not None and not isinstance(rope, Mapping):
-                keys.fault(place, rope, "an object or null")
-            elif rope and rope.get("rope_theta") is not None:
-                keys.number("rope_theta", rope["rope_theta"])
-        for key in ("rope_theta", "rms_norm_eps"):
-            if config.get(key) is not None:
-                keys.number(key, config[key])
-        keys.check(name)
+            stated |= dict.fromkeys(STATED_EXPERTS, 0)
+            stated["norm_topk_prob"] = False
+        if not self.shared_expert:
+            stated["shared_expert_intermediate_size"] = 0
+        return checked(ModelShape, stated, " in config.json")
 
     def megatron_arguments(self, shape: ModelShape) -> dict[str, Any]:
         """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds
         another model with a default of its own.
         """
-        groups, shared = shape.num_key_value_heads, shape.shared_expert_intermediate_size
         arguments = dict(
             use_mcore_models=True,
             num_layers=shape.num_hidden_layers,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,
             group_query_attention=True,
-            num_query_groups=groups,
+            num_query_groups=shape.num_key_value_heads,
             kv_channels=shape.head_dim,
             add_qkv_bias=self.qkv_bias,
             qk_layernorm=self.qk_norm,
@@ -254,9 +235,7 @@ class Family:
             normalization="RMSNorm",
             norm_epsilon=shape.rms_norm_eps,
             position_embedding_type="rope",
-            rotary_base=int(shape.rope_theta)
-            if shape.rope_theta.is_integer()
-            else shape.rope_theta,
+            rotary_base=_whole(shape.rope_theta),
             untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -265,13 +244,14 @@ class Family:
             return arguments | dict(
                 ffn_hidden_size=shape.intermediate_size, num_experts=None, **self.megatron
             )
-        copies = shared / shape.moe_intermediate_size  # Megatron counts in widths of an expert
+        # Megatron counts in widths of an expert
+        copies = shape.shared_expert_intermediate_size / shape.moe_intermediate_size
         return arguments | dict(
             num_experts=shape.num_experts,
             moe_router_topk=shape.num_experts_per_tok,
             moe_ffn_hidden_size=shape.moe_intermediate_size,
             norm_topk_prob=shape.norm_topk_prob,
-            n_shared_experts=(int(copies) if copies.is_integer() else copies) or None,
+            n_shared_experts=_whole(copies) or None,
             moe_router_load_balancing_type="aux_loss",
             **self.megatron,
         )
@@ -313,41 +293,33 @@ class Family:
         """The sizes as config.json has them, but for rope_theta, which transformers 5 keeps
         elsewhere than 4.
         """
-        left_out = {"name", "model_type", "rope_theta"}
+        config = asdict(shape)
+        left_out = ["name", "model_type", "rope_theta"]
         if not self.experts:
-            left_out |= {
-                "num_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "norm_topk_prob",
-            }
+            left_out += [*STATED_EXPERTS, "norm_topk_prob"]
         if not self.shared_expert:
-            left_out |= {"shared_expert_intermediate_size"}
-        return {key: value for key, value in asdict(shape).items() if key not in left_out}
+            left_out.append("shared_expert_intermediate_size")
+        for key in left_out:
+            del config[key]
+        return config
 
     def linears(self, shape: ModelShape) -> tuple[Linear, ...]:
         """The linear layers of one layer that LoRA knows."""
         h, d = shape.hidden_size, shape.head_dim
         q, kv = shape.num_attention_heads * d, shape.num_key_value_heads * d
-        width, f = (
-            shape.intermediate_size + shape.shared_expert_intermediate_size,
-            shape.moe_intermediate_size,
-        )
+        width = shape.intermediate_size + shape.shared_expert_intermediate_size
         linears = [
             Linear("linear_qkv", h, q + 2 * kv, "column"),
             Linear("linear_proj", q, h, "row"),
         ]
         if width:
-            linears += [
-                Linear("linear_fc1", h, 2 * width, "column"),
-                Linear("linear_fc2", width, h, "row"),
-            ]
+            linears.append(Linear("linear_fc1", h, 2 * width, "column"))
+            linears.append(Linear("linear_fc2", width, h, "row"))
         if self.experts:
+            f = shape.moe_intermediate_size
             copies = shape.num_experts, shape.num_experts_per_tok
-            linears += [
-                Linear("linear_fc1", h, 2 * f, "expert", *copies),
-                Linear("linear_fc2", f, h, "expert", *copies),
-            ]
+            linears.append(Linear("linear_fc1", h, 2 * f, "expert", *copies))
+            linears.append(Linear("linear_fc2", f, h, "expert", *copies))
         return tuple(linears)
 
     def other_parameters(self, shape: ModelShape, tp: int) -> int:
@@ -355,11 +327,16 @@ class Family:
         biases, router, the shared expert's gate.
         """
         h, d = shape.hidden_size, shape.head_dim
-        biases = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * d // tp
-        return (
-            2 * h
-            + (biases if self.qkv_bias else 0)
-            + (2 * d if self.qk_norm else 0)
-            + h * shape.num_experts
-            + (h if shape.shared_expert_intermediate_size else 0)
-        )
+        count = 2 * h + h * shape.num_experts
+        if self.qkv_bias:
+            count += (shape.num_attention_heads + 2 * shape.num_key_value_heads) * d // tp
+        if self.qk_norm:
+            count += 2 * d
+        if shape.shared_expert_intermediate_size:
+            count += h
+        return count
+
+
+def _whole(number: float) -> int | float:
+    """An int where there is one: Megatron's argparse does not read 1e6 as a whole number."""
+    return int(number) if number.is_integer() else number

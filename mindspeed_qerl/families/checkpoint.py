@@ -35,9 +35,8 @@ class Checkpoint:
         """safetensors' `safe_open` of one file."""
         from safetensors import SafetensorError, safe_open
 
-        if (
-            file not in self._open
-        ):  # an index of thousands of experts takes longer to read than a tensor
+        # an index of thousands of experts takes longer to read than a tensor
+        if file not in self._open:
             path = self.directory / file
             try:
                 self._open[file] = safe_open(path, self.framework)
@@ -67,57 +66,33 @@ def whole_files(directory: Path) -> list[str]:
     """
     has_single, has_index = ((directory / name).is_file() for name in (SINGLE, INDEX))
     if not has_index and not has_single:
-        others = sorted(
-            file.name
-            for pattern in ("*.safetensors", "*.bin", "*.pth", "*.gguf")
-            for file in directory.glob(pattern)
-        )
-        there = (
-            f" It has {others[0]}: load the model with transformers and save_pretrained it."
-            if others
-            else ""
-        )
         raise ConfigError(
             f"{directory} has neither {INDEX} nor {SINGLE}: give the directory of a Hugging Face "
-            f"model, in safetensors.{there}"
+            "model, in safetensors (save_pretrained of transformers writes them)"
         )
     try:
         names = weight_files(directory)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    stale = (
-        f"move {INDEX} away if {SINGLE} is the whole model"
-        if has_single and SINGLE not in names
-        else ""
-    )
+    way_out = "Fetch the whole model"
+    if is_stale := has_single and SINGLE not in names:
+        way_out = f"If {SINGLE} is the whole model, move {INDEX} away"
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise ConfigError(
-            f"{directory} has {len(names) - len(missing)} of {len(names)} files: {missing[0]}"
-            f"{' ...' * (len(missing) > 1)} is missing, which {INDEX} names. Fetch the whole model"
-            f"{stale and f', or {stale}'}"
+            f"{directory} lacks {len(missing)} of {len(names)} files that {INDEX} names, such as "
+            f"{missing[0]}. {way_out}"
         )
-    if stale:  # transformers reads the one, vLLM the others
-        raise ConfigError(
-            f"{directory} has {SINGLE} beside the files that {INDEX} names: {stale}, else the "
-            "former"
-        )
-    if below := [name for name in names if "/" in name]:
-        raise ConfigError(
-            f"{directory / INDEX} names {below[0]}, and vLLM does not look into folders below: "
-            "load the model with transformers and save_pretrained it"
-        )
+    if is_stale:  # transformers reads the one, vLLM the others
+        raise ConfigError(f"{directory} has {SINGLE} beside the files of {INDEX}. {way_out}")
     return names
 
 
 def beside_single(directory: str | Path) -> list[str]:
     """A fault for safetensors beside a model.safetensors: without an index vLLM reads them all."""
     directory = Path(directory)
-    others = sorted(file.name for file in directory.glob("*.safetensors") if file.name != SINGLE)
-    if not others or (directory / INDEX).is_file() or not (directory / SINGLE).is_file():
+    names = sorted(file.name for file in directory.glob("*.safetensors"))
+    if SINGLE not in names or len(names) == 1 or (directory / INDEX).is_file():
         return []
-    return [
-        (
-            f"{directory} has {others[0]} beside {SINGLE}, and vLLM reads every .safetensors of a "
-            f"folder without {INDEX}: move it elsewhere"
-        )
-    ]
+    names.remove(SINGLE)
+    fault = f"{directory} has {names[0]} beside {SINGLE}, and vLLM reads every .safetensors of a "
+    return [f"{fault}folder without {INDEX}: move it elsewhere"]

@@ -24,6 +24,14 @@ ASK = (
     "print(config.ANSWER + config.answer(sys.stdin.read()))"
 )
 PATIENCE = 120  # seconds
+OWN_CODE = {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+# rotary positions: key -> the values that say what is built. Below 4.43 transformers wrote "type".
+POSITIONS = {
+    "rope_type": (None, "default"),
+    "type": (None, "default"),
+    "mrope_section": (None,),
+    "partial_rotary_factor": (None, 1),
+}
 
 
 def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +57,6 @@ def _answer_of(text: str) -> str:
             f"config.json is read by transformers, which {sys.executable} lacks: pip install "
             "transformers"
         )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK],
@@ -58,13 +65,12 @@ def _answer_of(text: str) -> str:
             text=True,
             check=True,
             timeout=PATIENCE,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or "").strip().splitlines() or [str(error)]
         raise ConfigError(
-            f"config.json is read by transformers, which does not start: {said[-1]}. "
-            f"Try: {sys.executable} -c 'import transformers'"
+            f"config.json is read by transformers, which does not start: {error}. Try: "
+            f"{sys.executable} -c 'import transformers'"
         ) from error
     return done.stdout.rpartition(ANSWER)[2]
 
@@ -80,9 +86,7 @@ def answer(text: str) -> str:
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
     except Exception as error:  # noqa: BLE001  of many kinds
         words = " ".join(str(error).split())
-        return json.dumps(
-            {"error": f"transformers {__version__} refuses config.json: {words or repr(error)}"}
-        )
+        return json.dumps({"error": f"transformers {__version__} refuses config.json: {words}"})
     values = config.to_dict() | {name: getattr(config, name, None) for name in config.attribute_map}
     if is_old(__version__):
         values["rope"] = {**(config.rope_scaling or {}), "rope_theta": config.rope_theta}
@@ -129,30 +133,34 @@ def not_built(config: Mapping[str, Any], family: "Family") -> list[str]:
         ConfigError: as `resolve`.
     """
     values = resolve(config)
-    faults = [
-        f"{key} is {values[key]!r}; only {built[-1]!r} is built"
-        for key, built in _built(family).items()
-        if values.get(key) not in built
-    ]
+    faults = _unlike(values, _built(family))
     # Qwen's classes unset a window that is not used; Llama has none, but vLLM reads the key
     if values.get("use_sliding_window") is None and values.get("sliding_window"):
         faults.append(f"sliding_window is {values['sliding_window']!r}; only None is built")
     if windows := sorted(set(values.get("layer_types") or ()) - {"full_attention"}):
         faults.append(f"layer_types has {windows[0]!r}; only 'full_attention' is built")
-    faults += _other_positions(config, values["rope"])
+    for rope in (values["rope"], config.get("rope_scaling"), config.get("rope_parameters")):
+        if isinstance(rope, Mapping):
+            faults += _unlike(rope, POSITIONS)
     first = (values.get("architectures") or [family.architecture])[0]
     if str(first).lower() != family.architecture.lower():  # vLLM knows "LLaMAForCausalLM", too
         faults.append(
             f"architectures is {values['architectures']!r}; only {family.architecture!r} is built"
         )
     code = values.get("auto_map")
-    if isinstance(code, Mapping) and any(
-        name.startswith(("AutoModel", "AutoConfig")) for name in code
-    ):
+    if isinstance(code, Mapping) and code.keys() & OWN_CODE:
         faults.append(
             f"auto_map names code of the model's own ({', '.join(map(str, code.values()))}), which "
             f"is not run here. Remove it if the model is a plain {family.architecture}"
         )
+    return list(dict.fromkeys(faults))
+
+
+def _unlike(values: Mapping[str, Any], built: Mapping[str, tuple]) -> list[str]:
+    faults = []
+    for key, known in built.items():
+        if values.get(key) not in known:
+            faults.append(f"{key} is {values[key]!r}; only {known[-1]!r} is built")
     return faults
 
 
@@ -177,23 +185,3 @@ def _built(family: "Family") -> dict[str, tuple]:
         "dual_chunk_attention_config": ({}, None),
         "per_layer_config": ({}, None),
     }
-
-
-def _other_positions(config: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
-    """Faults of rotary positions: `rope` as transformers resolved it, and what it resolved them
-    from.
-    """
-    faults = []
-    for said in (rope, config.get("rope_scaling") or {}, config.get("rope_parameters") or {}):
-        kind = said.get(
-            "rope_type", said.get("type", "default")
-        )  # transformers below 4.43 wrote the second
-        if kind not in ("default", None):
-            faults.append(f"rope_type is {kind!r}; only 'default' is built")
-        if said.get("mrope_section") is not None:
-            faults.append(f"mrope_section is {said['mrope_section']!r}; only None is built")
-        if said.get("partial_rotary_factor", 1) not in (None, 1):
-            faults.append(
-                f"partial_rotary_factor is {said['partial_rotary_factor']!r}; only 1 is built"
-            )
-    return list(dict.fromkeys(faults))

@@ -32,12 +32,8 @@ def weight_files(directory: Path) -> list[str]:
     index = directory / INDEX
     if index.is_file():
         try:
-            return sorted(
-                {
-                    Path(name).as_posix()
-                    for name in json.loads(index.read_text())["weight_map"].values()
-                }
-            )
+            names = json.loads(index.read_text())["weight_map"].values()
+            return sorted({Path(name).as_posix() for name in names})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(unreadable(index, error)) from error
     if (directory / SINGLE).is_file():
@@ -68,14 +64,14 @@ def weights_digest(directory: Path) -> str:
 
     What changes a tensor only behind its first 4 KiB is not seen; training changes all of it.
     """
-    named = [directory / name for name in weight_files(directory)]
-    files = [file for file in named if file.is_file()] or sorted(
-        file for file in directory.rglob("*") if file.suffix in WEIGHTS
-    )
+    files = [directory / name for name in weight_files(directory) if (directory / name).is_file()]
+    if not files:
+        files = [file for file in directory.rglob("*") if file.suffix in WEIGHTS]
+    samples: list[bytes] = []
+    for file in files:
+        samples += _samples(file, str(file.relative_to(directory)))
     digest = hashlib.sha256()
-    for sample in sorted(
-        sample for file in files for sample in _samples(file, str(file.relative_to(directory)))
-    ):
+    for sample in sorted(samples):
         digest.update(len(sample).to_bytes(8, "little") + sample)
     return digest.hexdigest()
 
@@ -95,9 +91,8 @@ def _samples(file: Path, name: str) -> Iterator[bytes]:
                 if tensor != "__metadata__":
                     start, end = entry["data_offsets"]
                     content.seek(8 + length + start)
-                    yield f"{tensor} {entry['dtype']} {entry['shape']} ".encode() + content.read(
-                        min(SAMPLE, end - start)
-                    )
+                    label = f"{tensor} {entry['dtype']} {entry['shape']} "
+                    yield label.encode() + content.read(min(SAMPLE, end - start))
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
             raise ValueError(unreadable(file, error)) from error
 
@@ -107,5 +102,7 @@ def model_files(directory: str | Path) -> dict[str, Path]:
     some, are one: their folder.
     """
     directory = Path(directory)
-    texts = {f"model/{name}": directory / name for name in TEXTS if (directory / name).is_file()}
-    return texts | ({"model/weights": directory} if any(directory.glob("*.safetensors")) else {})
+    files = {f"model/{name}": directory / name for name in TEXTS if (directory / name).is_file()}
+    if any(directory.glob("*.safetensors")):
+        files["model/weights"] = directory
+    return files

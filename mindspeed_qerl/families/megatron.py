@@ -15,15 +15,9 @@ from mindspeed_qerl.families.config import not_built, unread_by_4
 # config_cls/megatron_config.py:MegatronConfig, but for None and false
 # (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's
 # megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
-# (tests/upstream/test_megatron_defaults.py).
+# (tests/upstream/test_megatron_defaults.py). None for the others.
 MEGATRON_DEFAULTS: dict[str, Any] = dict(
     use_mcore_models=False,
-    spec=None,
-    num_layers=None,
-    hidden_size=None,
-    ffn_hidden_size=None,
-    num_attention_heads=None,
-    kv_channels=None,
     group_query_attention=False,
     num_query_groups=1,
     add_qkv_bias=False,
@@ -37,30 +31,11 @@ MEGATRON_DEFAULTS: dict[str, Any] = dict(
     untie_embeddings_and_output_weights=False,
     hidden_dropout=0.1,
     attention_dropout=0.1,
-    num_experts=None,
-    n_shared_experts=None,
     moe_router_topk=2,
-    moe_ffn_hidden_size=None,
     norm_topk_prob=False,
     moe_router_load_balancing_type="aux_loss",
 )
 NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}; the local engine runs it"
-HF_KEYS = dict(  # argument of Megatron -> key of config.json that it repeats
-    num_layers="num_hidden_layers",
-    hidden_size="hidden_size",
-    num_attention_heads="num_attention_heads",
-    num_query_groups="num_key_value_heads",
-    kv_channels="head_dim",
-    norm_epsilon="rms_norm_eps",
-    rotary_base="rope_theta",
-    untie_embeddings_and_output_weights="tie_word_embeddings",
-    ffn_hidden_size="intermediate_size",
-    num_experts="num_experts",
-    moe_router_topk="num_experts_per_tok",
-    moe_ffn_hidden_size="moe_intermediate_size",
-    n_shared_experts="shared_expert_intermediate_size",
-    norm_topk_prob="norm_topk_prob",
-)
 
 
 def compare_with_model(
@@ -86,33 +61,26 @@ def compare_with_model(
     if not family.adaptor:
         return faults
     expected = family.megatron_arguments(shape)
-    if shape.num_key_value_heads == shape.num_attention_heads and not arguments.get(
-        "group_query_attention"
-    ):
+    groups = shape.num_key_value_heads
+    if groups == shape.num_attention_heads and not arguments.get("group_query_attention"):
         del expected["group_query_attention"], expected["num_query_groups"]
-    if (
-        arguments.get("kv_channels") is None
-        and shape.head_dim * shape.num_attention_heads == shape.hidden_size
-    ):
+    width = shape.head_dim * shape.num_attention_heads
+    if arguments.get("kv_channels") is None and width == shape.hidden_size:
         del expected["kv_channels"]  # Megatron derives it
     if arguments.get("use_rotary_position_embeddings") is True:
         del expected["position_embedding_type"]  # Megatron sets it (arguments.py:validate_args)
     for key, value in expected.items():
         given = arguments.get(key)
-        told = MEGATRON_DEFAULTS[key] if given is None else given
+        told = MEGATRON_DEFAULTS.get(key) if given is None else given
         if _same(told, value):
             continue
-        says = (
-            f"{key} is left out of the config, which is {told!r} to Megatron"
-            if given is None
-            else f"{key} = {given!r} in the config"
+        says = f"{key} = {given!r} in the config"
+        if given is None:
+            says = f"{key} is left out of the config, which is {told!r} to Megatron"
+        message = (
+            f"{says}, but the {family.model_type} model of {source} has {value!r}: Megatron and "
+            "vLLM would run different models"
         )
-        model = (
-            f"{HF_KEYS[key]} = {getattr(shape, HF_KEYS[key])!r}"
-            if key in HF_KEYS
-            else f"model_type = {family.model_type!r}"
-        )
-        message = f"{says}, but {model} in {source}: Megatron and vLLM would run different models"
         faults.append(Fault("model", message, key, f"Set {key}: {json.dumps(value)}"))
     return faults
 

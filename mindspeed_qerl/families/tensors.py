@@ -9,7 +9,6 @@ head; `linear_fc1` holds gate and up.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -27,28 +26,22 @@ class Split:
 
     def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
         """The part of `rank` among `size` ranks."""
-        return torch.cat(
-            [block.chunk(size, self.dim)[rank] for block in whole.chunk(self.blocks, self.dim)],
-            self.dim,
-        )
+        blocks = whole.chunk(self.blocks, self.dim)
+        return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
 
     def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The inverse: the whole from the parts of all ranks, in their order."""
-        return torch.cat(
-            [
-                part
-                for block in zip(*(shard.chunk(self.blocks, self.dim) for shard in shards))
-                for part in block
-            ],
-            self.dim,
-        )
+        parts: list[torch.Tensor] = []
+        for block in zip(*(shard.chunk(self.blocks, self.dim) for shard in shards)):
+            parts += block
+        return torch.cat(parts, self.dim)
 
 
 COLUMN, ROW, GATED = Split(0), Split(1), Split(0, blocks=2)
 
 
 @dataclass(frozen=True)
-class Mapping:
+class ParameterMapping:
     """One Megatron parameter, the HF tensors it is made of, how to get from one to the other, and
     how tensor-parallel ranks share it.
     """
@@ -76,17 +69,17 @@ def split_qkv(weight: torch.Tensor, groups: int, head_dim: int) -> list[torch.Te
     return [part.reshape(-1, *rest) for part in (q, k, v)]
 
 
-def _mlp(megatron: str, hf: str, whole: bool = False) -> list[Mapping]:
+def _mlp(megatron: str, hf: str, whole: bool = False) -> list[ParameterMapping]:
     """A gated MLP; `whole`: an expert, which no rank shares with another."""
     return [
-        Mapping(
+        ParameterMapping(
             f"{megatron}linear_fc1.weight",
             (f"{hf}gate_proj.weight", f"{hf}up_proj.weight"),
             torch.cat,
             lambda weight: list(weight.chunk(2)),
             None if whole else GATED,
         ),
-        Mapping(
+        ParameterMapping(
             f"{megatron}linear_fc2.weight",
             (f"{hf}down_proj.weight",),
             shared=None if whole else ROW,
@@ -96,7 +89,7 @@ def _mlp(megatron: str, hf: str, whole: bool = False) -> list[Mapping]:
 
 def mappings(
     shape: ModelShape, layers: range, experts: range, first: bool = True, last: bool = True
-) -> list[Mapping]:
+) -> list[ParameterMapping]:
     """The table of what one rank holds: for loading, sync, proof and export.
 
     Args:
@@ -105,75 +98,50 @@ def mappings(
         first, last: it is the first, the last pipeline stage, which has the embedding, the final
             norm and the output.
     """
+    embedding = ("model.embed_tokens.weight",)
     rows = []
     if first:
-        rows.append(
-            Mapping(
-                "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), shared=COLUMN
-            )
-        )
+        rows.append(ParameterMapping("embedding.word_embeddings.weight", embedding, shared=COLUMN))
     if last:
-        rows.append(Mapping("decoder.final_layernorm.weight", ("model.norm.weight",)))
-        if not shape.tie_word_embeddings:
-            rows.append(Mapping("output_layer.weight", ("lm_head.weight",), shared=COLUMN))
-        elif not first:  # a tied embedding has a copy on the last stage
-            rows.append(
-                Mapping("output_layer.weight", ("model.embed_tokens.weight",), shared=COLUMN)
-            )
+        rows.append(ParameterMapping("decoder.final_layernorm.weight", ("model.norm.weight",)))
+        tied = shape.tie_word_embeddings
+        if not (first and tied):  # a tied embedding has a copy on the last stage
+            output = embedding if tied else ("lm_head.weight",)
+            rows.append(ParameterMapping("output_layer.weight", output, shared=COLUMN))
     for local, layer in enumerate(layers):
         rows += _layer(shape, f"decoder.layers.{local}.", f"model.layers.{layer}.", experts)
     return rows
 
 
-def _layer(shape: ModelShape, ours: str, theirs: str, experts: range) -> list[Mapping]:
-    family, attention = family_of(shape), ours + "self_attention."
-    groups, head_dim = shape.num_key_value_heads, shape.head_dim
-    qkv: dict[str, Any] = dict(
-        merge=partial(merge_qkv, groups=groups),
-        split=partial(split_qkv, groups=groups, head_dim=head_dim),
-        shared=COLUMN,
-    )
-    rows = [
-        Mapping(ours + "input_layernorm.weight", (theirs + "input_layernorm.weight",)),
-        Mapping(
-            attention + "linear_qkv.weight",
-            tuple(f"{theirs}self_attn.{part}_proj.weight" for part in "qkv"),
-            **qkv,
-        ),
-        Mapping(
-            attention + "linear_proj.weight", (theirs + "self_attn.o_proj.weight",), shared=ROW
-        ),
-        Mapping(ours + "pre_mlp_layernorm.weight", (theirs + "post_attention_layernorm.weight",)),
-    ]
-    if family.qkv_bias:
-        rows.append(
-            Mapping(
-                attention + "linear_qkv.bias",
-                tuple(f"{theirs}self_attn.{part}_proj.bias" for part in "qkv"),
-                **qkv,
-            )
+def _layer(shape: ModelShape, ours: str, theirs: str, experts: range) -> list[ParameterMapping]:
+    family, groups = family_of(shape), shape.num_key_value_heads
+    rows = []
+
+    def add(megatron: str, hf: str, shared: Split | None = None) -> None:
+        rows.append(ParameterMapping(ours + megatron, (theirs + hf,), shared=shared))
+
+    add("input_layernorm.weight", "input_layernorm.weight")
+    for kind in ("weight", "bias") if family.qkv_bias else ("weight",):
+        qkv = ParameterMapping(
+            f"{ours}self_attention.linear_qkv.{kind}",
+            tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"),
+            partial(merge_qkv, groups=groups),
+            partial(split_qkv, groups=groups, head_dim=shape.head_dim),
+            COLUMN,
         )
+        rows.append(qkv)
+    add("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ROW)
+    add("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
     if family.qk_norm:
-        rows += [
-            Mapping(
-                f"{attention}{part}_layernorm.weight", (f"{theirs}self_attn.{part}_norm.weight",)
-            )
-            for part in "qk"
-        ]
+        for part in "qk":
+            add(f"self_attention.{part}_layernorm.weight", f"self_attn.{part}_norm.weight")
     if not family.experts:
-        return rows + _mlp(ours + "mlp.", theirs + "mlp.")
-    rows.append(Mapping(ours + "mlp.router.weight", (theirs + "mlp.gate.weight",)))
+        return rows + _mlp(f"{ours}mlp.", f"{theirs}mlp.")
+    add("mlp.router.weight", "mlp.gate.weight")
     if shape.shared_expert_intermediate_size:
-        rows += [
-            *_mlp(ours + "mlp.shared_experts.", theirs + "mlp.shared_expert."),
-            Mapping(
-                ours + "mlp.shared_experts.gate_weight", (theirs + "mlp.shared_expert_gate.weight",)
-            ),
-        ]
+        rows += _mlp(f"{ours}mlp.shared_experts.", f"{theirs}mlp.shared_expert.")
+        add("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight")
     for number, expert in enumerate(experts):
-        rows += _mlp(
-            f"{ours}mlp.experts.local_experts.{number}.",
-            f"{theirs}mlp.experts.{expert}.",
-            whole=True,
-        )
+        place = f"{ours}mlp.experts.local_experts.{number}."
+        rows += _mlp(place, f"{theirs}mlp.experts.{expert}.", whole=True)
     return rows

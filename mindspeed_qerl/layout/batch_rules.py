@@ -1,79 +1,60 @@
 """Batch: prompts and answers of an iteration, mini-batches, dispatch sizes, padding."""
 
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rule import ENGINE, VALIDATION, WORKER, Rule, indivisible
+from mindspeed_qerl.layout.rule import ENGINE, VALIDATION, WORKER, Rule, indivisible, multiple
 from mindspeed_qerl.recipe.types import Layout
 
 
-def _batch_by(plan: Plan, by: str, ranks: int) -> str | None:
-    return indivisible(
-        "prompts of global_batch_size", plan.batch.global_batch_size, by, max(ranks, 1)
-    )
-
-
-def _dispatch_divides_the_answers(layout: Layout, plan: Plan) -> str | None:
-    wrong = [
-        f"{key} {size}"
-        for key, size in plan.batch.dispatch.items()
-        if size and plan.batch.answers % size
-    ]
-    return (
-        f"{plan.batch.answers} answers of an iteration cannot be divided by {' or '.join(wrong)}"
-        if wrong
-        else None
-    )
+def _dispatch_divides_the_answers(layout: Layout, plan: Plan) -> str:
+    faults = []
+    for key, size in plan.batch.dispatch.items():
+        if size and plan.batch.answers % size:
+            faults.append(f"{key} {size}")
+    if not faults:
+        return ""
+    return f"{plan.batch.answers} answers of an iteration cannot be divided by {', '.join(faults)}"
 
 
 def _dispatch_is_at_most_a_share(layout: Layout, plan: Plan) -> str:
-    dp, wrong = layout.dp, []
-    ranks_of = {
-        "actor_rollout": layout.infer_dp,
-        "actor_logprob": dp,
-        "ref": dp,
-        "actor_update": dp,
-    }
-    for name, ranks in ranks_of.items():
-        size, share = (
-            plan.batch.dispatch.get(f"{name}_dispatch_size"),
-            plan.batch.answers // max(ranks, 1),
-        )
-        if size and size > share:
-            wrong.append(
-                f"{name}_dispatch_size {size} is above the {share} answers of each of {ranks} ranks"
+    faults = []
+    ranks = {"actor_logprob": plan.dp, "ref": plan.dp, "actor_update": plan.dp}
+    ranks["actor_rollout"] = max(layout.infer_dp, 1)
+    for name, count in ranks.items():
+        size, share = plan.dispatch(name), plan.batch.answers // count
+        if size > share:
+            faults.append(
+                f"{name}_dispatch_size {size} is above the {share} answers of each of {count} ranks"
             )
-    return "; ".join(wrong)
+    return "; ".join(faults)
 
 
 def _rollout_share_by_dispatch(layout: Layout, plan: Plan) -> str | None:
-    size = plan.batch.dispatch.get("actor_rollout_dispatch_size")
-    share = plan.batch.global_batch_size // max(layout.infer_dp, 1) * plan.batch.samples_per_prompt
-    return (
-        indivisible("answers of a vLLM replica", share, "actor_rollout_dispatch_size {}", size)
-        if size
-        else None
+    size = plan.dispatch("actor_rollout")
+    if not size:
+        return None
+    prompts = plan.batch.global_batch_size // max(layout.infer_dp, 1)
+    return indivisible(
+        "answers of a vLLM replica",
+        prompts * plan.batch.samples_per_prompt,
+        f"actor_rollout_dispatch_size {size}",
+        size,
     )
 
 
 def _whole_prompts_are_dispatched(layout: Layout, plan: Plan) -> str | None:
     answers = plan.batch.samples_per_prompt
-    wrong = [
-        f"{key} {size}"
-        for key in ("actor_rollout_dispatch_size", "reward_dispatch_size")
-        if (size := plan.batch.dispatch.get(key)) and size % answers
-    ]
-    return (
-        f"{' and '.join(wrong)}: not a multiple of the {answers} answers of a prompt"
-        if wrong
-        else None
-    )
+    for name in ("actor_rollout", "reward"):
+        size = plan.dispatch(name)
+        if size % answers:
+            return (
+                f"{name}_dispatch_size {size}: not a multiple of the {answers} answers of a prompt"
+            )
+    return None
 
 
 def _update_takes_a_mini_batch(layout: Layout, plan: Plan) -> str | None:
-    size, mini = (
-        plan.batch.dispatch.get("actor_update_dispatch_size"),
-        plan.batch.mini_answers / plan.dp,
-    )
-    if size and size < mini:
+    size, mini = plan.dispatch("actor_update"), plan.batch.mini_answers / plan.dp
+    if 0 < size < mini:
         return (
             f"actor_update_dispatch_size {size} is below the {mini:g} answers of a rank's "
             "mini-batch"
@@ -82,15 +63,16 @@ def _update_takes_a_mini_batch(layout: Layout, plan: Plan) -> str | None:
 
 
 def _update_takes_every_answer(layout: Layout, plan: Plan) -> str | None:
-    size, share = plan.batch.dispatch.get("actor_update_dispatch_size"), plan.share
-    if not size or size >= share:
+    size, share = plan.dispatch("actor_update"), plan.share
+    if not 0 < size < share:
         return None
+    by = f"actor_update_dispatch_size {size}"
     if plan.batch.guarantee_order:
         return (
-            f"actor_update_dispatch_size {size} with guarantee_order: only {size} of the {share} "
-            "answers of each rank would be trained on"
+            f"{by} with guarantee_order: only {size} of the {share} answers of each rank would be "
+            "trained on"
         )
-    return indivisible("answers of a training rank", share, "actor_update_dispatch_size {}", size)
+    return indivisible("answers of a training rank", share, by, size)
 
 
 BATCH = (
@@ -98,48 +80,32 @@ BATCH = (
         "batch_by_training_dp",
         f"{VALIDATION}:134",
         "global_batch_size is a multiple of training's data-parallel size.",
-        lambda layout, plan: _batch_by(
-            plan,
-            f"training DP {{}} = {layout.world} / (TP {layout.tp} x PP {layout.pp} x CP "
-            f"{layout.cp})",
-            layout.dp,
-        ),
+        multiple("prompts of global_batch_size", "batch.global_batch_size", "dp"),
     ),
     Rule(
         "batch_by_infer_dp",
         f"{VALIDATION}:158",
         "global_batch_size is a multiple of vLLM's replicas, world / infer TP.",
-        lambda layout, plan: _batch_by(
-            plan,
-            f"vLLM's {{}} replicas = {layout.world} / infer TP {layout.infer_tp}",
-            layout.infer_dp,
-        ),
+        multiple("prompts of global_batch_size", "batch.global_batch_size", "layout.infer_dp"),
     ),
     Rule(
         "batch_by_nodes",
         f"{VALIDATION}:281",
         "global_batch_size is a multiple of the nodes: each has one process that scores answers.",
-        lambda layout, plan: _batch_by(plan, "{} nodes", layout.nodes),
+        multiple("prompts of global_batch_size", "batch.global_batch_size", "layout.nodes"),
     ),
     Rule(
         "share_by_micro_batch",
         f"{VALIDATION}:139",
         "A training rank's answers of an iteration are a multiple of micro_batch_size.",
-        lambda layout, plan: indivisible(
-            "answers of a training rank",
-            plan.batch.global_batch_size // plan.dp * plan.batch.samples_per_prompt,
-            "micro_batch_size {}",
-            plan.batch.micro_batch_size,
-        ),
+        multiple("answers of a training rank", "share", "batch.micro_batch_size"),
     ),
     Rule(
         "mini_batch_by_training_dp",
         f"{WORKER}:166",
         "mini_batch_size x n_samples_per_prompt is a multiple of training's data-parallel size: "
         "upstream rounds down, and the answers that are left make an update of their own.",
-        lambda layout, plan: indivisible(
-            "answers of a mini-batch", plan.batch.mini_answers, "training DP {}", plan.dp
-        ),
+        multiple("answers of a mini-batch", "batch.mini_answers", "dp"),
     ),
     Rule(
         "mini_batches_are_equal",
@@ -149,12 +115,7 @@ BATCH = (
         lambda layout, plan: (
             not plan.batch.mini_answers % plan.dp
             and plan.mini_share < plan.share  # else one update
-            and indivisible(
-                "answers of a training rank",
-                plan.share,
-                "the {} of its mini-batch",
-                plan.mini_share,
-            )
+            and multiple("answers of a training rank", "share", "mini_share")(layout, plan)
         ),
     ),
     Rule(
@@ -164,11 +125,8 @@ BATCH = (
         "micro_batch_size: a smaller last micro-batch would weigh as much as a full one.",
         lambda layout, plan: (
             plan.mini_share < plan.share  # else one update: share_by_micro_batch
-            and indivisible(
-                "answers of a rank's mini-batch",
-                plan.mini_share,
-                "micro_batch_size {}",
-                plan.batch.micro_batch_size,
+            and multiple("answers of a rank's mini-batch", "mini_share", "batch.micro_batch_size")(
+                layout, plan
             )
         ),
     ),

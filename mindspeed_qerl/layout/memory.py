@@ -43,9 +43,9 @@ class Memory:
     answers_at_once: int  # full-length answers that the KV cache holds, of one vLLM replica
     answers_needed: int  # that one vLLM replica has to generate in an iteration
 
-    def total(self, moment: str) -> int:
-        """Bytes in use at that moment."""
-        return sum(part.bytes for part in self.moments[moment])
+    def total(self, moment: str, kind: str = "") -> int:
+        """Bytes in use at that moment; with `kind`, of KINDS, by that kind alone."""
+        return sum(part.bytes for part in self.moments[moment] if kind in ("", part.kind))
 
     @property
     def capacity(self) -> int:
@@ -78,11 +78,11 @@ class Memory:
     @property
     def faults(self) -> list[str]:
         """Why it does not fit, one sentence each."""
-        over = [
-            f"{moment} needs {self.total(moment) / GB:.1f} GB of {self.capacity / GB:.0f} GB"
-            for moment in MOMENTS
-            if self.total(moment) > self.capacity
-        ]
+        over, capacity = [], self.capacity / GB
+        for moment in MOMENTS:
+            needed = self.total(moment) / GB
+            if needed > capacity:
+                over.append(f"{moment} needs {needed:.1f} GB of {capacity:.0f} GB")
         if self.answers_at_once < 1:
             over.append(
                 f"vLLM has {self.kv_cache / GB:.1f} GB left for its KV cache, not enough for one "
@@ -123,20 +123,23 @@ def estimate(plan: Plan, settings: Settings, stage: int | None = None) -> Memory
 
 
 def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
-    layout, batch = plan.layout, plan.batch
+    batch = plan.batch
     runtime = parts.runtime(plan, settings)
-    weights, vllm = _training_part(plan, stage), _vllm_part(plan)
-    trained = parts.trained(plan, settings, stage)
-    adapters = trained.adapters
-    awake = []
-    if not settings.offload_train_grad:
-        awake += trained.gradients
-    if not settings.offload_train_optimizer:
-        awake += trained.optimizer
+    name = "frozen base" if plan.lora else "weights"
+    weights = parts.weights(name, "training weights", training_weights(plan, stage))
+    vllm = parts.weights("vLLM's weights", "vLLM's weights", rollout_weights(plan))
+    adapters, gradients, optimizer = parts.trained(plan, settings, stage)
     # Upstream offloads what is trained, never the frozen base (megatron_off_loader.py:224: the
     # buffers of parameters with a gradient).
+    awake = []
+    if not settings.offload_train_grad:
+        awake.append(gradients)
+    if not settings.offload_train_optimizer:
+        awake.append(optimizer)
     frozen, trainable = (weights, adapters) if plan.lora else ([], weights)
-    asleep = frozen + awake if settings.offload_train_param else frozen + trainable + awake
+    asleep = frozen + awake
+    if not settings.offload_train_param:
+        asleep += trainable
 
     rollout = [*runtime, *asleep, *vllm, parts.profiled(plan, settings)]
     limit = int(settings.gpu_memory_utilization * settings.memory_gb * GB)
@@ -144,7 +147,7 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
     kv_token = _kv_token(plan)
     answer = kv_token * batch.max_model_len
     kv_cache = max(0, left)
-    at_once, needed = kv_cache // answer, batch.answers // layout.infer_dp
+    at_once, needed = kv_cache // answer, batch.answers // plan.layout.infer_dp
     how = f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: "
     how += f"{at_once} answers of {batch.max_model_len} tokens at once, {needed} needed; "
     how += f"{kv_token / 1000:.0f} KB a token"
@@ -152,33 +155,16 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
     if settings.int8_rollouts:
         rollout.append(parts.int8_copies(plan))
 
-    synced = [*runtime, *weights, *adapters, *awake, *vllm, *parts.sync(plan, stage)]
-    forward = [*runtime, *weights, *adapters, *awake, *parts.forward(plan, stage)]
-    update = [*runtime, *weights, *adapters, *trained.gradients, *trained.optimizer]
-    update += parts.update(plan, settings, stage)
-    moments = dict(zip(MOMENTS, (rollout, synced, forward, update), strict=True))
+    training = [*runtime, *weights, *adapters]
+    update = [gradients, optimizer, *parts.update(plan, settings, stage)]
+    moments = {
+        "rollout": rollout,
+        "weight sync": [*training, *awake, *vllm, *parts.sync(plan, stage)],
+        "log-probs": [*training, *awake, *parts.forward(plan, stage)],
+        "update": [*training, *update],
+    }
     missing = max(0, answer - left)
     return Memory(plan, settings, stage, moments, kv_cache, kv_token, missing, at_once, needed)
-
-
-def _training_part(plan: Plan, stage: int) -> list[Part]:
-    layout, shape, layers = plan.layout, plan.shape, plan.layers[stage]
-    shared = f"TP {layout.tp}"
-    if layout.pp > 1:
-        shared += f", {layers} of {shape.num_hidden_layers} layers"
-    experts = shape.num_experts // (layout.tp * layout.ep)
-    dealt = f"{shape.num_experts} / (TP {layout.tp} x EP {layout.ep}) = {experts} of each of "
-    dealt += f"{layers} layers"
-    name = "frozen base" if plan.lora else "weights"
-    return parts.weights(name, "training weights", training_weights(plan, stage), shared, dealt)
-
-
-def _vllm_part(plan: Plan) -> list[Part]:
-    layout, shape, name = plan.layout, plan.shape, "vLLM's weights"
-    experts = shape.num_experts // (layout.infer_tp * layout.infer_ep)
-    dealt = f"{shape.num_experts} / (infer TP {layout.infer_tp} x EP {layout.infer_ep}) = "
-    dealt += f"{experts} of each layer"
-    return parts.weights(name, name, rollout_weights(plan), f"infer TP {layout.infer_tp}", dealt)
 
 
 def _kv_token(plan: Plan) -> int:
@@ -186,19 +172,3 @@ def _kv_token(plan: Plan) -> int:
     shape = plan.shape
     width = shape.num_key_value_heads * shape.head_dim
     return 2 * shape.num_hidden_layers * width * BF16 // plan.layout.infer_tp
-
-
-def terms(memory: Memory) -> dict[str, int]:
-    """Bytes of what a rehearsal measures as well, by the names of tests/upstream/measure.py."""
-    update = {part.name: part.bytes for part in memory.moments["update"]}
-    sizes = {"KV cache of a token": memory.kv_token}
-    sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW")}
-    sizes |= {"frozen base": 0, "vLLM's weights": 0, "sync buffers": 0}
-    for part in memory.moments["weight sync"]:
-        name = "frozen base" if part.kind == "training weights" else part.kind
-        if name in sizes:
-            sizes[name] += part.bytes
-    for part in memory.moments["rollout"]:
-        if part.name == "int8 copies":
-            sizes[part.name] = part.bytes
-    return sizes

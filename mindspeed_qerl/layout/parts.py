@@ -56,16 +56,13 @@ def size_of(parts: list[Part]) -> int:
 # ---- weights and what trains them ----
 
 
-def weights(what: str, kind: str, counts: tuple[int, int], shared: str, dealt: str) -> list[Part]:
-    """Weights in bfloat16; `shared` and `dealt` say how a rank gets its part of all but the
-    experts, and of the experts.
-    """
-    dense, experts = counts
-    how = f"{dense / GB:.2f} x 10^9 parameters ({shared}) x 2"
-    parts = [Part(f"{what}, dense part", dense * BF16, how, kind)]
-    if experts:
-        how = f"{dealt}: {experts / GB:.2f} x 10^9 x 2"
-        parts.append(Part(f"{what}, experts", experts * BF16, how, kind))
+def weights(what: str, kind: str, counts: tuple[int, int]) -> list[Part]:
+    """Weights in bfloat16: all but the experts, and the experts."""
+    parts = []
+    for name, count in zip(("dense part", "experts"), counts, strict=True):
+        if count:
+            how = f"{count / GB:.2f} x 10^9 parameters x 2"
+            parts.append(Part(f"{what}, {name}", count * BF16, how, kind))
     return parts
 
 
@@ -91,16 +88,10 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     return dense * scale, experts * scale
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What training adds to the base weights; without LoRA the weights themselves are trained."""
-
-    adapters: list[Part]
-    gradients: list[Part]
-    optimizer: list[Part]
-
-
-def trained(plan: Plan, settings: Settings, stage: int) -> Trained:
+def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Part, Part]:
+    """What training adds to the base weights: adapters, gradients, optimizer. Without LoRA the
+    weights themselves are trained.
+    """
     layout, kind = plan.layout, "adapters and optimizer"
     if plan.lora:
         dense, experts = adapter_weights(plan, settings, stage)
@@ -111,16 +102,15 @@ def trained(plan: Plan, settings: Settings, stage: int) -> Trained:
         dp, expert_dp = layout.dp * layout.cp, layout.expert_dp
     total = dense + experts
     numbers = f"{total / 1e6:.1f} x 10^6"
+    state = dense * ADAMW // dp + experts * ADAMW // expert_dp
     how = f"12 bytes (master weight, two moments): {dense / 1e6:.1f} x 10^6 over {dp} ranks"
     if experts:
         how += f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}"
-    state = dense * ADAMW // dp + experts * ADAMW // expert_dp
-    adapters = [Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind)]
-    return Trained(
-        adapters if plan.lora else [],
-        [Part("gradients", total * FP32, f"{numbers} x 4", kind)],
-        [Part("AdamW", state, how, kind)],
-    )
+    adapters = []
+    if plan.lora:
+        adapters.append(Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind))
+    gradients = Part("gradients", total * FP32, f"{numbers} x 4", kind)
+    return adapters, gradients, Part("AdamW", state, how, kind)
 
 
 # ---- the runtime ----
@@ -164,7 +154,7 @@ def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     shape, tp, hidden = plan.shape, plan.layout.tp, plan.shape.hidden_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
-    spread = tp if plan.layout.sequence_parallel else 1
+    spread = _sequence_share(plan)
     # two residuals, two normed inputs
     numbers = 4 * hidden / spread
     # q, k, v before and after rotation and norm, attention's output
@@ -178,6 +168,11 @@ def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     return int(tokens * ((numbers + experts) * BF16 + statistics))
 
 
+def _sequence_share(plan: Plan) -> int:
+    """Ranks that share what lies between attention and MLP."""
+    return plan.layout.tp if plan.layout.sequence_parallel else 1
+
+
 def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
     layout, batch, kind = plan.layout, plan.batch, "activations and logits"
@@ -185,26 +180,21 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     tokens = batch.micro_batch_size * batch.seq_length // layout.cp
     micro_batches = max(1, plan.mini_share // batch.micro_batch_size)
     in_flight = min(layout.pp - stage, micro_batches)
-    times = f" x {in_flight} micro-batches in flight" if in_flight > 1 else ""
     recomputed = 0
     if settings.recompute:
         recomputed = min(settings.recompute_num_layers or layers, layers)
     parts = []
     if recomputed:
-        spread = layout.tp if layout.sequence_parallel else 1
-        inputs = in_flight * recomputed * tokens * hidden * BF16 // spread
-        how = f"{recomputed} layers x {tokens} tokens x {hidden} x 2"
-        how += f" / TP {spread}{times}" if spread > 1 else times
+        inputs = in_flight * recomputed * tokens * hidden * BF16 // _sequence_share(plan)
+        how = f"{recomputed} layers, {in_flight} x {tokens} tokens x {hidden} x 2"
         parts.append(Part("layer inputs kept", inputs, how, kind))
     if layers > recomputed:
-        kept = layer_activations(plan, tokens, 1)
-        how = f"{layers - recomputed} layers x {kept / GB:.2f} GB for {tokens} tokens{times}"
-        parts.append(Part("activations kept", in_flight * (layers - recomputed) * kept, how, kind))
-    layer = layer_activations(plan, tokens, EXPERT_LOAD)
-    how = f"update: {layer / GB:.2f} GB and its gradient"
-    if plan.shape.moe:
-        how += f", {EXPERT_LOAD} x the average tokens on the busiest rank"
-    parts.append(Part("one layer at work", 2 * layer, how, kind))
+        kept = in_flight * (layers - recomputed) * layer_activations(plan, tokens, 1)
+        how = f"{layers - recomputed} layers, {in_flight} x {tokens} tokens"
+        parts.append(Part("activations kept", kept, how, kind))
+    layer = 2 * layer_activations(plan, tokens, EXPERT_LOAD)
+    how = f"update: {tokens} tokens, with gradients"
+    parts.append(Part("one layer at work", layer, how, kind))
     return parts + _logits(plan, stage, tokens, LOGITS_UPDATE, "update")
 
 
@@ -246,21 +236,22 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
     first, last = stage == 0, stage == layout.pp - 1
     tables = first + (last and not shape.tie_word_embeddings)
     joined, kept = _joined(plan, plan.rows * shape.hidden_size)
+    embedding = (tables > 0) * joined + (tables > 1) * kept
     how = f"TP {layout.tp} to infer TP {layout.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 "
-    how += "joined and cut" + (", beside the output layer" if tables > 1 else "")
-    embedding = bool(tables) * joined + (tables > 1) * kept
+    how += "joined and cut"
     largest = 0
     for linear in family_of(shape).linears(shape):
         if linear.split != "expert":
             largest = max(largest, linear.inputs * linear.outputs)
-    merging = 2 * largest // layout.tp * FP32 if plan.lora else 0
     joined, kept = _joined(plan, largest)
-    merged_beside = largest // layout.tp * BF16 * plan.lora + joined + kept
-    how_linear = f"the largest linear layer, {largest / 1e6:.1f} x 10^6 / TP {layout.tp}: "
-    how_linear += "W and W + BA, float32"
+    merging = joined + kept
+    if plan.lora:
+        share = largest // layout.tp
+        merging = max(2 * share * FP32, share * BF16 + merging)
+    how_merged = f"W and W + BA of the largest linear layer, {largest / 1e6:.1f} x 10^6, float32"
     terms = [
         Part("embedding on its way", embedding, how, kind),
-        Part("merging", max(merging, merged_beside), how_linear, kind),
+        Part("merging", merging, how_merged, kind),
     ]
     return [max(terms, key=lambda part: part.bytes)]
 

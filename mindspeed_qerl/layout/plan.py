@@ -54,6 +54,10 @@ class Plan:
         """Answers of an update on each training rank."""
         return min(self.batch.mini_answers, self.batch.answers) // self.dp
 
+    def dispatch(self, name: str) -> int:
+        """Answers that a worker is sent at once; 0: upstream's default."""
+        return self.batch.dispatch.get(f"{name}_dispatch_size") or 0
+
 
 def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int = 16) -> Plan:
     """The plan of a recipe.
@@ -93,8 +97,6 @@ def shape_of_model(recipe: Recipe) -> ModelShape:
     what Megatron is told.
     """
     folder = Path(recipe.model.path)
-    return (
-        read_shape(folder)
-        if (folder / "config.json").is_file()
-        else shape_of_arguments(recipe.model.arguments)
-    )
+    if (folder / "config.json").is_file():
+        return read_shape(folder)
+    return shape_of_arguments(recipe.model.arguments)

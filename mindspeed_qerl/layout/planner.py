@@ -8,7 +8,8 @@ needs it); `rules` decides which exist.
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from math import isqrt, lcm, log2
+from functools import cache
+from math import lcm, log2
 
 from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.memory import Memory, estimate
@@ -18,7 +19,6 @@ from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
-SWITCHES = ("sequence_parallel", "tp_extend_ep", "enable_expert_parallel")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
 
 
@@ -66,69 +66,52 @@ def with_memory(plan: Plan, settings: Settings | None = None, memory_gb: float =
     """
     if settings:
         return estimate(plan, settings)
+    buffer = 640 if plan.shape.moe else 256
     for utilisation in UTILISATIONS:
-        memory = estimate(
-            plan, Settings(memory_gb, utilisation, hccl_buffer_mib=640 if plan.shape.moe else 256)
-        )
+        memory = estimate(plan, Settings(memory_gb, utilisation, hccl_buffer_mib=buffer))
         if memory.answers_at_once >= memory.answers_needed:
             break
     return memory
 
 
 def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
-    """The layout with the inference sizes that are not among the `given` names chosen: a legal and
-    the best choice if there is one, else one that breaks the fewest rules; and with the nearest
-    batch to 64 prompts.
+    """The layout with the inference sizes that are not among the `given` names chosen: the best
+    that is legal, or training's if none is; and with the nearest batch to 64 prompts.
     """
-
-    def choices(name: str) -> list[int]:
-        if name in given:
-            return [getattr(layout, name)]
-        return _divisors(layout.world) if shape.moe or name == "infer_tp" else [1]
-
-    plans = []
-    for infer_tp in choices("infer_tp"):
-        for infer_ep in choices("infer_ep"):
-            plans.append(new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep)))
-    legal = [with_memory(plan) for plan in plans if not broken(plan)]
-    if legal:
-        return min(legal, key=rollout_key).plan
-
-    def wrongness(plan: Plan) -> tuple[int, int]:
-        rollout, training = plan.layout.infer_tp * plan.layout.infer_ep, layout.tp * layout.ep
-        return len(broken(plan)), abs(rollout - training)
-
-    return min(plans, key=wrongness)
+    infer_tp = layout.infer_tp if "infer_tp" in given else layout.tp
+    infer_ep = layout.infer_ep if "infer_ep" in given else layout.ep
+    plan = new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep))
+    legal = []
+    for candidate in map(fit_batch, rollout_layouts(plan)):
+        as_given = all(getattr(candidate.layout, name) == getattr(layout, name) for name in given)
+        if as_given and not broken(candidate):
+            legal.append(with_memory(candidate))
+    return min(legal, key=rollout_key).plan if legal else plan
 
 
+@cache
 def _divisors(number: int) -> list[int]:
-    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _training_candidates(shape: ModelShape, world: int, ranks_per_node: int) -> Iterator[Layout]:
-    """Layouts whose TP x PP x EP groups fill the ranks, with vLLM's TP and EP as training's."""
+def _candidates(
+    shape: ModelShape, world: int, ranks_per_node: int, lora: bool = True
+) -> Iterator[Plan]:
+    """Plans whose TP x PP x EP groups fill the ranks, with vLLM's TP and EP as training's."""
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
             for ep in _divisors(world // tp // pp) if shape.moe else (1,):
-                yield Layout(
-                    world,
-                    tp=tp,
-                    pp=pp,
-                    ep=ep,
-                    infer_tp=tp,
-                    infer_ep=ep,
-                    ranks_per_node=ranks_per_node,
-                )
+                layout = Layout(world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep)
+                layout = replace(layout, ranks_per_node=ranks_per_node)
+                yield new_plan(shape, layout, Batch(), lora)
 
 
 def training_layouts(
     shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True
 ) -> Iterator[Plan]:
     """Plans whose training side is legal; the rollout's is still the same."""
-    for layout in _training_candidates(shape, world, ranks_per_node):
-        plan = new_plan(shape, layout, Batch(), lora)
-        if not any(rule.check(plan.layout, plan) for rule in TRAINING):
+    for plan in _candidates(shape, world, ranks_per_node, lora):
+        if not broken(plan, TRAINING):
             yield plan
 
 
@@ -139,7 +122,7 @@ def rollout_layouts(plan: Plan) -> Iterator[Plan]:
         for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
             layout = replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep)
             candidate = replace(plan, layout=layout)
-            if not any(rule.check(layout, candidate) for rule in ROLLOUT):
+            if not broken(candidate, ROLLOUT):
                 yield candidate
 
 
@@ -167,12 +150,10 @@ def legal_layouts(
 # ---- ranking ----
 
 
-def layer_collectives(plan: Plan) -> tuple[int, int]:
-    """Collectives that a layer's forward pass waits for, in training and in vLLM."""
-    layout, moe = plan.layout, plan.shape.moe
-    training = 4 * (layout.tp > 1) + 2 * (moe and layout.tp * layout.ep > 1)
-    rollout = 2 * (layout.infer_tp > 1) + 2 * (moe and layout.infer_tp * layout.infer_ep > 1)
-    return training, rollout
+def layer_collectives(plan: Plan) -> int:
+    """Collectives that a layer's forward pass waits for in training."""
+    layout = plan.layout
+    return 4 * (layout.tp > 1) + 2 * (plan.shape.moe and layout.tp * layout.ep > 1)
 
 
 def stage_work(plan: Plan) -> list[float]:
@@ -198,40 +179,30 @@ def idle_share(plan: Plan) -> float:
     return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
 
 
-def groups_across_nodes(plan: Plan) -> tuple[list[str], list[str]]:
-    """Groups that send data in every layer and do not lie inside one node: training's, vLLM's."""
-    layout, moe = plan.layout, plan.shape.moe
-    experts, infer_experts = layout.tp * layout.ep, layout.infer_tp * layout.infer_ep
-    training = {f"TP {layout.tp}": layout.tp}
-    rollout = {f"infer TP {layout.infer_tp}": layout.infer_tp}
-    if moe:
-        training[f"experts over {experts} ranks"] = experts
-        rollout[f"vLLM's experts over {infer_experts} ranks"] = infer_experts
-
-    def across(groups: dict[str, int]) -> list[str]:
-        return [
-            name for name, size in groups.items() if layout.nodes > 1 and layout.node_width % size
-        ]
-
-    return across(training), across(rollout)
+def across_nodes(plan: Plan) -> list[str]:
+    """Groups of a legal plan that send data in every layer and do not lie inside one node."""
+    layout = plan.layout
+    groups = {"TP": layout.tp, "infer TP": layout.infer_tp}
+    if plan.shape.moe:
+        groups["experts"] = layout.tp * layout.ep
+        groups["vLLM's experts"] = layout.infer_tp * layout.infer_ep
+    return [f"{name} over {size}" for name, size in groups.items() if layout.node_width % size]
 
 
 def rollout_key(memory: Memory) -> tuple:
     """Order of the inference layouts of one training layout. Groups as large as training's leave
     every expert on its rank.
     """
-    plan, layout = memory.plan, memory.plan.layout
+    layout = memory.plan.layout
     group = layout.infer_tp * layout.infer_ep
-    moves = group // (layout.tp * layout.ep) if plan.shape.moe else 1
     short = max(0, 1 - memory.answers_at_once / max(memory.answers_needed, 1))
     return (
         memory.excess,
-        len(groups_across_nodes(plan)[1]),
-        layer_collectives(plan)[1],
+        len(across_nodes(memory.plan)),
+        layout.infer_tp > 1,  # collectives
         round(short, 1),
-        moves,
-        memory.settings.gpu_memory_utilization,
         group,
+        memory.settings.gpu_memory_utilization,
     )
 
 
@@ -240,41 +211,34 @@ def training_key(memory: Memory) -> tuple:
     plan = memory.plan
     return (
         memory.excess,
-        sum(map(len, groups_across_nodes(plan))),
+        len(across_nodes(plan)),
         int(idle_share(plan) / 0.05),
-        layer_collectives(plan)[0],
+        layer_collectives(plan),
         memory.peak,
     )
 
 
 def reasons(memory: Memory) -> list[str]:
     """What decides a plan's place, in the order of the decision."""
-    plan, layout = memory.plan, memory.plan.layout
-    lines = memory.faults
+    plan, lines = memory.plan, memory.faults
     if memory.fits:
-        tight = ", tight" if memory.tight else ""
-        lines = [f"fits{tight}: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
-    lines += across_nodes(plan)
-    if layout.pp > 1:
+        lines = [f"fits: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
+    lines += notes(memory)
+    if plan.layout.pp > 1:
         lines.append(f"waits {idle_share(plan):.0%} for the pipeline")
-    kinds = []
-    if layout.tp > 1:
-        kinds.append("TP: 2 all-gathers, 2 reduce-scatters")
-    if plan.shape.moe and layout.tp * layout.ep > 1:
-        kinds.append("experts: 2 all-to-alls")
-    collectives = f"{layer_collectives(plan)[0]} collectives a layer"
-    lines.append(f"{collectives} ({'; '.join(kinds)})" if kinds else collectives)
+    return [*lines, f"{layer_collectives(plan)} collectives a layer"]
+
+
+def notes(memory: Memory) -> list[str]:
+    """What to know beside the numbers of a plan."""
+    lines = []
+    if memory.tight:
+        lines.append("tight")
     if memory.answers_at_once < memory.answers_needed:
-        held = f"{memory.answers_at_once} of {memory.answers_needed}"
-        lines.append(f"KV cache for {held} answers at once")
+        lines.append(f"KV for {memory.answers_at_once} of {memory.answers_needed}")
+    if groups := across_nodes(memory.plan):
+        lines.append(f"across nodes, slow: {', '.join(groups)}")
     return lines
-
-
-def across_nodes(plan: Plan) -> list[str]:
-    """A sentence with the groups that do not lie inside one node, if there are any."""
-    training, rollout = groups_across_nodes(plan)
-    groups = ", ".join(training + rollout)
-    return [f"across nodes, slow: {groups}"] if groups else []
 
 
 # ---- what is near, and why there is nothing ----
@@ -291,25 +255,19 @@ def nearest(
     layout needs them. Among equals, what fits into memory comes first.
     """
     layout = plan.layout
-    # sizes in names -> (distance, plan) of each candidate
-    groups: dict[tuple, list[tuple[float, Plan]]] = {}
+    best: dict[tuple, tuple[tuple, Plan]] = {}  # by sizes in names
     for training in training_layouts(plan.shape, layout.world, layout.ranks_per_node, plan.lora):
         for candidate in rollout_layouts(replace(training, batch=plan.batch)):
-            kept = fit_batch(candidate) if broken(candidate) else candidate
-            if not broken(kept):
-                sizes = tuple(getattr(kept.layout, name) for name in names)
-                groups.setdefault(sizes, []).append((distance(plan, kept, names), kept))
-    least = sorted(min(away for away, _ in group) for group in groups.values())
-    limit = least[min(k, len(least)) - 1] if least else 0
-    close = []
-    for group in groups.values():
-        choices = [
-            (round(away, 6), with_memory(kept, settings)) for away, kept in group if away <= limit
-        ]
-        if choices:
-            close.append(min(choices, key=lambda choice: (choice[0], rollout_key(choice[1]))))
-    close.sort(key=lambda choice: (choice[0], training_key(choice[1]), rollout_key(choice[1])))
-    return [memory.plan for _, memory in close[:k]]
+            legal = fit_batch(candidate) if broken(candidate) else candidate
+            if broken(legal):
+                continue
+            memory, away = with_memory(legal, settings), round(distance(plan, legal, names), 6)
+            order = (away, training_key(memory), rollout_key(memory))
+            sizes = tuple(getattr(legal.layout, name) for name in names)
+            if sizes not in best or order < best[sizes][0]:
+                best[sizes] = order, legal
+    closest = sorted(best.values(), key=lambda entry: entry[0])
+    return [legal for _, legal in closest[:k]]
 
 
 def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> float:
@@ -324,47 +282,27 @@ def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> fl
     return away
 
 
-def changes(
-    plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE, batch: bool = True
-) -> list[str]:
-    """What to retype to get from one plan to another: `tp 3 -> 2`; with `batch`, switches and batch
-    as well.
+def changes(plan: Plan, other: Plan, names: Collection[str] | None = None) -> list[str]:
+    """What to retype to get from one plan to another, `tp 3 -> 2`: of the sizes in `names`, or of
+    layout, switches and batch.
     """
-
-    def retyped(old: object, new: object, names: Collection[str]) -> list[str]:
-        changed = [name for name in names if getattr(old, name) != getattr(new, name)]
-        return [f"{name} {getattr(old, name)} -> {getattr(new, name)}".lower() for name in changed]
-
-    if not batch:
-        return retyped(plan.layout, other.layout, names)
-    lines = retyped(plan.layout, other.layout, [*names, *SWITCHES])
-    if plan.layout.num_layer_list and not other.layout.num_layer_list:
-        lines.append("num_layer_list left out")
-    sizes = ("global_batch_size", "mini_batch_size", "micro_batch_size")
-    lines += retyped(plan.batch, other.batch, sizes)
-    for name, size in plan.batch.dispatch.items():
-        if size and not other.batch.dispatch.get(name):
-            lines.append(f"{name} left out")
+    old, new = _values(plan), _values(other)
+    lines = []
+    for name in names or old:
+        if old[name] != new.get(name):
+            lines.append(f"{name} {old[name]} -> {new.get(name)}".lower())
     return lines
 
 
-def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[tuple[str, int]]:
-    """For a number of ranks without a layout: the sentences that refuse its candidates, and how
-    many each refuses alone or with others.
+def _values(plan: Plan) -> dict[str, object]:
+    return {**vars(plan.layout), **vars(plan.batch), "dispatch": None, **plan.batch.dispatch}
+
+
+def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[str]:
+    """For a number of ranks without a layout: the sentences that refuse its candidates, the
+    commonest first.
     """
     refusals: Counter[str] = Counter()
-    for layout in _training_candidates(shape, world, ranks_per_node):
-        refusals.update(fault.message for fault in broken(new_plan(shape, layout)))
-    return refusals.most_common()
-
-
-def other_worlds(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[int]:
-    """The nearest smaller and larger numbers of ranks for which a layout exists."""
-
-    def exists(size: int) -> bool:
-        layouts = training_layouts(shape, size, ranks_per_node)
-        return any(next(rollout_layouts(training), None) for training in layouts)
-
-    smaller, larger = range(world - 1, 0, -1), range(world + 1, 2 * world + 2 * ranks_per_node)
-    nearest_sizes = [next(filter(exists, sizes), None) for sizes in (smaller, larger)]
-    return [size for size in nearest_sizes if size]
+    for plan in _candidates(shape, world, ranks_per_node):
+        refusals.update(fault.message for fault in broken(fit_batch(plan)))
+    return [message for message, _ in refusals.most_common()]

@@ -7,34 +7,30 @@ from mindspeed_qerl.layout.rule import (
     VALIDATION,
     Rule,
     indivisible,
-    indivisible_width,
+    multiple,
+    multiple_widths,
 )
 from mindspeed_qerl.recipe.types import Layout
 
 
 def _infer_groups_hold_whole_training_groups(layout: Layout, plan: Plan) -> str | None:
-    training, infer = (
-        layout.tp * layout.ep if layout.tp_extend_ep else layout.ep,
-        layout.infer_tp * layout.infer_ep,
+    training, infer = layout.ep, layout.infer_tp * layout.infer_ep
+    if layout.tp_extend_ep:
+        training *= layout.tp
+    if infer % training == 0:
+        return None
+    return (
+        f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
+        f"training's TP {layout.tp} x EP {layout.ep} = {training}"
     )
-    if infer % training:
-        return (
-            f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
-            f"training's TP {layout.tp} x EP {layout.ep} = {training}"
-        )
-    return None
 
 
 def _stages_hold_whole_infer_tp_groups(layout: Layout, plan: Plan) -> str | None:
-    return (
-        None
-        if layout.tp >= layout.infer_tp
-        else indivisible(
-            f"ranks a stage ({layout.world} / PP {layout.pp})",
-            layout.world // layout.pp,
-            "infer TP {}",
-            layout.infer_tp,
-        )
+    if layout.tp >= layout.infer_tp:
+        return None
+    ranks, by = layout.world // layout.pp, f"infer TP {layout.infer_tp}"
+    return indivisible(
+        f"ranks a stage ({layout.world} / PP {layout.pp})", ranks, by, layout.infer_tp
     )
 
 
@@ -49,9 +45,7 @@ ROLLOUT = (
         "ranks_fill_infer_groups",
         f"{PARALLEL_STATE}:267",
         "The ranks are a multiple of infer TP x EP; a rank left over would be in no expert group.",
-        lambda layout, plan: indivisible(
-            "ranks", layout.world, "infer TP {} x EP {}", layout.infer_tp, layout.infer_ep
-        ),
+        multiple("ranks", "layout.world", "layout.infer_tp", "layout.infer_ep"),
     ),
     Rule(
         "infer_groups_hold_whole_training_groups",
@@ -80,43 +74,31 @@ ROLLOUT = (
         "heads_by_infer_tp",
         "vllm vllm/config/model.py:1048",
         "Attention heads are a multiple of infer TP.",
-        lambda layout, plan: indivisible(
-            "attention heads", plan.shape.num_attention_heads, "infer TP {}", layout.infer_tp
-        ),
+        multiple("attention heads", "shape.num_attention_heads", "layout.infer_tp"),
     ),
     Rule(
         "kv_heads_by_infer_tp",
         "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/megatron_weight_loaders.py:160",
         "KV heads are a multiple of infer TP: vLLM could repeat them, the sync cannot.",
-        lambda layout, plan: indivisible(
-            "KV heads", plan.shape.num_key_value_heads, "infer TP {}", layout.infer_tp
-        ),
+        multiple("KV heads", "shape.num_key_value_heads", "layout.infer_tp"),
     ),
     Rule(
         "width_by_infer_tp",
         "vllm vllm/model_executor/layers/linear.py:1250",
         "The width of a dense MLP or a shared expert is a multiple of infer TP.",
-        lambda layout, plan: indivisible_width(plan, "infer TP {}", layout.infer_tp),
+        multiple_widths("layout.infer_tp"),
     ),
     Rule(
         "vocabulary_by_infer_tp",
         "vllm vllm/model_executor/layers/vocab_parallel_embedding.py:263",
         "The rows of vLLM's embedding are a multiple of infer TP.",
-        lambda layout, plan: indivisible(
-            "rows of vLLM's embedding", plan.vllm_rows, "infer TP {}", layout.infer_tp
-        ),
+        multiple("rows of vLLM's embedding", "vllm_rows", "layout.infer_tp"),
     ),
     Rule(
         "experts_by_infer_ranks",
         f"{CONTAINER}:500",
         "Experts are a multiple of infer TP x EP.",
-        lambda layout, plan: indivisible(
-            "experts",
-            plan.shape.num_experts,
-            "infer TP {} x EP {}",
-            layout.infer_tp,
-            layout.infer_ep,
-        ),
+        multiple("experts", "shape.num_experts", "layout.infer_tp", "layout.infer_ep"),
     ),
     Rule(
         "infer_experts_are_spread",

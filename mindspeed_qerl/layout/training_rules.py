@@ -7,19 +7,19 @@ from mindspeed_qerl.layout.rule import (
     VALIDATION,
     Rule,
     indivisible,
-    indivisible_width,
+    multiple,
+    multiple_widths,
 )
 from mindspeed_qerl.recipe.types import Layout
 
+HEADS = "shape.num_attention_heads"
 CP_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo")
 
 
 def _layer_list_has_a_number_for_each_stage(layout: Layout, plan: Plan) -> str | None:
     given, pp = layout.num_layer_list, layout.pp
     if given and (len(given) != pp or pp == 1):
-        remedy = "; leave it out without pipeline" if pp == 1 else ""
-        numbers = ",".join(map(str, given))
-        return f"num_layer_list {numbers} has {len(given)} numbers for PP {pp}{remedy}"
+        return f"num_layer_list {_numbers(given)} has {len(given)} numbers for PP {pp}"
     return None
 
 
@@ -27,33 +27,27 @@ def _layer_list_sums_to_the_layers(layout: Layout, plan: Plan) -> str | None:
     given, layers = layout.num_layer_list, plan.shape.num_hidden_layers
     if given and (sum(given) != layers or not all(given)):
         return (
-            f"num_layer_list {','.join(map(str, given))} sums to {sum(given)}, the model has "
-            f"{layers} layers; a stage has at least 1"
+            f"num_layer_list {_numbers(given)} sums to {sum(given)}, the model has {layers} "
+            "layers; a stage has at least 1"
         )
     return None
 
 
+def _numbers(layers: tuple[int, ...]) -> str:
+    return ",".join(map(str, layers))
+
+
 def _virtual_stages(layout: Layout, plan: Plan) -> str | None:
     layers = layout.layers_per_virtual_stage
-    if layers and (layout.pp == 1 or layout.num_layer_list):
+    if not layers:
+        return None
+    if layout.pp == 1 or layout.num_layer_list:
         return (
             f"num_layers_per_virtual_pipeline_stage {layers} needs PP above 1 (it is {layout.pp}) "
             "and no num_layer_list"
         )
     stage = plan.shape.num_hidden_layers // layout.pp
-    return (
-        indivisible("layers a stage", stage, "{} layers a virtual stage", layers)
-        if layers
-        else None
-    )
-
-
-def _context_parallel_heads(layout: Layout, plan: Plan) -> str | None:
-    if layout.cp == 1 or layout.cp_algorithm != CP_ALGORITHMS[0]:
-        return None
-    return indivisible(
-        "attention heads", plan.shape.num_attention_heads, "TP {} x CP {}", layout.tp, layout.cp
-    )
+    return indivisible("layers a stage", stage, f"{layers} layers a virtual stage", layers)
 
 
 TRAINING = (
@@ -61,54 +55,44 @@ TRAINING = (
         "ranks_fill_training_groups",
         f"{VALIDATION}:82",
         "The ranks are a multiple of TP x PP x CP.",
-        lambda layout, plan: indivisible(
-            "ranks", layout.world, "TP {} x PP {} x CP {}", layout.tp, layout.pp, layout.cp
-        ),
+        multiple("ranks", "layout.world", "layout.tp", "layout.pp", "layout.cp"),
     ),
     Rule(
         "ranks_fill_expert_groups",
         "Megatron-LM megatron/core/parallel_state.py:700",
         "The ranks are a multiple of TP x EP x PP.",
-        lambda layout, plan: indivisible(
-            "ranks", layout.world, "TP {} x EP {} x PP {}", layout.tp, layout.ep, layout.pp
-        ),
+        multiple("ranks", "layout.world", "layout.tp", "layout.ep", "layout.pp"),
     ),
     Rule(
         "ranks_fill_nodes",
         "MindSpeed-RL mindspeed_rl/workers/scheduler/launcher.py:241",
         "With more ranks than a node has, every node is full: upstream starts as many actors on "
         "each.",
-        lambda layout, plan: indivisible(
-            "ranks", layout.world, "{} ranks a node", layout.node_width
-        ),
+        multiple("ranks", "layout.world", "layout.node_width"),
     ),
     Rule(
         "heads_by_tp",
         f"{TRANSFORMER}:559",
         "Attention heads are a multiple of TP.",
-        lambda layout, plan: indivisible(
-            "attention heads", plan.shape.num_attention_heads, "TP {}", layout.tp
-        ),
+        multiple("attention heads", HEADS, "layout.tp"),
     ),
     Rule(
         "kv_heads_by_tp",
         f"{TRANSFORMER}:574",
         "KV heads are a multiple of TP.",
-        lambda layout, plan: indivisible(
-            "KV heads", plan.shape.num_key_value_heads, "TP {}", layout.tp
-        ),
+        multiple("KV heads", "shape.num_key_value_heads", "layout.tp"),
     ),
     Rule(
         "width_by_tp",
         "Megatron-LM megatron/core/tensor_parallel/layers.py:765",
         "The width of a dense MLP or a shared expert is a multiple of TP.",
-        lambda layout, plan: indivisible_width(plan, "TP {}", layout.tp),
+        multiple_widths("layout.tp"),
     ),
     Rule(
         "vocabulary_by_tp",
         "Megatron-LM megatron/core/tensor_parallel/utils.py:110",
         "The rows of the embedding are a multiple of TP.",
-        lambda layout, plan: indivisible("rows of the embedding", plan.rows, "TP {}", layout.tp),
+        multiple("rows of the embedding", "rows", "layout.tp"),
     ),
     Rule(
         "vocabulary_is_vllms",
@@ -128,7 +112,10 @@ TRAINING = (
         lambda layout, plan: (
             not layout.num_layer_list
             and indivisible(
-                "layers", plan.shape.num_hidden_layers, "PP {} (or give num_layer_list)", layout.pp
+                "layers",
+                plan.shape.num_hidden_layers,
+                f"PP {layout.pp} (or give num_layer_list)",
+                layout.pp,
             )
         ),
     ),
@@ -190,7 +177,11 @@ TRAINING = (
         "context_parallel_heads",
         "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32",
         "With Ulysses context parallelism, heads are a multiple of TP x CP.",
-        _context_parallel_heads,
+        lambda layout, plan: (
+            layout.cp > 1
+            and layout.cp_algorithm == CP_ALGORITHMS[0]
+            and multiple("attention heads", HEADS, "layout.tp", "layout.cp")(layout, plan)
+        ),
     ),
     Rule(
         "context_parallel_chunks",
@@ -199,7 +190,10 @@ TRAINING = (
         lambda layout, plan: (
             layout.cp > 1
             and indivisible(
-                "tokens of seq_length", plan.batch.seq_length, "{} x CP {}", 2, layout.cp
+                "tokens of seq_length",
+                plan.batch.seq_length,
+                f"2 x CP {layout.cp} = {2 * layout.cp}",
+                2 * layout.cp,
             )
         ),
     ),
@@ -230,9 +224,7 @@ TRAINING = (
         "MindSpeed mindspeed/features_manager/moe/tp_extend_ep.py:22",
         "Experts are a multiple of TP x EP: with moe_tp_extend_ep the TP ranks hold whole "
         "experts too.",
-        lambda layout, plan: indivisible(
-            "experts", plan.shape.num_experts, "TP {} x EP {}", layout.tp, layout.ep
-        ),
+        multiple("experts", "shape.num_experts", "layout.tp", "layout.ep"),
     ),
     Rule(
         "experts_are_whole",

@@ -97,60 +97,43 @@ def build_batch(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[Sequence[float]],
-    advantages: np.ndarray,
+    advantages: np.ndarray | None = None,
     routes: Sequence[np.ndarray] | None = None,
 ) -> Batch:
     """One row per completion; `prompts[i]` is the prompt of `completions[i]`, `logprobs[i]` the log
     probabilities of its tokens, `routes[i]` [length - 1, layers, top_k] the experts that its tokens
-    went to, prompt included.
+    went to, prompt included. advantages: None, zeros.
     """
-    lengths = np.array([len(p) + len(c) for p, c in zip(prompts, completions)], dtype=np.int64)
-    count, longest = len(lengths), int(lengths.max())
-    tokens = np.zeros((count, longest), dtype=np.int64)
-    mask = np.zeros((count, longest - 1), dtype=bool)
-    rollout_logprobs = np.zeros((count, longest - 1), dtype=np.float32)
-    for row, (prompt, completion, logprob) in enumerate(zip(prompts, completions, logprobs)):
-        tokens[row, : lengths[row]] = [*prompt, *completion]
-        predicted = slice(len(prompt) - 1, lengths[row] - 1)
-        mask[row, predicted] = True
-        rollout_logprobs[row, predicted] = logprob
+    starts = np.array([len(prompt) for prompt in prompts])
+    lengths = starts + [len(completion) for completion in completions]
+    position = np.arange(lengths.max())
+    known = position < lengths[:, None]
+    tokens = np.zeros(known.shape, dtype=np.int64)
+    tokens[known] = np.concatenate([[*p, *c] for p, c in zip(prompts, completions)])
+    followed = known[:, 1:]
+    mask = followed & (position[1:] >= starts[:, None])
+    rollout_logprobs = np.zeros(mask.shape, dtype=np.float32)
+    rollout_logprobs[mask] = np.concatenate(logprobs)
+    if advantages is None:
+        advantages = np.zeros(len(tokens))
     replayed = None
     if routes is not None:
-        replayed = np.zeros((count, longest - 1, *routes[0].shape[1:]), dtype=routes[0].dtype)
-        for row, of_row in enumerate(routes):
-            replayed[row, : len(of_row)] = of_row
-    return Batch(
-        tokens,
-        lengths,
-        mask,
-        rollout_logprobs,
-        np.asarray(advantages, dtype=np.float32),
-        routes=replayed,
-    )
+        replayed = np.zeros((*mask.shape, *routes[0].shape[1:]), dtype=routes[0].dtype)
+        replayed[followed] = np.concatenate(routes)
+    advantages = np.asarray(advantages, dtype=np.float32)
+    return Batch(tokens, lengths, mask, rollout_logprobs, advantages, routes=replayed)
 
 
-def deal(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
-    """Row indices for each data-parallel rank: sorted by length and dealt in turn, so that
-    micro-batches match. ValueError if the rows cannot be shared equally (ranks wait for each other
-    in the experts).
-    """
-    if len(lengths) % ranks:
-        raise ValueError(
-            f"{len(lengths)} sequences cannot be dealt equally to {ranks} data-parallel ranks"
-        )
-    order = np.argsort(-lengths, kind="stable")
-    return [order[rank::ranks] for rank in range(ranks)]
+def deal(lengths: np.ndarray, size: int, ranks: int) -> list[list[np.ndarray]]:
+    """Row indices [rank][mini-batch]: of each `size` rows in turn, those of each data-parallel
+    rank: sorted by length and dealt in turn, so that micro-batches match.
 
-
-def deal_mini_batches(lengths: np.ndarray, size: int, ranks: int) -> list[list[np.ndarray]]:
-    """Row indices [rank][mini-batch]: of each `size` rows in turn, those that `deal` gives each
-    data-parallel rank.
-
-    >>> deal_mini_batches(np.array([5, 7, 6, 4]), size=2, ranks=2)
+    >>> deal(np.array([5, 7, 6, 4]), size=2, ranks=2)
     [[array([1]), array([2])], [array([0]), array([3])]]
     """
     shares: list[list[np.ndarray]] = [[] for _ in range(ranks)]
     for start in range(0, len(lengths), size):
-        for share, index in zip(shares, deal(lengths[start : start + size], ranks)):
-            share.append(start + index)
+        order = start + np.argsort(-lengths[start : start + size], kind="stable")
+        for rank, share in enumerate(shares):
+            share.append(order[rank::ranks])
     return shares

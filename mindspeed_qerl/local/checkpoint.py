@@ -91,46 +91,30 @@ def write_tensors(tensors: Mapping[str, Any], directory: str) -> None:
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
     """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration"
     and "files". ValueError: there is none, or a part of it is missing or not what was written; it
-    names the part, and the checkpoints before.
+    names the part.
     """
-    there = checkpoint_iterations(checkpoints)
-    if not there:
+    iterations = checkpoint_iterations(checkpoints)
+    if not iterations:
         raise ValueError(
             f"{checkpoints} has no checkpoint; one is made at the end of a run, and every "
             "megatron_training.save_interval steps"
         )
     if iteration is None:
-        iteration = there[-1]
-    elif iteration not in there:
-        raise ValueError(
-            f"{checkpoints} has no checkpoint of iteration {iteration}; there are: "
-            + ", ".join(map(str, there))
-        )
+        iteration = iterations[-1]
+    if iteration not in iterations:
+        raise ValueError(f"{checkpoints} has no checkpoint of iteration {iteration}: {iterations}")
     directory = folder(checkpoints, iteration)
     try:
         state = json.loads((directory / STATE).read_text(encoding="utf-8"))
         fault = fault_of_files(directory, state["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            _damaged(directory, there, f"its {STATE} cannot be read ({error})")
-        ) from error
-    if state["iteration"] != iteration:
-        fault = f"its {STATE} is of iteration {state['iteration']}"
-    elif strange := {file.name for file in directory.glob("*.safetensors")} - state["files"].keys():
-        fault = f"{', '.join(sorted(strange))} was not written with it"
+        fault = f"its {STATE} cannot be read ({error})"
     if fault:
-        raise ValueError(_damaged(directory, there, fault))
+        raise ValueError(
+            f"the checkpoint {directory} is damaged: {fault}. Bring the file back, or move "
+            f"{directory.name} away to resume from the one before; without one start a new run"
+        )
     return state
-
-
-def _damaged(directory: Path, there: list[int], fault: str) -> str:
-    before = [number for number in there if folder(directory.parent, number) != directory]
-    way_out = (
-        f"move {directory.name} away to resume from iteration {before[-1]}"
-        if before
-        else "there is no other checkpoint: start a new run"
-    )
-    return f"the checkpoint {directory} is damaged: {fault}. Bring the file back, or {way_out}"
 
 
 def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
@@ -141,38 +125,19 @@ def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
     }
 
 
-def check_fit(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """ValueError that names each difference, unless the checkpoint is of the model and the adapters
-    that `expected` describes (`describe`).
-    """
-    faults = []
-    for part, values in expected.items():
-        for key, value in values.items():
-            saved = state[part].get(key)
-            if saved != value and key != "name":
-                faults.append(f"{part}.{key} is {saved!r} in the checkpoint and {value!r} here")
-    if faults:
-        raise ValueError(
-            f"the checkpoint of iteration {state['iteration']} is of another model or other "
-            "adapters: " + "; ".join(faults)
-        )
-
-
 def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     """The adapters of either engine's checkpoint under Hugging Face's names, for export. ValueError
     or FileNotFoundError if it is not there, or not whole.
     """
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
     if not any(checkpoints.glob(f"iter_*/{STATE}")):
         return megatron.load_adapters(checkpoints, iteration)
     state = read_state(checkpoints, iteration)
-    shape, tensors = ModelShape(**state["model"]), {}
+    shape = ModelShape(**state["model"])
+    tensors: dict[str, Any] = {}
     for name in state["files"]:
-        with safe_open(folder(checkpoints, state["iteration"]) / name, "pt") as file:
-            for key in file.keys():  # noqa: SIM118
-                if key.endswith((".lora_A", ".lora_B")):
-                    tensors[key] = file.get_tensor(key)
+        tensors |= load_file(folder(checkpoints, state["iteration"]) / name)
     weights: dict[str, megatron.Pair] = {}
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")

@@ -33,7 +33,7 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
     for name, prompts in (("training", train), ("evaluation", test)):
         if prompts.dropped:
             progress.message(prompts.left_out(name))
-        faults, warnings = check_prompts(prompts, tokenizer, task.prompt == "chat")
+        faults, warnings = check_prompts(prompts, tokenizer)
         for warning in warnings:
             progress.message(f"Warning: {name}: {warning}")
         if faults:

@@ -5,9 +5,8 @@ what they need.
 import math
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
-from mindspeed_qerl.local.processes import launch, without_collection
+from mindspeed_qerl.local.processes import launch
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -17,7 +16,7 @@ from mindspeed_qerl.runs.progress import Progress
 
 def last_checkpoint(recipe: Recipe) -> int:
     """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no
-    checkpoint, a damaged one, or one of another run, another model or other adapters.
+    checkpoint, a damaged one, or one of another run.
     """
     from mindspeed_qerl.local import checkpoint
 
@@ -25,7 +24,6 @@ def last_checkpoint(recipe: Recipe) -> int:
     run = RunDirectory.open(recipe.run.resume)
     state = checkpoint.read_state(run.checkpoints_dir)
     run.check_owner(checkpoint.folder(run.checkpoints_dir, state["iteration"]), state.get("run"))
-    checkpoint.check_fit(state, checkpoint.describe(read_shape(recipe.model.path), recipe.lora))
     return state["iteration"]
 
 
@@ -39,11 +37,10 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         raise ConfigError(fault)
     progress.phase("starting engines")
     with launch(recipe, run) as processes:
-        with without_collection():
-            from mindspeed_qerl.local.data import load_data  # torch and transformers: seconds
-            from mindspeed_qerl.local.loop import LocalEngine
+        from mindspeed_qerl.local.data import load_data  # torch and transformers: seconds
+        from mindspeed_qerl.local.loop import LocalEngine
 
-            data = load_data(recipe, run, progress)
+        data = load_data(recipe, run, progress)
         epoch = math.ceil(len(data.train.rows) / recipe.batch.global_batch_size)
         observer = RunObserver(recipe, run, metrics, progress, epoch)
         LocalEngine(recipe, observer, processes, data).train()

@@ -14,9 +14,11 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.common.errors import ConfigError
@@ -24,91 +26,49 @@ from mindspeed_qerl.common.files import json_text, new_directory, whole_checkpoi
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.local.limits import BESIDE_ROUNDED
+from mindspeed_qerl.recipe.fields import Size, part
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
-from mindspeed_qerl.tasks.rewards import first_reward, load_reward, try_reward
+from mindspeed_qerl.tasks.rewards import first_reward, try_rewards
 
-# the least value of what has one
-LEAST = {
-    "step": 0,
-    "problems": 1,
-    "samples": 0,
-    "max_tokens": 1,
-    "max_prompt_length": 1,
-    "max_num_seqs": 1,
-    "kv_cache_gib": 1,
-    "tensor_parallel_size": 1,
-}
+Count = Annotated[int, Field(ge=0)]
 
 
-@dataclass(frozen=True)
-class Evaluation:
+@part
+class EvaluationJob:
     """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's
-    checkpoint. ConfigError if a value is out of its range. tools/evaluate.py describes each.
+    checkpoint. ValueError if a value is out of its range. tools/evaluate.py describes each.
     """
 
     model: str
     data: str
     adapter: str | None = None
     run: str | None = None
-    step: int | None = None
+    step: Count | None = None
     prompt: str = "chat"
     verifier: str = "gsm8k"
-    problems: int | None = None
-    samples: int = 4
-    temperature: float = 1.0
-    max_tokens: int = 1024
-    max_prompt_length: int = 512
-    max_num_seqs: int = 256
+    problems: Size | None = None
+    samples: Count = 4
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_tokens: Size = 1024
+    max_prompt_length: Size = 512
+    max_num_seqs: Size = 256
     dtype: str = "bfloat16"
-    kv_cache_gib: int = 4
-    tensor_parallel_size: int = 1
+    kv_cache_gib: Size = 4
+    tensor_parallel_size: Size = 1
     seed: int = 1
     emulate_npu: bool = False
     # keyword arguments of `HardwareErrorMode` besides the seed
     hardware_error: dict[str, Any] | None = None
     quantization: Quantization | None = None  # of the linear layers
 
-    def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name} = {value} must be at least {least}")
-        if self.samples and self.temperature <= 0:
-            raise ConfigError(
-                f"temperature = {self.temperature} must be above 0; for greedy answers alone, give "
-                "0 samples"
-            )
-        load_reward(self.verifier)
-        if self.modelled and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"{self.modelled} are modelled in one process only: give --tensor-parallel-size 1"
-            )
-        if self.modelled and self.emulate_npu:
-            raise ConfigError(
-                f"{self.modelled} are modelled on vLLM for CPUs: add --no-emulate-npu"
-            )
-        if self.is_beside and self.dtype != "float32":
-            raise ConfigError(
-                f"quantization.lora = 'beside' with dtype = {self.dtype}: {BESIDE_ROUNDED} Give "
-                "--dtype float32, or --quantization-lora merged"
-            )
-        sizes = self.hardware_error or {}
-        if not 0 < sizes.get("gaussian_std", 0.05) < 1 or sizes.get("block", 64) < 1:
-            raise ConfigError(
-                f"hardware_error = {sizes}: gaussian_std must be between 0 and 1, and block at "
-                "least 1"
-            )
-
     @property
-    def modelled(self) -> str:
-        """What layers do that is only modelled, and how to leave it out; "": nothing."""
-        if self.hardware_error:
-            return "errors of other hardware"
-        return "quantised layers (leave them out: --quantization none)" if self.quantization else ""
+    def is_modelled(self) -> bool:
+        """Whether layers compute what vLLM has no kernels for."""
+        return bool(self.hardware_error or self.quantization)
 
     @property
     def is_beside(self) -> bool:
@@ -116,7 +76,7 @@ class Evaluation:
         return self.quantization is not None and self.quantization.lora == "beside"
 
 
-def of_run(path: str, **given: Any) -> Evaluation:
+def of_run(path: str, **given: Any) -> EvaluationJob:
     """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself
     evaluates, but for what is `given`; of a quantization what is not given is the run's.
     """
@@ -130,11 +90,6 @@ def of_run(path: str, **given: Any) -> Evaluation:
             )
         given["step"] = max(steps)
     recipe, _ = read(run.config())
-    if not recipe.model.path or not recipe.task.test_file:
-        raise ConfigError(
-            f"{path}/config.yaml does not say megatron_training.tokenizer_name_or_path and "
-            "task.test_file: give --model, --data and --adapter instead of --run"
-        )
     upstream = recipe.engine == "mindspeed_rl"
     if upstream and not recipe.model.load:
         raise ConfigError(
@@ -174,11 +129,11 @@ def of_run(path: str, **given: Any) -> Evaluation:
         seed=run.status()["seed"],
         hardware_error=recipe.hardware_error.arguments("evaluation"),
     )
-    return Evaluation(**values | given)
+    return EvaluationJob(**values | given)
 
 
-def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Write the evaluation `what` into the new folder `output`; returns what summary.json says.
+def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Write the evaluation `job` into the new folder `output`; returns what summary.json says.
     `tell` gets a line at each stage. ValueError or OSError: something that was given cannot be
     read, does not fit, or is there already.
     """
@@ -186,28 +141,26 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
         raise FileExistsError(
             f"{output} exists: an evaluation is written once. Choose another name, or remove it"
         )
-    _prepare_platform(what)
-    tokenizer = load_tokenizer(what.model)
-    started = RunDirectory.open(what.run).started if what.run else None
-    task = Prompts(
-        what.data, tokenizer, what.prompt, what.max_prompt_length, what.problems, at=started
-    )
-    try_reward(what.verifier, task.rows)
+    _prepare_platform(job)
+    tokenizer = load_tokenizer(job.model)
+    started = RunDirectory.open(job.run).started if job.run else None
+    task = Prompts(job.data, tokenizer, job.prompt, job.max_prompt_length, job.problems, at=started)
+    try_rewards([(job.verifier, 1.0)], task.rows)
     if task.dropped:
         tell(task.left_out("evaluation"))
     kinds = {"greedy": (1, 0.0)}
-    if what.samples:
-        kinds["sampled"] = (what.samples, what.temperature)
+    if job.samples:
+        kinds["sampled"] = (job.samples, job.temperature)
     with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:
-        model, step = _merged(what, Path(folder) / "model", tell)
+        model, step = _merged(job, Path(folder) / "model", tell)
         tell("starting vLLM")
-        sample = _sampler(what, model, tokenizer)
-        summary: dict[str, Any] = {**asdict(what), "step": step}
+        sample = _sampler(job, model, tokenizer)
+        summary: dict[str, Any] = {**asdict(job), "step": step}
         written = {}
         for name, (n, temperature) in kinds.items():
             kind = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
             tell(f"{len(task.rows)} questions, {kind}")
-            seed = derived_seed(what.seed, f"evaluation {name}", step or 0)
+            seed = derived_seed(job.seed, f"evaluation {name}", step or 0)
             answers, tokens = [], []
             for group in sample(task.prompts, n, temperature, seed):
                 answers += group
@@ -215,7 +168,7 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
             texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
             truncated = [answer.truncated for answer in answers]
             summary[name], written[name] = evaluate_answers(
-                task.rows, texts, truncated, n, what.verifier
+                task.rows, texts, truncated, n, job.verifier
             )
     with new_directory(output) as making:
         for name, rows in written.items():
@@ -226,20 +179,28 @@ def evaluate(what: Evaluation, output: Path, tell: Callable[[str], None]) -> dic
     return summary
 
 
-def _prepare_platform(what: Evaluation) -> None:
+def _prepare_platform(job: EvaluationJob) -> None:
     """The emulated NPU, if it is to serve; ConfigError where this machine's vLLM cannot."""
-    if what.emulate_npu:
+    is_shared = job.tensor_parallel_size > 1
+    if job.is_modelled and (is_shared or job.emulate_npu or _is_npu()):
+        raise ConfigError(
+            "quantised layers and errors of other hardware are modelled in one process of vLLM for "
+            "CPUs: give --tensor-parallel-size 1, add --no-emulate-npu, or leave them out "
+            "(--quantization none)"
+        )
+    if job.is_beside and job.dtype != "float32":
+        raise ConfigError(
+            f"quantization.lora = 'beside' with dtype = {job.dtype}: {BESIDE_ROUNDED} Give --dtype "
+            "float32, or --quantization-lora merged"
+        )
+    if job.emulate_npu:
         if importlib.util.find_spec("vllm_ascend") is None:
             raise ConfigError(
                 "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
                 "PYTHONPATH (docs/architecture.md), or serve with this machine's own vLLM: "
                 "--no-emulate-npu"
             )
-        emulation.enter(what.tensor_parallel_size)
-    elif what.modelled and _is_npu():
-        raise ConfigError(
-            f"{what.modelled} are modelled on vLLM for CPUs, and this machine's is for NPUs"
-        )
+        emulation.enter(job.tensor_parallel_size)
 
 
 def _is_npu() -> bool:
@@ -248,7 +209,9 @@ def _is_npu() -> bool:
     return current_platform.device_name == "npu"
 
 
-def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tuple[str, int | None]:
+def _merged(
+    job: EvaluationJob, folder: Path, tell: Callable[[str], None]
+) -> tuple[str, int | None]:
     """(Hugging Face directory of what is evaluated, the step it is from); adapters are merged into
     `folder`.
     """
@@ -257,41 +220,40 @@ def _merged(what: Evaluation, folder: Path, tell: Callable[[str], None]) -> tupl
     from mindspeed_qerl.local.checkpoint import load_adapters
     from mindspeed_qerl.lora.export import load_peft, save_merged
 
-    if what.run and what.step != 0:
-        run = RunDirectory.open(what.run)
-        adapters = load_adapters(run.checkpoints_dir, what.step)
+    if job.run and job.step != 0:
+        run = RunDirectory.open(job.run)
+        adapters = load_adapters(run.checkpoints_dir, job.step)
         run.check_owner(run.checkpoints_dir / f"iter_{adapters.iteration:07d}", adapters.run)
-    elif what.adapter:
-        adapters = load_peft(what.adapter)
+    elif job.adapter:
+        adapters = load_peft(job.adapter)
     else:
-        return what.model, what.step
-    tell(f"merging {len(adapters.weights):,} adapters into {what.model}")
+        return job.model, job.step
+    tell(f"merging {len(adapters.weights):,} adapters into {job.model}")
     # a run in float32 samples by weights in float32, whatever the files of its model have
     save_merged(
         adapters,
-        what.model,
+        job.model,
         folder,
-        all_layers=not what.adapter,
-        dtype=torch.float32 if what.dtype == "float32" else None,
+        all_layers=not job.adapter,
+        dtype=torch.float32 if job.dtype == "float32" else None,
     )
-    return str(folder), adapters.iteration if what.run else what.step
+    return str(folder), adapters.iteration if job.run else job.step
 
 
-def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
+def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
     """(prompts, n, temperature, seed) -> n completions for each prompt."""
     from mindspeed_qerl.families.checkpoint import Checkpoint
     from mindspeed_qerl.local.rollout import RolloutEngine
     from mindspeed_qerl.local.serving import complete, start_vllm
 
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    common: dict[str, Any] = dict(max_tokens=what.max_tokens, stop_token_ids=stop, logprobs=None)
-    length = what.max_prompt_length + what.max_tokens
-    sizes = (what.dtype, length, what.max_num_seqs, what.kv_cache_gib)
-    if what.modelled:
-        engine = RolloutEngine(
-            what.model if what.is_beside else model, *sizes, quantization=what.quantization
-        )
-        if what.is_beside:  # the base is quantised, and what is merged is synced
+    common: dict[str, Any] = dict(max_tokens=job.max_tokens, stop_token_ids=stop, logprobs=None)
+    length = job.max_prompt_length + job.max_tokens
+    sizes = (job.dtype, length, job.max_num_seqs, job.kv_cache_gib)
+    if job.is_modelled:
+        base = job.model if job.is_beside else model
+        engine = RolloutEngine(base, *sizes, quantization=job.quantization)
+        if job.is_beside:  # the base is quantised, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
             engine.load_tensors((name, merged.read(name)) for name in merged.files)
@@ -299,16 +261,15 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
 
         def sample(prompts: Any, n: int, temperature: float, seed: int) -> Any:
             sampling = common | {"temperature": temperature}
-            return engine.generate(prompts, n, seed, sampling, hardware_error=what.hardware_error)[
-                0
-            ]
+            error = job.hardware_error
+            return engine.generate(prompts, n, seed, sampling, hardware_error=error)[0]
 
         return sample
-    if what.tensor_parallel_size == 1:
+    if job.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    npu = _is_npu()
+    is_npu = _is_npu()
     more: dict[str, Any]
-    if npu:  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
+    if is_npu:  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
         scheduler = {"ascend_scheduler_config": {"enabled": True}, "refresh": True}
         more = {"additional_config": scheduler}
     # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
@@ -317,9 +278,9 @@ def _sampler(what: Evaluation, model: str, tokenizer: Any) -> Callable:
     llm = start_vllm(
         model,
         *sizes,
-        share_prompts=not npu,
-        tensor_parallel_size=what.tensor_parallel_size,
-        seed=what.seed,
+        share_prompts=not is_npu,
+        tensor_parallel_size=job.tensor_parallel_size,
+        seed=job.seed,
         **more,
     )
     return lambda prompts, n, temperature, seed: complete(

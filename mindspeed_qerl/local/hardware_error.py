@@ -27,9 +27,6 @@ class HardwareErrorMode(TorchDispatchMode):
         kinds: some of HARDWARE_ERRORS.
         gaussian_std: of the relative error, drawn with `seed`.
         block: of k.
-
-    Attributes:
-        products: how many were computed so: a proof that it was used.
     """
 
     def __init__(
@@ -38,7 +35,6 @@ class HardwareErrorMode(TorchDispatchMode):
         super().__init__()
         self.kinds, self.gaussian_std, self.block = frozenset(kinds), gaussian_std, block
         self.generator = torch.Generator().manual_seed(seed)
-        self.products = 0
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -57,7 +53,6 @@ class HardwareErrorMode(TorchDispatchMode):
 
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """[..., m, k] @ [..., k, n]."""
-        self.products += 1
         if "bf16_blocks" in self.kinds:
             y = torch.zeros(*a.shape[:-1], b.shape[-1], device=a.device)
             parts = zip(a.float().split(self.block, -1), b.float().split(self.block, -2))

@@ -11,7 +11,7 @@ from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.config import not_built
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
+from mindspeed_qerl.layout.blocks import unfilled
 from mindspeed_qerl.layout.plan import Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, layout_faults
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
@@ -41,13 +41,6 @@ LAYOUT_RULES = [
         "mini_batch_by_training_dp",
     }
 ]
-INFER_WIDTHS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
 LAYOUT_KEYS = (
     "tensor_model_parallel_size",
@@ -79,7 +72,6 @@ MAY_CHANGE = frozenset(
         "local.keep_checkpoints",
         "local.sync_buffer_mib",
         "run.prove_every",
-        "rollout_quantization.probe_answers",
     ]
 )
 
@@ -88,13 +80,13 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     """See engines.Engine: faults of model, layout, rollout and task."""
     yield from _model_faults(recipe)
     yield from _value_faults(recipe)
-    yield from checks.missing_files(recipe.task, ("train_file", "test_file"), quickstart=True)
+    yield from checks.missing_files(recipe.task, ("train_file", "test_file"))
     yield from checks.unknown_rewards(recipe.task.verifiers)
 
 
 def _value_faults(recipe: Recipe) -> Iterator[Fault]:
     """What this engine cannot do with any model."""
-    layout, optimizer, hardware = recipe.layout, recipe.optimizer, recipe.hardware_error
+    layout, optimizer = recipe.layout, recipe.optimizer
     granularity, method = optimizer.recompute_granularity, optimizer.recompute_method
     if granularity and (granularity, method) != ("full", "block"):
         yield _unsupported(
@@ -102,24 +94,19 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
             f"= {granularity!r} with recompute_method = {method!r}: the local engine has 'full' "
             "with 'block'",
         )
-    if layout.cp > 1:
-        yield _unsupported(
-            "actor_config.context_parallel_size",
-            f"= {layout.cp}: the local engine runs it at 1 only",
-        )
+    sizes = {
+        "actor_config.context_parallel_size": layout.cp,
+        "generate_config.infer_tensor_parallel_size": layout.infer_tp,
+    }
+    for key, size in sizes.items():
+        if size > 1:
+            yield _unsupported(key, f"= {size}: the local engine runs it at 1 only")
     if not recipe.lora.targets:
         yield _unsupported(
             "megatron_training.lora_target_modules",
             f"is empty: the local engine trains LoRA adapters. Known: {', '.join(LORA_TARGETS)}",
         )
-    for side in ("rollout", "evaluation"):
-        if layout.infer_tp > 1 and getattr(hardware, side):
-            yield _unsupported(
-                f"hardware_error.{side}",
-                f"with generate_config.infer_tensor_parallel_size = {layout.infer_tp}: errors of "
-                "other hardware are modelled in a single engine only; set it to 1",
-            )
-    if layout.tp > 1 and "gaussian" in hardware.training:
+    if layout.tp > 1 and "gaussian" in recipe.hardware_error.training:
         yield _unsupported(
             "hardware_error.training",
             f"= gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold copies of "
@@ -187,24 +174,7 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     yield from layout_faults(plan, LAYOUT_RULES)
     yield from beyond_positions(plan, path)
-    # of these formats each engine rounds the activations of its part
-    shared = SHARED_INPUTS if recipe.quantization.format in ("fp8", "mxfp8") else ()
-    yield from unfilled(recipe.quantization.format, shape, recipe.layout.infer_tp, shared)
-    yield from _unshared_widths(shape, recipe.layout.infer_tp)
-
-
-def _unshared_widths(shape: ModelShape, size: int) -> Iterator[Fault]:
-    """Faults of widths that vLLM's tensor parallel engines cannot share equally."""
-    key = "generate_config.infer_tensor_parallel_size"
-    for name in INFER_WIDTHS:
-        step = EXPERT_WIDTH_STEP if name == "moe_intermediate_size" else 1
-        width = getattr(shape, name)
-        if width % (size * step) == 0:
-            continue
-        message = f"{key} = {size}: the model's {name} = {width} is no multiple of {size * step}"
-        if step > 1:
-            message += f"; vLLM's CPU backend pads experts of other widths than multiples of {step}"
-        yield Fault("layout", message, key)
+    yield from unfilled(recipe.quantization.format, shape, 1, ())
 
 
 def data_files(recipe: Recipe) -> dict[str, Path | str]:

@@ -4,11 +4,11 @@ sample (synced weights, noise on) -> score -> select and group advantages -> upd
 clean weights) -> sync (merged weights to the rollout engine) -> evaluate (noise off)
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,22 +16,16 @@ import numpy as np
 from mindspeed_qerl.algorithm.metrics import reward_metrics
 from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.common.files import checkpoint_iterations
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import Batch, PromptOrder, deal_mini_batches
+from mindspeed_qerl.local.batch import Batch, PromptOrder, deal
 from mindspeed_qerl.local.data import Data
-from mindspeed_qerl.local.processes import (
-    Processes,
-    WorkerError,
-    memory_in_use,
-    recorded_routers,
-)
+from mindspeed_qerl.local.processes import Processes, WorkerError, recorded_routers
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.local.sampled import (
-    Sampled,
+    Answer,
     answer_metrics,
     check_answers,
     select,
@@ -39,7 +33,7 @@ from mindspeed_qerl.local.sampled import (
     tokens_to_train,
 )
 from mindspeed_qerl.local.serving import Completion
-from mindspeed_qerl.lora.proof import Movement, join
+from mindspeed_qerl.lora.proof import Movement
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.runs.observer import Rollout, RunObserver
@@ -89,7 +83,7 @@ class LocalEngine:
         processes.wait_until_ready()
         if recipe.noise.enabled:
             noise = recipe.noise_arguments(observer.epoch)
-            processes.on_rollouts(RolloutEngine.add_noise, noise)
+            processes.on_rollout(RolloutEngine.add_noise, noise)
         observer.begin(processes.on_ranks(TrainRank.describe))
         seconds = time.perf_counter() - processes.started
         observer.run.record(processes=processes.pids, engine_start_seconds=seconds)
@@ -98,42 +92,38 @@ class LocalEngine:
         observer.proved(0, self.movement())
         if not done:
             self.evaluate(0)
-        peak = observer.run.facts().get("peak_memory_gib", 0.0)  # of all processes together
         for step in range(done + 1, recipe.run.train_iters + 1):
             self.iteration(step)
-            held = memory_in_use([os.getpid(), *processes.pids.values()])
-            peak = max(peak, held / 2**30)
             if observer.wants_evaluation(step):
                 self.evaluate(step)
             interval = recipe.run.save_interval
             if step == recipe.run.train_iters or interval and step % interval == 0:
                 self.save(step)
-        observer.run.record(peak_memory_gib=peak)
         observer.end()
 
     def iteration(self, step: int) -> None:
         """Iteration `step`, counted from 1."""
         recipe, observer = self.recipe, self.observer
         started, self.seconds = time.perf_counter(), {}
-        sampled, kept, noise = self.gather(step)
-        quantization = self.weight_errors | self.probe(step, sampled)
-        groups = len(sampled.rewards) // recipe.batch.samples_per_prompt
+        answers, kept, noise = self.gather(step)
+        n = recipe.batch.samples_per_prompt
+        groups = len(answers) // n
 
-        metrics = reward_metrics(sampled.rewards, recipe.batch.samples_per_prompt)
+        metrics = reward_metrics(np.array([answer.reward for answer in answers]), n)
+        metrics |= self.weight_errors
         batch, tokens, routes = None, 0, 0
         with self._timed("reward"):
-            if len(kept):
-                batch, kl_metrics = select(sampled, kept, recipe, self.logprobs_before)
+            if kept:
+                batch, kl_metrics = select(kept, recipe, self.logprobs_before)
                 metrics |= kl_metrics
-                tokens = tokens_to_train(sampled, kept, recipe, batch, self.ends)
-        metrics |= answer_metrics(sampled)
+                tokens = tokens_to_train(kept, recipe, batch, self.ends)
+        metrics |= answer_metrics(answers)
         metrics["selection/sampled_groups"] = groups
-        metrics["selection/trained_groups"] = len(kept)
+        metrics["selection/trained_groups"] = len(kept) // n
         if self.routers:
-            captured = (a.routes for a in sampled.answers if a.routes is not None)
+            captured = (answer.completion.routes for answer in answers)
             metrics["routing/captured_tokens"] = sum(map(len, captured))
-        if tokens:
-            assert batch is not None, "it has the tokens"
+        if batch is not None and tokens:
             if recipe.algorithm.routing_replay != "none":
                 routes = tokens_to_replay(batch, recipe)
             self.progress("update")
@@ -149,88 +139,67 @@ class LocalEngine:
                 movement = self.movement()
         if noise:
             metrics |= noise.to_metrics()
-        metrics |= quantization
         metrics |= self.seconds
         metrics["time/step"] = time.perf_counter() - started
         observer.stepped(step, metrics, tokens, routes)
         if movement is not None:
             observer.proved(step, movement)
 
-    def gather(self, step: int) -> tuple[Sampled, np.ndarray, NoiseReport | None]:
-        """Scored answers, the numbers of the groups that are trained, and what the noise did. With
-        dynamic sampling batches are sampled until enough groups have answers of different rewards
-        (upstream's trainer/dapo_trainer_hybrid.py; where it ends the run, too few groups, those are
-        trained here).
+    def gather(self, step: int) -> tuple[list[Answer], list[Answer], NoiseReport | None]:
+        """Scored answers, those that are trained, and what the noise did. With dynamic sampling
+        batches are sampled until enough groups have answers of different rewards (upstream's
+        trainer/dapo_trainer_hybrid.py; where it ends the run, too few groups, those are trained
+        here).
         """
         selection, n = self.recipe.selection, self.recipe.batch.samples_per_prompt
-        sampled, noise = self.sample(step)
+        answers, noise = self.sample(step)
         if not selection.filter_groups_enable:
-            return sampled, np.arange(len(sampled.rewards) // n), noise
+            return answers, answers, noise
         batches, wanted = 1, selection.filter_groups_train_batch_size
+        metric = selection.filter_groups_metric or ""
         while True:
-            scores = sampled.scores.get(selection.filter_groups_metric or "", sampled.rewards)
-            kept = np.flatnonzero(groups_with_signal(scores, n))[:wanted]
-            if len(kept) == wanted or batches == selection.filter_groups_max_batches:
-                return sampled, kept, noise
-            self.observer.asked(step, batches, len(kept), wanted)
-            more, _ = self.sample(step, batches)
-            sampled += more
+            scores = np.array([answer.scores.get(metric, answer.reward) for answer in answers])
+            groups = np.flatnonzero(groups_with_signal(scores, n))[:wanted]
+            if len(groups) == wanted or batches == selection.filter_groups_max_batches:
+                rows = (groups[:, None] * n + np.arange(n)).flatten()
+                return answers, [answers[row] for row in rows], noise
+            self.observer.asked(step, batches, len(groups), wanted)
+            answers += self.sample(step, batches)[0]
             batches += 1
 
-    def sample(self, step: int, batch: int = 0) -> tuple[Sampled, NoiseReport | None]:
+    def sample(self, step: int, batch: int = 0) -> tuple[list[Answer], NoiseReport | None]:
         """Answers to the next prompts, by the synced weights with the noise of this step on, and
         their rewards; `batch` counts those of one step.
         """
-        task, n = self.data.train, self.recipe.batch.samples_per_prompt
+        recipe, task = self.recipe, self.data.train
+        n, selection = recipe.batch.samples_per_prompt, recipe.selection
         with self._timed("rollout"):
-            chosen = self.order.take(self.recipe.batch.global_batch_size)
+            chosen = self.order.take(recipe.batch.global_batch_size)
             prompts = [task.prompts[i] for i in chosen]
-            answers, noise = self._generate(
-                prompts, n, "rollout", step, noise_step=step - 1, batch=batch
-            )
+            completions, noise = self._generate(prompts, n, "rollout", step, batch)
         if noise and step == 1 and not batch:
             self.observer.noise_targets(noise.names)
         with self._timed("reward"):
-            rows = [task.rows[i] for i in np.repeat(chosen, n)]
-            prompts = [task.prompts[i] for i in np.repeat(chosen, n)]
-            texts = self._decode(answers)
-            rewards, scores = score(self.recipe.task.verifiers, texts, rows)
-            rewards = rewards + self._penalties(answers)
-            rollouts = [
-                Rollout(row.question, text, row.answer, float(reward))
-                for row, text, reward in zip(rows, texts, rewards)
-            ]
+            asked = np.repeat(chosen, n)
+            texts = self._decode(completions)
+            rewards, scores = score(recipe.task.verifiers, texts, [task.rows[i] for i in asked])
+            if selection.overlong_buffer_enable:
+                rewards = rewards + overlong_penalty(
+                    np.array([len(completion.token_ids) for completion in completions]),
+                    selection.rollout_max_tokens,
+                    selection.overlong_buffer,
+                    selection.overlong_buffer_penalty_factor,
+                )
+            answers, rollouts = [], []
+            for number, i in enumerate(asked):
+                row, text, reward = task.rows[i], texts[number], float(rewards[number])
+                own_scores = {name: values[number] for name, values in scores.items()}
+                completion = completions[number]
+                answers.append(Answer(row, task.prompts[i], completion, text, reward, own_scores))
+                rollouts.append(Rollout(row.question, text, row.answer, reward))
             self.observer.sampled(step, rollouts)
-            sampled = Sampled(rows, prompts, answers, texts, rewards, scores)
-            check_answers(sampled, self.routers)
-        return sampled, noise
-
-    def _penalties(self, answers: Sequence[Completion]) -> np.ndarray | float:
-        """What answers lose by their length."""
-        selection = self.recipe.selection
-        if not selection.overlong_buffer_enable:
-            return 0.0
-        return overlong_penalty(
-            np.array([len(answer.token_ids) for answer in answers]),
-            selection.rollout_max_tokens,
-            selection.overlong_buffer,
-            selection.overlong_buffer_penalty_factor,
-        )
-
-    def probe(self, step: int, sampled: Sampled) -> dict[str, float]:
-        """What the rollouts' format and the noise do to the log-probs of the first answers, each
-        alone and together; empty if that is not configured.
-        """
-        quantization = self.recipe.quantization
-        if not (quantization.enabled and quantization.probe_answers):
-            return {}
-        first = slice(quantization.probe_answers)
-        answers = [answer.token_ids for answer in sampled.answers[first]]
-        noise_step = step - 1 if self.recipe.noise.enabled else None
-        with self._timed("probe"):
-            return self.processes.on_rollouts(
-                RolloutEngine.probe, sampled.prompts[first], answers, noise_step
-            )[0]
+            check_answers(answers, self.routers)
+        return answers, noise
 
     def logprobs_before(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Before the update, by the policy and by the base model, float32 [N, L-1]."""
@@ -258,31 +227,30 @@ class LocalEngine:
         """Merged weights to the rollout engine, a part of each rank's at a time, two parts under
         way.
         """
-        processes = self.processes
-        loading = processes.start_on_rollouts(RolloutEngine.start_sync)
-        sent: dict[Any, Any] = {}
-        for part in range(self.sync_parts):
+        processes, rollout = self.processes, self.processes.rollout
+        parts = self.sync_parts
+        loading = {rollout: rollout.call(RolloutEngine.start_sync)}
+        for part in range(parts):
             merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
-            processes.gather(loading, sent)
-            loading = processes.start_on_rollouts(RolloutEngine.load, *merged.values())
-            sent = merged
-        processes.gather(loading, sent)
-        self.weight_errors = processes.on_rollouts(RolloutEngine.finish_sync)[0]
+            processes.gather(merged)
+            processes.gather(loading)
+            loading = {rollout: rollout.call(RolloutEngine.load, *merged.values())}
+        processes.gather(loading)
+        self.weight_errors = processes.on_rollout(RolloutEngine.finish_sync)
 
     def movement(self) -> Movement:
         """What the rollout engine holds beside base + (alpha / r) B A: the proof of a sync."""
         factors = {rank: rank.call(TrainRank.adapter_factors) for rank in self.processes.ranks}
-        moved = self.processes.start_on_rollouts(RolloutEngine.movement, *factors.values())
-        return join(self.processes.gather(moved, factors))
+        self.processes.gather(factors)
+        return self.processes.on_rollout(RolloutEngine.movement, *factors.values())
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
-        settings, task, started = self.recipe.evaluation, self.data.test, time.perf_counter()
+        started, task = time.perf_counter(), self.data.test
         self.progress("evaluation")
-        n, verifier = settings.samples_per_problem, first_reward(self.recipe.task.verifiers)
-        answers, noise = self._generate(
-            task.prompts, n, "evaluation", step, temperature=settings.temperature
-        )
+        n = self.recipe.evaluation.samples_per_problem
+        verifier = first_reward(self.recipe.task.verifiers)
+        answers, noise = self._generate(task.prompts, n, "evaluation", step)
         truncated = [answer.truncated for answer in answers]
         result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, verifier)
         seconds = time.perf_counter() - started
@@ -299,22 +267,18 @@ class LocalEngine:
             **run.identity(),
             **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora),
         }
+
+        def write(making: Path) -> None:
+            self.processes.on_ranks(TrainRank.save, str(making))
+
+        keep = self.recipe.local.keep_checkpoints
         try:
-            checkpoint.save(
-                run.checkpoints_dir,
-                step,
-                state,
-                lambda making: self.processes.on_ranks(TrainRank.save, str(making)),
-                self.recipe.local.keep_checkpoints,
-            )
+            checkpoint.save(run.checkpoints_dir, step, state, write, keep)
         except (OSError, WorkerError) as error:
-            steps = checkpoint_iterations(run.checkpoints_dir)
-            before = (
-                f"resume from step {steps[-1]} with run.resume={run.path}" if steps else "retry"
-            )
             raise WorkerError(
                 f"the checkpoint after step {step} in {run.checkpoints_dir} was not written: "
-                f"{error}\nIf the disk is full, make room; then {before}"
+                f"{error}\nThose before it are whole: make room if the disk is full, and resume "
+                f"with run.resume={run.path}"
             ) from error
 
     def restore(self) -> int:
@@ -349,32 +313,31 @@ class LocalEngine:
         n: int,
         purpose: Literal["rollout", "evaluation"],
         step: int,
-        noise_step: int | None = None,
-        temperature: float | None = None,
         batch: int = 0,
     ) -> tuple[list[Completion], NoiseReport | None]:
         """`n` answers to each prompt, side by side, drawn with the seed of this purpose, step and
-        batch.
+        batch; rollouts with noise.
         """
         recipe, eos = self.recipe, self.data.tokenizer.eos_token_id
         is_rollout = purpose == "rollout"
+        settings = recipe.sampling if is_rollout else recipe.evaluation
         sampling = {
             "max_tokens": recipe.sampling.max_tokens,
             "stop_token_ids": [] if eos is None else [eos],
-            "temperature": recipe.sampling.temperature if temperature is None else temperature,
+            "temperature": settings.temperature,
             "logprobs": 0 if is_rollout else None,
         }
-        groups, noise = self.processes.on_rollouts(
+        groups, noise = self.processes.on_rollout(
             RolloutEngine.generate,
             prompts,
             n,
             derived_seed(recipe.run.seed, f"{purpose} {batch}" if batch else purpose, step),
             sampling,
-            noise_step,
+            step - 1 if is_rollout else None,
             recipe.hardware_error.arguments(purpose),
-            is_rollout and self.routers is not None,
+            is_rollout,
             is_rollout or recipe.quantization.evaluation,
-        )[0]
+        )
         return [answer for group in groups for answer in group], noise
 
     def _decode(self, answers: Sequence[Completion]) -> list[str]:
@@ -383,9 +346,7 @@ class LocalEngine:
 
     def _shares(self, batch: Batch) -> list[list[np.ndarray]]:
         """Per data-parallel rank, its rows of each mini-batch."""
-        return deal_mini_batches(
-            batch.lengths, self.recipe.batch.mini_answers, self.recipe.layout.dp
-        )
+        return deal(batch.lengths, self.recipe.batch.mini_answers, self.recipe.layout.dp)
 
     def _on_shards(self, method: Callable, batch: Batch, *arguments: Any) -> list:
         """`method` of each rank on its shard of each mini-batch; ranks that share one data-parallel

@@ -11,9 +11,9 @@ from safetensors.torch import _getdtype
 from torch import nn
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
+from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.families.tensors import Mapping, mappings
+from mindspeed_qerl.families.tensors import ParameterMapping, mappings
 from mindspeed_qerl.recipe.types import Layout
 
 
@@ -63,7 +63,7 @@ class SkipPrompts(nn.Module):
 
 def build_model(
     model_dir: str | Path, dtype: torch.dtype, layout: Layout, recompute_layers: int
-) -> tuple[nn.Module, list[Mapping], range, range]:
+) -> tuple[nn.Module, list[ParameterMapping], range, range]:
     """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's
     parallel state must be that of `layout`.
 
@@ -204,8 +204,8 @@ def _layer_spec(shape: ModelShape, is_last: bool):
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
     """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is
-    missing, is not called for, has another dtype (those named `tensors`; some may be float32), is
-    an output layer of its own beside a tied embedding, or holds other rotary frequencies.
+    missing, is not called for, is quantised (those named `tensors`), or is an output layer of its
+    own beside a tied embedding.
     """
     directory, expected = checkpoint.directory, set()
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
@@ -217,57 +217,31 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
             "; without lm_head.weight set tie_word_embeddings"
         )
     for name in sorted(set(checkpoint.files) - expected):
-        if fault := _extra_tensor_fault(checkpoint, shape, name):
-            raise ConfigError(f"{directory}: {fault}")
-    kinds = {}
+        if name == "lm_head.weight":
+            embedding = checkpoint.read("model.embed_tokens.weight")
+            if not torch.equal(checkpoint.read(name), embedding):
+                raise ConfigError(
+                    f"{directory}: config.json has tie_word_embeddings = true, but {name} differs "
+                    "from model.embed_tokens.weight: set it to false"
+                )
+        elif not name.endswith("rotary_emb.inv_freq"):  # which follow from config.json
+            raise ConfigError(
+                f"{directory}: config.json does not call for the tensor {name!r}: it is of another "
+                "model (more layers or experts, a bias?)"
+            )
     for name in tensors:
         dtype = _getdtype(checkpoint.header(name).get_dtype())
-        kinds[name] = str(dtype).removeprefix("torch.")
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ConfigError(
-                f"{directory}: {name} is {kinds[name]}; give the model in bfloat16, float16 or "
-                "float32, not quantised"
+                f"{directory}: {name} is {dtype}; give the model in bfloat16, float16 or float32, "
+                "not quantised"
             )
-    config = read_config(directory / "config.json")
-    named = str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
-    # norms or a router beside them may be in float32, which transformers and vLLM cast
-    allowed = {named, "float32"} if named in kinds.values() else {named}
-    for name, kind in kinds.items():
-        if named != "auto" and kind not in allowed:
-            raise ConfigError(
-                f"{directory}: {name} is {kind} and config.json says {named}: one of them is of "
-                "another model"
-            )
-
-
-def _extra_tensor_fault(checkpoint: Checkpoint, shape: ModelShape, name: str) -> str | None:
-    """Why a tensor that config.json does not call for cannot be ignored."""
-    if name == "lm_head.weight" and shape.tie_word_embeddings:
-        if torch.equal(checkpoint.read(name), checkpoint.read("model.embed_tokens.weight")):
-            return None
-        return (
-            "config.json has tie_word_embeddings = true, but lm_head.weight differs from "
-            "model.embed_tokens.weight: set it to false"
-        )
-    if name.endswith("rotary_emb.inv_freq"):
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        expected, stored = shape.rope_theta**-exponents, checkpoint.read(name).float()
-        if stored.shape == expected.shape and torch.allclose(stored, expected, rtol=1e-2):
-            return None
-        return (
-            f"{name} is not what rope_theta = {shape.rope_theta:g} and head_dim = {shape.head_dim} "
-            "in config.json give: one of them is of another model"
-        )
-    return (
-        f"config.json does not call for the tensor {name!r}: it is of another model (more layers "
-        "or experts, a bias?)"
-    )
 
 
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
-    table: Iterable[Mapping],
+    table: Iterable[ParameterMapping],
     checkpoint: Checkpoint,
     tp_rank: int = 0,
     tp_size: int = 1,

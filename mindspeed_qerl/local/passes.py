@@ -3,8 +3,7 @@ schedule (with one pipeline stage: forward, backward, forward, ...).
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,13 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_entropy, token_logprobs
+from mindspeed_qerl.algorithm.losses import (
+    LossInputs,
+    denominator,
+    loss,
+    token_entropy,
+    token_logprobs,
+)
 from mindspeed_qerl.algorithm.metrics import Mean, Metric
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.place import Place
@@ -21,17 +26,6 @@ from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay
 from mindspeed_qerl.runs.checks import logprobs_fault
 from mindspeed_qerl.tasks.prompts import text_of
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What is known of a micro-batch after its forward pass; tensors of the device, since a copy to
-    the host would wait for it.
-    """
-
-    metrics: dict[str, Metric]
-    loss: torch.Tensor  # a number: what `backward` gets
-    logprobs: torch.Tensor  # float32 [n, l - 1]
 
 
 class Passes:
@@ -73,14 +67,8 @@ class Passes:
         """
         size = self.recipe.batch.micro_batch_size
         results = self._run(shard, size, divisor)
-        self._assembled(shard, size, [result.logprobs for result in results])
-        parts = []
-        for result in results:
-            # what is logged is what was trained
-            total = result.loss.double() * divisor
-            count = result.metrics["loss/total"].count
-            parts.append(result.metrics | {"loss/total": Mean(total, count)})
-        return parts
+        self._assembled(shard, size, [logprobs for _, logprobs in results])
+        return [metrics for metrics, _ in results]
 
     def _run(
         self,
@@ -164,16 +152,19 @@ class Passes:
 
     def _trained(
         self, micro: Batch, tokens: torch.Tensor, first: int, divisor: float, output: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Trained]:
-        """(loss for `backward`, number of tokens that nothing is divided by, the result)."""
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[dict[str, Metric], torch.Tensor]]:
+        """(loss for `backward`, number of tokens that nothing is divided by, the result: metrics
+        and float32 [n, l - 1], on the device, since a copy to the host would wait for it).
+        """
         algorithm = self.recipe.algorithm
         logits = self._logits(output, tokens.shape[1])
         logprobs = pad(token_logprobs(logits, tokens, self.temperature), (first, 0))
+        before = logprobs.detach()
         with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
             entropy = pad(token_entropy(logits, self.temperature), (first, 0))
         inputs = LossInputs(
             logprobs,
-            logprobs.detach() if micro.old_logprobs is None else self._tensor(micro.old_logprobs),
+            before if micro.old_logprobs is None else self._tensor(micro.old_logprobs),
             self._tensor(micro.rollout_logprobs),
             self._tensor(micro.advantages),
             self._tensor(micro.mask),
@@ -182,8 +173,11 @@ class Passes:
         )
         total, metrics = loss(inputs, algorithm, self.recipe.correction)
         trained = total / divisor
-        tokens = torch.zeros((), dtype=torch.int, device=trained.device)
-        return trained, tokens, Trained(metrics, trained.detach(), logprobs.detach())
+        # what is logged is what is trained
+        logged = trained.detach().double() * divisor
+        metrics["loss/total"] = Mean(logged, denominator(inputs.mask, algorithm))
+        count = torch.zeros((), dtype=torch.int, device=trained.device)
+        return trained, count, (metrics, before)
 
     def _assembled(self, shard: Batch, size: int, parts: Sequence[torch.Tensor]) -> np.ndarray:
         """The log probabilities of micro-batches as those of their shard, on the host; RuntimeError
@@ -199,21 +193,3 @@ class Passes:
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.place.device)
-
-
-def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """With numbers in the place of tensors, by one copy from the device.
-
-    >>> on_host({"loss/total": Mean(torch.tensor(1.5), count=3)})
-    {'loss/total': Mean(total=1.5, count=3)}
-    """
-    tensors = {}
-    for name, metric in metrics.items():
-        for field, value in vars(metric).items():
-            if isinstance(value, torch.Tensor):
-                tensors[name, field] = value.double()
-    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
-    copied = dict(metrics)
-    for (name, field), number in zip(tensors, numbers):
-        copied[name] = replace(copied[name], **{field: number})
-    return copied

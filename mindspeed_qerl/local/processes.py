@@ -3,15 +3,13 @@ and writes to a log file of its own; a failed call names the process that died.
 """
 
 import contextlib
-import gc
 import importlib
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,18 +37,6 @@ class WorkerError(EngineError):
 
 
 @contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """For imports: they make a million objects that stay, which Python's garbage collector would
-    walk again and again (a fifth of vLLM's import).
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextlib.contextmanager
 def _errors_in_log() -> Iterator[None]:
     """The traceback of an error goes to the log of its process, its message alone to the driver: an
     object of another library's class may not be pickled, or not be made again from its pickle.
@@ -74,7 +60,7 @@ class _Host:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
-        with _errors_in_log(), without_collection():
+        with _errors_in_log():
             self.target = getattr(importlib.import_module(module), name)(**arguments)
         return os.getpid()
 
@@ -112,47 +98,29 @@ class Worker:
 
 
 class Processes:
-    """Those of one run: the ranks that train (`TrainRank`), and the vLLM engines that share the
-    rollout model (`RolloutEngine`).
-    """
+    """Those of one run: the ranks that train (`TrainRank`), and the `RolloutEngine`."""
 
-    def __init__(self, ranks: Sequence[Worker], rollouts: Sequence[Worker]):
-        self.ranks, self.rollouts, self.started = ranks, rollouts, time.perf_counter()
+    def __init__(self, ranks: Sequence[Worker], rollout: Worker):
+        self.ranks, self.rollout, self.started = ranks, rollout, time.perf_counter()
+        self.workers = [*ranks, rollout]
         self.pids: dict[str, int] = {}
 
     def wait_until_ready(self) -> None:
         """Returns once every object is built."""
-        workers = [*self.ranks, *self.rollouts]
-        pids: list[int] = self.gather({worker: worker.built for worker in workers})
-        self.pids = {worker.name: pid for worker, pid in zip(workers, pids)}
+        pids: list[int] = self.gather({worker: worker.built for worker in self.workers})
+        self.pids = {worker.name: pid for worker, pid in zip(self.workers, pids)}
 
     def on_ranks(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
         """Call `method` on all ranks; the results in their order. Raises WorkerError."""
         return self.gather({rank: rank.call(method, *arguments) for rank in self.ranks})
 
-    def on_rollouts(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
-        """The same on all rollout engines. They share the work: where each returns all of it, take
-        the first one's.
-        """
-        return self.gather(self.start_on_rollouts(method, *arguments))
+    def on_rollout(self, method: Callable[..., Result], *arguments: Any) -> Result:
+        """The same on the rollout engine."""
+        return self.gather({self.rollout: self.rollout.call(method, *arguments)})[0]
 
-    def start_on_rollouts(
-        self, method: Callable[..., Result], *arguments: Any
-    ) -> "dict[Worker, ray.ObjectRef[Result]]":
-        """Start `method` on all rollout engines, for `gather`."""
-        return {rollout: rollout.call(method, *arguments) for rollout in self.rollouts}
-
-    def gather(
-        self,
-        calls: "Mapping[Worker, ray.ObjectRef[Result]]",
-        inputs: Mapping[Worker, ray.ObjectRef] | None = None,
-    ) -> list[Result]:
+    def gather(self, calls: "Mapping[Worker, ray.ObjectRef[Result]]") -> list[Result]:
         """Results in the order of `calls`; WorkerError as soon as one failed, or one of Ray's own
         processes is gone: the rest may wait for ever for the dead.
-
-        Args:
-            inputs: calls whose results these wait for. One that failed fails these, too, and is
-                named.
         """
         workers = {call: worker for worker, call in calls.items()}
         pending, results = list(workers), {}
@@ -160,70 +128,34 @@ class Processes:
             while pending:
                 done, pending = ray.wait(pending, num_returns=1, timeout=LOOK)
                 for call in done:
-                    results[call] = self._result(workers[call], call, inputs or {})
+                    results[call] = self._result(workers[call], call)
                 if not done and not private_ray.is_whole():
                     raise BrokenPipeError("one of Ray's own processes is gone")
         except OSError as error:  # the pipe to the raylet
             raise WorkerError(RAY_DIED) from error
         return [results[call] for call in calls.values()]
 
-    def _result(
-        self, worker: Worker, call: ray.ObjectRef, inputs: Mapping[Worker, ray.ObjectRef]
-    ) -> Any:
+    def _result(self, caller: Worker, call: ray.ObjectRef) -> Any:
         try:
             return ray.get(call)
         except RayError as error:
-            raise self._failure(_first_failed(inputs) or worker, error) from error
-
-    def _failure(self, caller: Worker, error: Exception) -> WorkerError:
-        """Why the call of `caller` failed: it may only have waited for another, which died."""
-        if not private_ray.is_whole() or "its node has died" in str(error):
-            return WorkerError(RAY_DIED)
-        dead = [worker for worker in (*self.ranks, *self.rollouts) if self._is_dead(worker)]
-        if not dead and not isinstance(error, RayActorError):
-            reason = getattr(error, "cause", error)  # or Ray's own words, of a full disk
-            return WorkerError(f"{caller.name} failed: {reason}\nIts log: {caller.log_file}")
-        worker = dead[0] if dead else caller
-        # which is not known of one that died while it was built
-        pid = f" (pid {self.pids[worker.name]})" if worker.name in self.pids else ""
-        return WorkerError(
-            f"{worker.name}{pid} died: killed, or out of memory\nIts log: {worker.log_file}"
-        )
+            if not private_ray.is_whole() or "its node has died" in str(error):
+                raise WorkerError(RAY_DIED) from error
+            # the caller may only have waited for another, which died
+            dead = next(filter(self._is_dead, self.workers), None)
+            if dead or isinstance(error, RayActorError):
+                worker, what = dead or caller, "died: killed, or out of memory"
+            else:  # in Ray's own words of a full disk
+                worker, what = caller, f"failed: {getattr(error, 'cause', error)}"
+            raise WorkerError(f"{worker.name} {what}\nIts log: {worker.log_file}") from error
 
     def _is_dead(self, worker: Worker) -> bool:
-        if worker.name not in self.pids:
+        if worker.name not in self.pids:  # it is still built
             return False
         try:
             return psutil.Process(self.pids[worker.name]).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return True
-
-
-def _first_failed(calls: Mapping[Worker, ray.ObjectRef]) -> Worker | None:
-    """The first whose call has failed by now."""
-    for worker, call in calls.items():
-        if ray.wait([call], timeout=0)[0]:
-            try:
-                ray.get(call)
-            except RayError:
-                return worker
-    return None
-
-
-def memory_in_use(pids: Iterable[int]) -> int:
-    """Bytes that the processes hold together, shared pages counted once among them (PSS)."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            total += psutil.Process(pid).memory_full_info().pss
-    return total
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def recorded_routers(recipe: Recipe) -> Routers | None:
@@ -236,7 +168,7 @@ def recorded_routers(recipe: Recipe) -> Routers | None:
 @contextlib.contextmanager
 def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     """A Ray of this run's own and its processes, which are being built (`wait_until_ready`), the
-    rollout engines without noise. Main thread only.
+    rollout engine without noise. Main thread only.
 
     SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and
     their temporary files are gone.
@@ -245,28 +177,34 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
     # else Ray warns of what its next version will do
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    world, size = recipe.layout.world, recipe.layout.infer_tp
+    world = recipe.layout.world
     with contextlib.ExitStack() as undo:
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         # before the start, which may fail when half of Ray is there
         undo.callback(private_ray.stop)
-        scratch = private_ray.start(num_cpus=world + size)
+        scratch = private_ray.start(num_cpus=world + 1)
         # A scheduler's stop is an interrupt; Ray's own handler would abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        ranks = [
-            Worker(
-                f"rank {rank}",
-                "mindspeed_qerl.local.rank",
-                "TrainRank",
-                logs / f"rank{rank}.log",
-                _environment(scratch, world),
-                recipe=recipe,
-                rank=rank,
-                rendezvous=f"file://{scratch}/rendezvous",
+        ranks = []
+        for rank in range(world):
+            ranks.append(
+                Worker(
+                    f"rank {rank}",
+                    "mindspeed_qerl.local.rank",
+                    "TrainRank",
+                    logs / f"rank{rank}.log",
+                    _environment(scratch, world),
+                    recipe=recipe,
+                    rank=rank,
+                    rendezvous=f"file://{scratch}/rendezvous",
+                )
             )
-            for rank in range(world)
-        ]
-        shared = dict(
+        rollout = Worker(
+            "rollout engine",
+            "mindspeed_qerl.local.rollout",
+            "RolloutEngine",
+            logs / "rollout.log",
+            _environment(scratch, 1),
             model_dir=recipe.model.path,
             dtype=recipe.model.dtype,
             max_model_len=recipe.batch.max_model_len,
@@ -274,28 +212,12 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             kv_cache_gib=recipe.local.kv_cache_gib,
             routers=recorded_routers(recipe),
             quantization=recipe.quantization if recipe.quantization.enabled else None,
-            tp_size=size,
-            port=free_port(),
         )
-        rollouts = []
-        for rank in range(size):
-            number = str(rank) if size > 1 else ""
-            rollouts.append(
-                Worker(
-                    f"rollout engine {number}".strip(),
-                    "mindspeed_qerl.local.rollout",
-                    "RolloutEngine",
-                    logs / f"rollout{number}.log",
-                    _environment(scratch, size),
-                    tp_rank=rank,
-                    **shared,
-                )
-            )
-        yield Processes(ranks, rollouts)
+        yield Processes(ranks, rollout)
 
 
 def _environment(scratch: Path, processes: int) -> dict[str, str]:
-    """Of one of `processes` that compute at the same time. Ranks and rollout engines take turns:
+    """Of one of `processes` that compute at the same time. Ranks and rollout engine take turns:
     threads that wait by spinning would hold the cores of those whose turn it is.
     """
     return {

@@ -7,23 +7,24 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from mindspeed_qerl.algorithm.losses import denominator
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge
+from mindspeed_qerl.algorithm.metrics import Metric, merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
-from mindspeed_qerl.local.passes import Passes, on_host
+from mindspeed_qerl.local.passes import Passes
 from mindspeed_qerl.local.place import join
 from mindspeed_qerl.local.sharded import ShardedAdapters
 from mindspeed_qerl.lora.adapters import adapters_disabled, apply_lora
 from mindspeed_qerl.recipe.types import Optimizer, Recipe
-from mindspeed_qerl.routing.replay import Counts, MicroBatch, RouteReplay, routing_metrics, total
+from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay, routing_metrics, total
 
 
 class TrainRank(ShardedAdapters):
@@ -67,6 +68,13 @@ class TrainRank(ShardedAdapters):
             betas=(adam.adam_beta1, adam.adam_beta2),
             weight_decay=adam.weight_decay,
         )
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.state[parameter] = {
+                "step": torch.zeros(()),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         self.scheduler = _scheduler(self.optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":
@@ -171,8 +179,8 @@ class TrainRank(ShardedAdapters):
         """One optimizer step a shard; metrics of all."""
         parts, norms, counts = [], [], []
         for shard in shards:
-            tokens = denominator(torch.from_numpy(shard.mask), self.recipe.algorithm)
-            divisor = torch.tensor(tokens, device=self.place.device)
+            divisor = denominator(torch.from_numpy(shard.mask), self.recipe.algorithm)
+            divisor = divisor.float().to(self.place.device)
             dist.all_reduce(divisor, group=self.place.data_group)
             if not divisor:  # every answer was cut off, and those are not trained
                 continue
@@ -188,35 +196,27 @@ class TrainRank(ShardedAdapters):
         merged = self._merge_over_ranks(parts)
         metrics = {name: metric.value() for name, metric in merged.items()}
         if self.replay:
-            every_rank: list[dict[int, Counts]] = [{}] * self.recipe.layout.world
-            dist.all_gather_object(every_rank, total(counts))
-            metrics |= routing_metrics(total(every_rank), self.routers)
-        k1 = merged["mismatch/k1"]
-        assert isinstance(k1, Mean), "over the tokens that are trained"
-        metrics["selection/trained_tokens"] = int(k1.count)
+            counts_of_ranks = _from_every_rank(total(counts), dist.group.WORLD)
+            metrics |= routing_metrics(total(counts_of_ranks), self.routers)
+        metrics["selection/trained_tokens"] = int(merged["mismatch/k1"].count)
         metrics["grad_norm"] = sum(norms) / len(norms)
         metrics["lr"] = lr
         metrics["updates"] = len(norms)
         return metrics
 
-    def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Metric]:
+    def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Any]:
         """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage
         has any.
         """
         merged = on_host(merge(parts))
         for group in (self.place.data_group, self.place.pipeline_group):
-            every_rank: list[dict[str, Metric]] = [{}] * group.size()
-            dist.all_gather_object(every_rank, merged, group=group)
-            merged = merge(every_rank)
+            merged = merge(_from_every_rank(merged, group))
         return merged
 
     def _reduce_and_clip(self) -> float:
         """Sum gradients over the ranks that share a parameter (docs/architecture.md), clip by the
         global norm; returns the norm before that.
         """
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
         shared = [p for p in self.parameters if p.allreduce]
         experts = [p for p in self.parameters if not p.allreduce]
         _sum([p for p in self.parameters if p.sequence_parallel], self.place.tp_group)
@@ -264,6 +264,13 @@ class TrainRank(ShardedAdapters):
         self.hardware_error.generator.manual_seed(seed)
         with self.hardware_error:
             yield
+
+
+def _from_every_rank(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """`value` of each rank of `group`, in their order."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _sum(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -3,7 +3,6 @@ else.
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -11,11 +10,8 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
-from torch.nn.utils.rnn import pad_sequence
 
-from mindspeed_qerl.algorithm.metrics import mismatch
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
-from mindspeed_qerl.common.files import forget_shared_memory
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import serving
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
@@ -34,11 +30,8 @@ class RolloutEngine(ServedWeights):
         dtype: "float32" or "bfloat16".
         max_model_len: prompt and completion together, tokens.
         kv_cache_gib: memory for the KV cache.
-        aqn: for `add_noise`; None: no noise yet.
         routers: those of the model, whose choices `generate` can record; None: it cannot.
         quantization: of the linear layers; None: they are what was synced.
-        tp_rank, tp_size: of tensor parallel engines in as many processes, which meet at `port` of
-            this machine; every method is called on all of them at once, with the same arguments.
     """
 
     def __init__(
@@ -48,17 +41,12 @@ class RolloutEngine(ServedWeights):
         max_model_len: int,
         max_num_seqs: int,
         kv_cache_gib: int,
-        aqn: dict | None = None,
         routers: Routers | None = None,
         quantization: Quantization | None = None,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        port: int | None = None,
     ):
         keep_linear_weights()
         # in this process, where its weights can be reached
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        more = serving.use_external_launcher(tp_rank, tp_size, port) if tp_size > 1 else {}
         self.llm = serving.start_vllm(
             model_dir,
             dtype,
@@ -68,20 +56,14 @@ class RolloutEngine(ServedWeights):
             share_prompts=routers is None,  # a prompt that is not computed has no routes
             logprobs_mode="processed_logprobs",
             seed=0,
-            tensor_parallel_size=tp_size,
-            **more,
         )
-        if tp_size > 1:
-            forget_shared_memory()
         [model] = self.llm.apply_model(lambda model: model)
         serving.check_built(model, read_shape(model_dir))
         self.recorder = None
         if routers:
             self.recorder = serving.route_recorder(self.llm, routers, max_model_len)
-        super().__init__(model, model_dir, quantization, tp_rank, tp_size)
+        super().__init__(model, model_dir, quantization)
         self.injector: NoiseInjector | None = None
-        if aqn:
-            self.add_noise(aqn)
 
     def add_noise(self, aqn: dict[str, Any]) -> None:
         """Make `noise_step` mean something; aqn: keyword arguments of `NoiseInjector` besides the
@@ -135,47 +117,6 @@ class RolloutEngine(ServedWeights):
             pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])
             rows.append([entry[token].logprob for token, entry in pairs])
         return rows
-
-    def probe(
-        self,
-        prompts: Sequence[Sequence[int]],
-        answers: Sequence[Sequence[int]],
-        noise_step: int | None,
-    ) -> dict[str, float]:
-        """Metrics: k3 and effective sample size, between the synced policy and what the format
-        makes of it, alone and with the noise of a step, and the noise without the format; at
-        temperature 1, on tokens that were sampled with both. With noise the sigma that alone would
-        have the format's k3, by k3 ~ sigma^2 (docs/quantization.md).
-        """
-        # vLLM wants room for one token more
-        longest = self.llm.llm_engine.model_config.max_model_len - 1
-        sequences = [[*prompt, *answer][:longest] for prompt, answer in zip(prompts, answers)]
-        lengths = torch.tensor([len(sequence) for sequence in sequences])
-        starts = torch.tensor([len(prompt) for prompt in prompts]) - 1
-        place = torch.arange(lengths.max().item() - 1)
-        mask = (place >= starts[:, None]) & (place < lengths[:, None] - 1)
-
-        def logprobs(quantized: bool, noise_step: int | None) -> torch.Tensor:
-            rows = self.logprobs(sequences, noise_step, quantized=quantized)
-            return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-        with self._policy(noise_step, None, quantized=True) as noise:
-            sigma = noise.measured_std if noise else 0.0
-        # by name of the metric: quantised, noise
-        policies: dict[str, tuple[bool, int | None]] = {"": (True, None)}
-        if sigma:
-            policies |= {"noise_": (False, noise_step), "together_": (True, noise_step)}
-        clean, metrics = logprobs(False, None), {}
-        for name, policy in policies.items():
-            difference = mismatch(logprobs(*policy), clean, mask)
-            for which in ("k3", "effective_sample_size"):
-                value = difference[f"mismatch/{which}"].value()
-                metrics[f"quantization/{name}{which}"] = value
-        noise_k3 = metrics.get("quantization/noise_k3", 0.0)
-        if noise_k3 > 0:
-            ratio = metrics["quantization/k3"] / noise_k3
-            metrics["quantization/equivalent_sigma"] = sigma * math.sqrt(ratio)
-        return metrics
 
     @contextlib.contextmanager
     def _policy(

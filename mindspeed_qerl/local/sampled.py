@@ -1,13 +1,13 @@
 """Sampled answers with their rewards, and the batch that is trained of them."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.local.batch import Batch, build_batch
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.serving import Completion
@@ -18,52 +18,43 @@ from mindspeed_qerl.tasks.rows import Row
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """Answers to prompts, those to one prompt side by side; one of each for every answer."""
+class Answer:
+    """A sampled answer to the question of a row. In lists those to one prompt are side by side."""
 
-    rows: list[Row]
-    prompts: list[list[int]]
-    answers: list[Completion]
-    texts: list[str]
-    rewards: np.ndarray  # float64 [N], of length, too
-    scores: dict[str, np.ndarray]  # of each verifier, float64 [N]
-
-    def __add__(self, other: "Sampled") -> "Sampled":
-        return Sampled(
-            self.rows + other.rows,
-            self.prompts + other.prompts,
-            self.answers + other.answers,
-            self.texts + other.texts,
-            np.r_[self.rewards, other.rewards],
-            {name: np.r_[scores, other.scores[name]] for name, scores in self.scores.items()},
-        )
+    row: Row
+    prompt: list[int]
+    completion: Completion
+    text: str
+    reward: float  # of length, too
+    scores: dict[str, float]  # of each verifier
 
 
-def answer_metrics(sampled: Sampled) -> dict[str, float]:
+def answer_metrics(answers: Sequence[Answer]) -> dict[str, Any]:
     """Mean score of each verifier, mean length in tokens, and the share that was cut off."""
-    means = {f"verifier/{name}/mean": scores.mean() for name, scores in sampled.scores.items()}
-    return means | {
-        "response/length_mean": np.mean([len(answer.token_ids) for answer in sampled.answers]),
-        "response/truncated_fraction": np.mean([answer.truncated for answer in sampled.answers]),
-    }
+    completions = [answer.completion for answer in answers]
+    metrics = {}
+    for name in answers[0].scores:
+        metrics[f"verifier/{name}/mean"] = np.mean([answer.scores[name] for answer in answers])
+    metrics["response/length_mean"] = np.mean([len(each.token_ids) for each in completions])
+    metrics["response/truncated_fraction"] = np.mean([each.truncated for each in completions])
+    return metrics
 
 
-def check_answers(sampled: Sampled, routers: Routers | None) -> None:
+def check_answers(answers: Sequence[Answer], routers: Routers | None) -> None:
     """WorkerError that names the answer, where a log probability of the policy that sampled is no
     number, or above 0, or where its routes cannot be those of its prompt and its tokens. routers:
     those that were recorded, if any.
     """
-    for row, prompt, answer, text in zip(
-        sampled.rows, sampled.prompts, sampled.answers, sampled.texts
-    ):
-        words = f"the answer {text[:200]!r} to {row.question[:200]!r}"
+    for answer in answers:
+        words = f"the answer {answer.text[:200]!r} to {answer.row.question[:200]!r}"
+        completion, tokens = answer.completion, len(answer.completion.token_ids)
         if routers:
-            computed = len(prompt) + len(answer.token_ids) - 1  # not what follows the last one
-            if fault := routes_fault(answer.routes, computed, routers):
+            computed = len(answer.prompt) + tokens - 1  # not what follows the last one
+            if fault := routes_fault(completion.routes, computed, routers):
                 raise WorkerError(
                     f"{words}: {fault}. Nothing can be replayed (algorithm.routing_replay)"
                 )
-        logprobs, tokens = np.array(answer.logprobs, dtype=float), len(answer.token_ids)
+        logprobs = np.array(completion.logprobs, dtype=float)
         if len(logprobs) != tokens:
             raise WorkerError(
                 f"vLLM gave {len(logprobs)} log probabilities for {tokens} of {words}"
@@ -74,50 +65,35 @@ def check_answers(sampled: Sampled, routers: Routers | None) -> None:
 
 
 def select(
-    sampled: Sampled,
-    kept: np.ndarray,
+    answers: Sequence[Answer],
     recipe: Recipe,
-    logprobs_before: Callable[[Batch], tuple[np.ndarray, np.ndarray]] | None = None,
+    logprobs_before: Callable[[Batch], tuple[np.ndarray, np.ndarray]],
 ) -> tuple[Batch, dict[str, float]]:
-    """What is trained: the answers of the groups `kept`, each with its advantage within its group;
-    to a multiple of the mini-batch with answers that have no token to train. And metrics of the
-    rewards.
+    """What is trained: `answers`, of whole groups, each with its advantage within its group; to a
+    multiple of the mini-batch with answers that have no token to train. And metrics of the rewards.
 
     Args:
-        kept: numbers of groups, at most as many as are trained in a step.
         logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an
             answer count there, also of one that is cut off and not trained.
     """
-    algorithm, rows = recipe.algorithm, rows_of(kept, recipe)
-    answers = [sampled.answers[row] for row in rows]
-    missing = -len(rows) % recipe.batch.mini_answers
+    algorithm, count = recipe.algorithm, len(answers)
+    completions = [answer.completion for answer in answers]
+    missing = -count % recipe.batch.mini_answers
+    routes = [completion.routes for completion in completions]
     batch = build_batch(
-        [sampled.prompts[row] for row in rows],
-        [answer.token_ids for answer in answers],
-        [answer.logprobs for answer in answers],
-        np.zeros(len(rows)),
-        [answer.routes for answer in answers] if algorithm.routing_replay == "rollout" else None,
+        [answer.prompt for answer in answers],
+        [completion.token_ids for completion in completions],
+        [completion.logprobs for completion in completions],
+        routes=routes if algorithm.routing_replay == "rollout" else None,
     )
-    rewards = torch.from_numpy(sampled.rewards[rows])
-    metrics: dict[str, Metric] = {}
+    rewards, metrics = torch.tensor([answer.reward for answer in answers], dtype=torch.float64), {}
     if algorithm.use_kl_in_reward:
-        assert logprobs_before, "KL needs it"
         old, reference = logprobs_before(batch.padded(missing))
-        old, reference = old[: len(rows)], reference[: len(rows)]
-        batch = replace(batch, old_logprobs=old)
-        rewards, metrics = rewards_less_kl(
-            rewards,
-            torch.from_numpy(old),
-            torch.from_numpy(reference),
-            torch.from_numpy(batch.mask),
-            algorithm,
-        )
-        for row in rows[~np.isfinite(rewards.numpy())]:
-            answer, question = sampled.texts[row][:200], sampled.rows[row].question[:200]
-            raise WorkerError(
-                f"the KL of the answer {answer!r} to {question!r} is no finite number, and with "
-                "rl_config.use_kl_in_reward its reward neither"
-            )
+        batch = replace(batch, old_logprobs=old[:count])
+        old, reference = torch.from_numpy(old[:count]), torch.from_numpy(reference[:count])
+        mask = torch.from_numpy(batch.mask)
+        rewards, kl = rewards_less_kl(rewards, old, reference, mask, algorithm)
+        metrics["reward/kl"] = float(kl)
     batch.advantages[:] = group_advantages(
         rewards,
         recipe.batch.samples_per_prompt,
@@ -125,32 +101,24 @@ def select(
         algorithm.norm_adv_by_std_in_grpo,
     )
     if algorithm.mask_truncated_completions:
-        batch.mask[[answer.truncated for answer in answers]] = False
-    return batch.padded(missing), {name: metric.value() for name, metric in metrics.items()}
-
-
-def rows_of(groups: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Numbers of the answers of `groups`."""
-    n = recipe.batch.samples_per_prompt
-    return (groups[:, None] * n + np.arange(n)).reshape(-1)
+        batch.mask[[completion.truncated for completion in completions]] = False
+    return batch.padded(missing), metrics
 
 
 def tokens_to_train(
-    sampled: Sampled, kept: np.ndarray, recipe: Recipe, batch: Batch, ends: Collection[int]
+    answers: Sequence[Answer], recipe: Recipe, batch: Batch, ends: Collection[int]
 ) -> int:
-    """How many tokens of the groups `kept` an epoch has to train, counted on the answers;
-    WorkerError where `batch`, which `select` made of them, has others, or lacks the end of one.
-    ends: ids of the end tokens.
+    """How many tokens of `answers` an epoch has to train, counted on the answers; WorkerError where
+    `batch`, which `select` made of them, has others, or lacks the end of one. ends: ids of the end
+    tokens.
     """
-    answers = [sampled.answers[row] for row in rows_of(kept, recipe)]
-    finished = np.zeros(len(batch), dtype=bool)
-    finished[: len(answers)] = [not answer.truncated for answer in answers]
-    if recipe.algorithm.mask_truncated_completions:
-        answers = [answer for answer in answers if not answer.truncated]
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    group_size = recipe.batch.samples_per_prompt
+    finished, tokens = np.zeros(len(batch), dtype=bool), 0
+    for row, answer in enumerate(answers):
+        finished[row] = not answer.completion.truncated
+        if finished[row] or not recipe.algorithm.mask_truncated_completions:
+            tokens += len(answer.completion.token_ids)
     faults = (
-        advantages_fault(batch.advantages[: len(kept) * group_size], group_size),
+        advantages_fault(batch.advantages[: len(answers)], recipe.batch.samples_per_prompt),
         tokens_fault(int(batch.mask.sum()), tokens, epochs=1),
         ends_fault(batch.tokens, batch.mask, finished, ends),
     )

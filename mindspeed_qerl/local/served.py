@@ -13,11 +13,9 @@ from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.lora.proof import join, movement
 from mindspeed_qerl.recipe.types import Quantization
 
-ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")  # vLLM's ranks share the input of these layers
-
 
 class ServedWeights:
-    """Those of one engine, one of `tp_size` that share the model.
+    """Those of one engine.
 
     Args:
         model: vLLM's.
@@ -29,13 +27,10 @@ class ServedWeights:
         model: torch.nn.Module,
         model_dir: str,
         quantization: Quantization | None,
-        tp_rank: int,
-        tp_size: int,
     ):
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         self.model, self.model_dir = model, model_dir
-        self.tp_rank, self.tp_size = tp_rank, tp_size
         self.experts = [
             PackedExperts(name, module)
             for name, module in model.named_modules()
@@ -105,21 +100,16 @@ class ServedWeights:
         if self.quantized:
             adapters = dict(self._take_apart(self.quantized.adapters))
             for name, *tensors in self.quantized.weights:
-                synced, used, adapter = (self._part(name, tensor) for tensor in tensors)
+                synced, used, adapter = tensors
                 held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
         checkpoint, moved = Checkpoint(self.model_dir), []
         whole: dict[str, tuple[str, np.ndarray, np.ndarray]] = {}
         for part in factors:
             whole |= part
         for name, (target, b, a) in sorted(whole.items()):
-            base = self._part(name, checkpoint.read(name))
-            update = self._part(name, torch.from_numpy(b) @ torch.from_numpy(a))
-            moved.append({target: movement(held[name], base, update)})
+            update = torch.from_numpy(b) @ torch.from_numpy(a)
+            moved.append({target: movement(held[name], checkpoint.read(name), update)})
         return join(moved)
-
-    def _part(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """What this engine holds of a linear layer's whole weight [out, in]."""
-        return weight.chunk(self.tp_size, dim=int(name.endswith(ROW_PARALLEL)))[self.tp_rank]
 
     def _kernel_weights(self) -> dict[str, torch.Tensor]:
         """Every linear weight as vLLM computes with it now, unpacked, by vLLM's parameter names."""

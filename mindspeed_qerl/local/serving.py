@@ -4,11 +4,12 @@ import gc
 import os
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 
 from mindspeed_qerl.common.errors import ConfigError
@@ -26,9 +27,9 @@ class Completion:
     token_ids: list[int]
     logprobs: list[float]
     truncated: bool
-    # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to; arrays are not
-    # compared with ==
-    routes: np.ndarray | None = field(default=None, compare=False)
+    # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to, or None; arrays are
+    # not compared with ==
+    routes: Any = field(default=None, compare=False)
 
 
 def start_vllm(
@@ -78,28 +79,6 @@ def start_vllm(
         enable_prefix_caching=share_prompts,
         **more,
     )
-
-
-def use_external_launcher(rank: int, size: int, port: int | None) -> dict[str, str]:
-    """Prepare this process for one of `size` tensor parallel engines, which meet at `port` of this
-    machine; returns arguments of LLM. Call before the engine is built.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
-
-    os.environ.update(
-        RANK=str(rank),  # torchrun's variables
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        VLLM_HOST_IP="127.0.0.1",
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    # by vLLM's own name of the shared memory ("env://", cpu_worker.py) two runs would meet
-    Shared.make_group_name = staticmethod(
-        lambda communicator: f"qerl{port}-{communicator.unique_name}-cpushm"
-    )
-    return {"distributed_executor_backend": "external_launcher"}
 
 
 def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
@@ -173,25 +152,18 @@ def complete(
     """
     # one list of numbers, not a dictionary a token
     sampling = {"logprobs": 0, "flat_logprobs": True} | sampling
-    routes: Sequence[Sequence[np.ndarray | None]]
-    if recorder:
-        with recorder.recording():
-            outputs = generate(llm, prompts, use_tqdm, **sampling)
-        routes = recorder.take(outputs)
-    else:
+    with recorder.recording() if recorder else nullcontext():
         outputs = generate(llm, prompts, use_tqdm, **sampling)
-        routes = [[None] * len(output.outputs) for output in outputs]
-    return [_completions(output, taken) for output, taken in zip(outputs, routes)]
-
-
-def _completions(output: Any, routes: Sequence[np.ndarray | None]) -> list[Completion]:
-    """The answers to one prompt."""
-    completions = []
-    for answer, route in zip(output.outputs, routes):
-        logprobs = answer.logprobs.logprobs if answer.logprobs else []
-        is_cut_off = answer.finish_reason == "length"
-        completions.append(Completion(list(answer.token_ids), logprobs, is_cut_off, route))
-    return completions
+    routes = recorder.take(outputs) if recorder else repeat(repeat(None))
+    groups = []
+    for output, taken in zip(outputs, routes):
+        completions = []
+        for answer, route in zip(output.outputs, taken):
+            logprobs = answer.logprobs.logprobs if answer.logprobs else []
+            is_cut_off = answer.finish_reason == "length"
+            completions.append(Completion(list(answer.token_ids), logprobs, is_cut_off, route))
+        groups.append(completions)
+    return groups
 
 
 def generate(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindspeed_qerl.families.tensors import Mapping
+from mindspeed_qerl.families.tensors import ParameterMapping
 from mindspeed_qerl.local.checkpoint import write_tensors
 from mindspeed_qerl.local.place import Place
 from mindspeed_qerl.lora.adapters import LoRALinear, lora_layers
@@ -29,7 +29,9 @@ class ShardedAdapters:
 
     optimizer: torch.optim.Optimizer  # of the adapters
 
-    def __init__(self, model: nn.Module, table: Iterable[Mapping], place: Place, buffer: int):
+    def __init__(
+        self, model: nn.Module, table: Iterable[ParameterMapping], place: Place, buffer: int
+    ):
         self.model, self.place = model, place
         self.table = {mapping.megatron: mapping for mapping in table}
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
@@ -37,9 +39,9 @@ class ShardedAdapters:
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
         self.parts = self._divided(buffer)
 
-    def _divided(self, buffer: int) -> list[list[tuple[Mapping, LoRALinear]]]:
+    def _divided(self, buffer: int) -> list[list[tuple[ParameterMapping, LoRALinear]]]:
         """The layers in parts whose merged weights fill the buffer, or are a single larger one."""
-        parts: list[list[tuple[Mapping, LoRALinear]]] = []
+        parts: list[list[tuple[ParameterMapping, LoRALinear]]] = []
         filled = math.inf
         for mapping, layer in self.owned:
             base = layer.base_layer
@@ -52,11 +54,11 @@ class ShardedAdapters:
         return parts
 
     def describe(self) -> dict[str, dict[str, int]]:
-        """Per LoRA target its modules and parameters, each layer counted on one rank."""
+        """Per LoRA target the modules and parameters that this rank stands for."""
         counts: dict[str, dict[str, int]] = {}
-        for mapping, layer in self.layers:
-            count = counts.setdefault(_target(mapping), {"modules": 0, "parameters": 0})
-            if self.place.owns(layer.lora_A) and self._is_first(layer):
+        for mapping, layer in self.owned:
+            if self._is_first(layer):
+                count = counts.setdefault(_target(mapping), {"modules": 0, "parameters": 0})
                 count["modules"] += 1
                 count["parameters"] += sum(map(math.prod, _whole_shapes(layer)))
         return counts
@@ -94,7 +96,7 @@ class ShardedAdapters:
         return factors
 
     def whole(
-        self, mapping: Mapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor
+        self, mapping: ParameterMapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(A, B) whole, from this rank's parts of both, of their gradients or their moments; None
         where another rank hands them over.
@@ -107,15 +109,11 @@ class ShardedAdapters:
     @torch.no_grad()
     def save(self, folder: str) -> None:
         """Write whole factors, and the optimizer's moments of them, into a checkpoint's folder."""
-        tensors, state = {}, self.optimizer.state
+        tensors = {}
         for mapping, layer in self.owned:
-            for suffix in SUFFIXES:
-                pair = [layer.lora_A, layer.lora_B]
-                if suffix and layer.lora_A in state:
-                    pair = [state[factor][suffix[1:]] for factor in pair]
-                elif suffix:  # before the first update
-                    pair = [torch.zeros_like(factor) for factor in pair]
-                for side, tensor in zip("AB", self.whole(mapping, layer, *pair) or ()):
+            states = zip(self._states(layer.lora_A), self._states(layer.lora_B))
+            for suffix, (a, b) in zip(SUFFIXES, states):
+                for side, tensor in zip("AB", self.whole(mapping, layer, a, b) or ()):
                     tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
         write_tensors(tensors, folder)
 
@@ -130,23 +128,24 @@ class ShardedAdapters:
                 for suffix in SUFFIXES:
                     whole[f"{layer.name}.lora_{side}{suffix}"] = torch.empty(shape)
         checkpoint.load(whole, storage_reader=checkpoint.HuggingFaceStorageReader(folder))
+        rank, size = self.place.tp_rank, self.place.tp_size
         for mapping, layer in self.layers:
             for side, factor in (("A", layer.lora_A), ("B", layer.lora_B)):
-                values = [whole[f"{layer.name}.lora_{side}{suffix}"] for suffix in SUFFIXES]
-                if factor.tensor_model_parallel:
-                    assert mapping.shared, "a parameter that tensor parallel ranks share"
-                    rank, size = self.place.tp_rank, self.place.tp_size
-                    values = [mapping.shared.shard(value, rank, size) for value in values]
-                factor.copy_(values[0])
-                first, second = (value.to(factor.device, copy=True) for value in values[1:])
-                self.optimizer.state[factor] = {
-                    "step": torch.tensor(float(updates)),
-                    "exp_avg": first,
-                    "exp_avg_sq": second,
-                }
+                self.optimizer.state[factor]["step"].fill_(updates)
+                for suffix, tensor in zip(SUFFIXES, self._states(factor)):
+                    value = whole[f"{layer.name}.lora_{side}{suffix}"]
+                    if factor.tensor_model_parallel:
+                        assert mapping.shared, "a parameter that tensor parallel ranks share"
+                        value = mapping.shared.shard(value, rank, size)
+                    tensor.copy_(value)
+
+    def _states(self, factor: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What a checkpoint holds of a factor, in the order of SUFFIXES."""
+        state = self.optimizer.state[factor]
+        return factor, state["exp_avg"], state["exp_avg_sq"]
 
 
-def _target(mapping: Mapping) -> str:
+def _target(mapping: ParameterMapping) -> str:
     """linear_qkv of decoder.layers.0.self_attention.linear_qkv.weight."""
     return mapping.megatron.split(".")[-2]
 

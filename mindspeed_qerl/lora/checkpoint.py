@@ -22,7 +22,7 @@ import torch
 
 from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folder
 from mindspeed_qerl.families import ModelShape, shape_of_arguments
-from mindspeed_qerl.families.tensors import ROW, Mapping, mappings
+from mindspeed_qerl.families.tensors import ROW, ParameterMapping, mappings
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
@@ -59,7 +59,7 @@ class Adapters:
         return (self.alpha / self.rank) * (b.float() @ a.float())
 
 
-def parts(mapping: Mapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
+def parts(mapping: ParameterMapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
     """The adapter of each HF module that Megatron fuses in one: they have A in common."""
     return {
         name.removesuffix(".weight"): (a, part)
@@ -102,7 +102,7 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     )
 
 
-def table_of_layer(shape: ModelShape) -> dict[str, Mapping]:
+def table_of_layer(shape: ModelShape) -> dict[str, ParameterMapping]:
     """What `whole_adapters` needs to know of a model: the mappings of its first layer, by
     Megatron's module.
     """
@@ -116,7 +116,7 @@ def table_of_layer(shape: ModelShape) -> dict[str, Mapping]:
 def whole_adapters(
     shards: dict[tuple[int, int], Tensors],
     args: Namespace,
-    table: dict[str, Mapping],
+    table: dict[str, ParameterMapping],
     layers_before: int = 0,
 ) -> dict[str, Pair]:
     """(A, B) by Hugging Face module name, of one pipeline stage.
@@ -151,7 +151,7 @@ def _unshard(
     prefix: str,
     shards: dict[tuple[int, int], Tensors],
     args: Namespace,
-    table: dict[str, Mapping],
+    table: dict[str, ParameterMapping],
 ) -> dict[str, Pair]:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
@@ -182,7 +182,7 @@ def _experts(
     prefix: str,
     shards: dict[tuple[int, int], Tensors],
     args: Namespace,
-    table: dict[str, Mapping],
+    table: dict[str, ParameterMapping],
 ) -> dict[str, Pair]:
     """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
     "mlp.experts.weight2" (f -> h).

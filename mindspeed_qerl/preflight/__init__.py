@@ -11,15 +11,14 @@ runs as a process with a time limit.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from textwrap import indent
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from mindspeed_qerl.common.errors import unknown
-from mindspeed_qerl.preflight.asking import see_npus
 from mindspeed_qerl.preflight.case import (
     ACCEPTED,
     FAILED,
@@ -30,10 +29,10 @@ from mindspeed_qerl.preflight.case import (
     Check,
     case_of,
     failed,
-    passed,
     plain,
 )
 from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight.probes import see_npus
 from mindspeed_qerl.preflight.table import TABLE, Row
 
 STYLES = {
@@ -67,12 +66,20 @@ def preflight(
         )
         case = replace(case, seen=see_npus(machine, own_ray))
     checks = [check for row in TABLE for check in _answers(row, machine, case)]
-    return _accept(checks, case.recipe.run.accepted_checks)
+    for number, check in enumerate(checks):
+        if check.state == FAILED and plain(check.name) in ACCEPTABLE and case.accepts(check.name):
+            checks[number] = replace(check, state=ACCEPTED)
+    for accepted in map(plain, case.recipe.run.accepted_checks):
+        if accepted not in ACCEPTABLE:
+            words = unknown("check that can be accepted", accepted, ACCEPTABLE)
+            fix = f"Take {accepted} out of --accept and run.accepted_checks"
+            checks.append(failed(words, fix, "run.accepted_checks", "accepted"))
+    return checks
 
 
 def _answers(row: Row, machine: Machine, case: Case) -> Iterator[Check]:
     """The lines of a row."""
-    if row.needs and not getattr(case, row.needs):
+    if not all(getattr(case, need) for need in row.needs.split()):
         return
     try:
         answer = row.verdict(machine, case)
@@ -86,29 +93,6 @@ def _answers(row: Row, machine: Machine, case: Case) -> Iterator[Check]:
         yield replace(check, name=check.name or row.name, group=row.group, fix=fix)
 
 
-def _accept(checks: list[Check], names: Iterable[str]) -> list[Check]:
-    """The checks with those that failed and are named `accepted`, and a line for names that are
-    none or not needed.
-    """
-    names = list(dict.fromkeys(map(plain, names)))
-    failures = {plain(check.name) for check in checks if check.state == FAILED}
-    for number, check in enumerate(checks):
-        name = plain(check.name)
-        if check.state == FAILED and name in names and name in ACCEPTABLE:
-            checks[number] = replace(check, state=ACCEPTED)
-    for name in names:
-        if name not in ACCEPTABLE:
-            why = unknown("check", name, ACCEPTABLE)
-            if name in failures:
-                why = f"{name} cannot be accepted: the engine refuses it too, or other checks fail"
-            fix = f"Take {name} out of --accept and run.accepted_checks"
-            checks.append(failed(why, fix, "run.accepted_checks", "accepted"))
-        elif name not in failures:
-            words = f"{name}: accepted, and has not failed"
-            checks.append(passed(words, name="not needed", group="accepted"))
-    return checks
-
-
 def headline(checks: Iterable[Check]) -> str:
     """ "3 failed, 1 warning, 20 passed, 5 skipped"."""
     counts = Counter(check.state for check in checks)
@@ -116,37 +100,27 @@ def headline(checks: Iterable[Check]) -> str:
 
 
 def print_table(checks: list[Check], title: str, console: Console) -> None:
-    """The table by group, and below it what to type, by the numbers in the table; commands are not
-    broken into lines.
-    """
+    """The table by group, and below it what to type; commands are not broken into lines."""
     table = Table(title=title, title_justify="left", expand=True)
     table.add_column("check", width=27)
-    table.add_column("state", width=12)
+    table.add_column("state", width=8)
     table.add_column("found", ratio=1, overflow="fold")
-    fixes, group = [], None
+    group = None
     for check in checks:
         if check.group != group:
             group = check.group
             table.add_section()
-            table.add_row(Text(group, style="bold"), "", "")
-        number = ""
-        if check.fix:
-            fixes.append(check)
-            number = f" [{len(fixes)}]"
-        state = Text(check.state + number, style=STYLES[check.state])
+            table.add_row(Text(group, style="bold"))
+        state = Text(check.state, style=STYLES[check.state])
         table.add_row(Text(f"  {check.name}"), state, Text(check.found))
     console.print(table)
-    for place, check in enumerate(fixes, 1):
-        console.print(f"[bold]{escape(f'[{place}]')} {escape(check.name)}[/bold]", highlight=False)
-        for line in check.fix.splitlines():
-            console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
+    for check in checks:
+        if check.fix:
+            console.print(Text(check.name, style="bold"))
+            console.print(Text(indent(check.fix, "    ")), soft_wrap=True)
     names = [plain(check.name) for check in checks if check.state == FAILED]
     names = [name for name in names if name in ACCEPTABLE]
     if names:
-        console.print(
-            f"\nIf a check is wrong about this machine: --accept NAME, of {', '.join(names)}; the "
-            "run directory keeps it",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(f"\n{headline(checks)}", highlight=False)
+        words = f"If a check is wrong about this machine: --accept NAME (one of {', '.join(names)})"
+        console.print(Text(f"\n{words}; the run directory records it"), soft_wrap=True)
+    console.print(Text(f"\n{headline(checks)}"))

@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,9 @@ from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe
 
 PASSED, WARNING, FAILED, SKIPPED, ACCEPTED = "passed", "warning", "failed", "skipped", "accepted"
-# Words of npu-smi for a die's health, in lower case. Its Warning is a minor alarm: the die works.
-HEALTHY = ("ok", "normal", "正常")
-SICK = ("alarm", "critical", "unknown", "fault", "abnormal", "offline") + tuple(
-    "告警 重要告警 紧急告警 异常 故障 离线".split()
-)
+LIST = "ASCEND_RT_VISIBLE_DEVICES"
+# Words of npu-smi for the health of a die that works; Warning is a minor alarm.
+WORKING = ("OK", "Warning")
 # Faults of these rules leave a default in place of the value (recipe/reader.py).
 UNREAD = ("value", "unknown", "missing")
 
@@ -55,11 +53,10 @@ def enough(have: float, least: float, comfortable: float, found: str, fix: str =
 
 @dataclass(frozen=True)
 class Die:
-    """One NPU as `npu-smi info` shows it: `number` is that of its /dev/davinci*; memory in MiB,
-    0 where npu-smi does not print it.
+    """One NPU as `npu-smi info` shows it: chip `chip` of its card, /dev/davinci{number}; memory in
+    MiB.
     """
 
-    card: int
     chip: int
     number: int
     health: str
@@ -67,88 +64,51 @@ class Die:
     total: int
 
     @property
-    def healthy(self) -> bool:
-        return self.health.lower() in HEALTHY
-
-    @property
     def sick(self) -> bool:
-        """Not the opposite of healthy: of other words neither is known."""
-        return self.health.lower() in SICK
+        return self.health not in WORKING
 
 
 @dataclass(frozen=True)
 class Seen:
-    """How many NPUs each part of the machine sees; a ProbeError where it could not be asked."""
+    """The NPUs that each part of the machine sees."""
 
     dies: list[Die] = field(default_factory=list)  # of npu-smi
-    smi_fault: ProbeError | None = None  # why it lists none
-    # number of a die -> processes by npu-smi, in words; None if it prints none
-    held: Mapping[int, list[str]] | None = field(default_factory=dict)
-    closed: tuple[str, ...] = ()  # device nodes that cannot be opened, and why
-    driver: str | None = None  # its version by npu-smi
-    mapped: tuple[int, ...] = ()  # the numbers of /dev/davinci*
-    cann: int | ProbeError = 0
-    visible: str | None = None  # ASCEND_RT_VISIBLE_DEVICES
-    # the running cluster (ascend/cluster.py); None if there is none
-    ray: Mapping[str, Any] | ProbeError | None = None
-    address: str | None = None  # RAY_ADDRESS, where no Ray runs on this machine
-    # how the environment of the running Ray differs from the shell's
-    stale: list[str] = field(default_factory=list)
-
-    @property
-    def davinci(self) -> int:
-        return len(self.mapped)
-
-    @property
-    def acl(self) -> int | None:
-        """CANN's count; None if it could not be asked."""
-        if isinstance(self.cann, ProbeError):
-            return None
-        return self.cann
-
-    @property
-    def cluster(self) -> Mapping[str, Any] | None:
-        if isinstance(self.ray, ProbeError):
-            return None
-        return self.ray
-
-    def npus_of_ray(self, which: str) -> int:
-        """Of the running cluster: its `resources`, or what is `available` of them."""
-        assert self.cluster is not None, "asked only where there is one"
-        return int(self.cluster[which].get("NPU", 0))
+    # number of a die -> processes by npu-smi, in words
+    processes: Mapping[int, list[str]] = field(default_factory=dict)
+    mapped: list[int] = field(default_factory=list)  # the numbers of /dev/davinci*
+    acl: int = 0  # CANN's count
+    visible: list[str] | None = None  # ASCEND_RT_VISIBLE_DEVICES
+    ray: Mapping[str, Any] | None = None  # the running cluster (ascend/cluster.py)
+    faults: Mapping[str, ProbeError] = field(default_factory=dict)  # of a part that could not say
 
     def taken(self, count: int) -> list[Die]:
         """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other
-        numbers than /dev/davinci* (a container whose nodes have new names) the first of its list,
-        or all if it lists more.
+        numbers than /dev/davinci* (a container whose nodes have new names) the first of its list.
         """
-        numbers, mapped = {die.number for die in self.dies}, set(self.mapped)
-        if mapped and (numbers <= mapped or mapped <= numbers):
-            return [die for die in self.dies if die.number in self.mapped[:count]]
-        if 0 < len(mapped) < len(self.dies):
-            return self.dies
-        return self.dies[:count]
-
-    @property
-    def listed(self) -> int | None:
-        """Entries of ASCEND_RT_VISIBLE_DEVICES as Ray counts them; None if it is not set
-        (ray/_private/accelerators/npu.py).
-        """
-        if self.visible is None:
-            return None
-        if self.visible not in ("", "NoDevFiles"):
-            return len(self.visible.split(","))
-        return 0
+        taken = [die for die in self.dies if die.number in self.mapped[:count]]
+        return taken or self.dies[:count]
 
     @property
     def ray_would_count(self) -> int:
         """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no
-        more than the list has.
+        more than the list has (ray/_private/accelerators/npu.py).
         """
-        count = self.davinci if self.acl is None else self.acl
-        if self.listed is None:
+        count = self.acl or len(self.mapped)
+        if self.visible is None:
             return count
-        return min(count, self.listed)
+        return min(count, len(self.visible))
+
+    def counts(self) -> dict[str, int]:
+        """The NPUs by part, from the hardware up."""
+        counts = {"/dev/davinci*": len(self.mapped), "CANN": self.acl}
+        if self.dies:
+            counts = {"npu-smi": sum(not die.sick for die in self.dies)} | counts
+        if self.visible is not None:
+            counts[LIST] = len(self.visible)
+        counts["Ray"] = self.ray_would_count
+        if self.ray is not None:
+            counts["Ray"] = int(self.ray["available"].get("NPU", 0)) // self.ray["nodes"]
+        return counts
 
 
 @dataclass(frozen=True)
@@ -182,15 +142,11 @@ class Case:
     @property
     def npus_here(self) -> bool:
         """Whether it would, and any part of this machine sees one."""
-        return self.on_npus and bool(self.seen.dies or self.seen.davinci or self.seen.acl)
+        return self.on_npus and any((self.seen.dies, self.seen.mapped, self.seen.acl))
 
     @property
     def several_nodes(self) -> bool:
         return self.on_npus and self.nodes > 1
-
-    @property
-    def two_launchers(self) -> bool:
-        return self.several_nodes and self.own_ray
 
     @property
     def model_given(self) -> bool:
@@ -213,6 +169,13 @@ class Case:
         load = self.recipe.model.load
         return bool(self.upstream and load and not (Path(load) / TRACKER).is_file())
 
+    @property
+    def legal(self) -> Plan | None:
+        """The plan, if its layout breaks no rule."""
+        if self.plan is None or broken(self.plan):
+            return None
+        return self.plan
+
     # What checks ask:
 
     @property
@@ -224,20 +187,6 @@ class Case:
     def ranks(self) -> int:
         """Ranks of this node, an NPU each."""
         return -(-self.npus // self.nodes)
-
-    @property
-    def expert_parallel(self) -> bool:
-        """Whether vLLM spreads experts over ranks."""
-        layout, plan = self.recipe.layout, self.plan
-        experts = plan is not None and plan.shape.moe
-        return experts and layout.enable_expert_parallel and layout.infer_ep > 1
-
-    @property
-    def legal(self) -> Plan | None:
-        """The plan, if its layout breaks no rule."""
-        if self.plan is None or broken(self.plan):
-            return None
-        return self.plan
 
     def accepts(self, name: str) -> bool:
         """Whether check `name` may fail (run.accepted_checks)."""
@@ -255,9 +204,9 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = F
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
         except ConfigError as error:
             known = {fault.message for fault in faults}
-            faults += [
-                Fault("model", line) for line in str(error).splitlines() if line not in known
-            ]
+            for fault in error.faults:
+                if fault.message not in known:
+                    faults.append(replace(fault, rule="model"))
     return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray)
 
 
@@ -287,10 +236,6 @@ def quoted(path: object) -> str:
 def gigabytes(size: float) -> str:
     """
     >>> gigabytes(3.5e6), gigabytes(6.1e10), gigabytes(2e12)
-    ('3.5 MB', '61.0 GB', '2,000 GB')
+    ('0.0 GB', '61.0 GB', '2,000 GB')
     """
-    if size < 1e8:
-        return f"{size / 1e6:,.1f} MB"
-    if size < 1e11:
-        return f"{size / 1e9:,.1f} GB"
-    return f"{size / 1e9:,.0f} GB"
+    return f"{size / 1e9:,.{1 if size < 1e11 else 0}f} GB"

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -12,9 +11,7 @@ from zipfile import is_zipfile
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folder
-from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.parts import BF16
-from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.weights import training_weights
 from mindspeed_qerl.preflight.case import (
@@ -49,64 +46,29 @@ def _packed(case: Case) -> tuple[Any, Any, Any]:
 
 
 def training_files(machine: Machine, case: Case) -> Check:
-    try:
-        lengths, *_ = _packed(case)
-    except (OSError, ValueError) as error:
-        return failed(_unreadable(error, case.recipe.task.data_path), _pack(case))
-    return passed(f"{len(lengths):,} prompts and labels")
-
-
-def _pack(case: Case) -> str:
+    """Upstream keeps prompts that are shorter than max_prompt_length (indexed_dataset.py:545)."""
     recipe = case.recipe
-    return (
-        f"python tools/convert_gsm8k.py --input openai/gsm8k --output "
-        f"{quoted(Path(recipe.task.data_path).parent)} --format mindspeed --tokenizer "
-        f"{recipe.model.path} --max-prompt-length {recipe.sampling.max_prompt_length}"
-    )
-
-
-def of_packed(verdict: Callable[[Case, Any, Any, Any], Check]) -> Callable:
-    """A check of the packed files' content, where they can be read: else `training_files` fails."""
-
-    def check(machine: Machine, case: Case) -> Check | None:
-        try:
-            packed = _packed(case)
-        except (OSError, ValueError):
-            return None
-        return verdict(case, *packed)
-
-    return check
-
-
-@of_packed
-def labels(case: Case, lengths: Any, tokens: Any, labels: Any) -> Check:
-    empty = int((labels == 0).sum())
-    words = f"{empty:,} of {len(lengths):,} are empty"
+    fix = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
+    fix += f"{quoted(Path(recipe.task.data_path).parent)} --format mindspeed --tokenizer "
+    fix += f"{recipe.model.path} --max-prompt-length {recipe.sampling.max_prompt_length}"
+    try:
+        lengths, tokens, labels = _packed(case)
+    except (OSError, ValueError) as error:
+        return failed(str(error), fix)
+    empty, largest = int((labels == 0).sum()), int(tokens.max(initial=0))
     if empty:
-        return failed(f"{words}: nothing to verify against")
-    return passed(words)
-
-
-@of_packed
-def prompt_lengths(case: Case, lengths: Any, tokens: Any, labels: Any) -> Check:
-    """Upstream keeps prompts that are shorter (indexed_dataset.py:545)."""
-    limit, batch = case.recipe.sampling.max_prompt_length, case.recipe.batch.global_batch_size
-    kept, longest = int((lengths < limit).sum()), int(lengths.max(initial=0))
-    if kept == len(lengths):
-        return passed(f"at most {longest} tokens; max_prompt_length is {limit}")
-    words = f"{len(lengths) - kept:,} of {len(lengths):,} have max_prompt_length = {limit} tokens "
-    words += f"or more and are left out; a batch has {batch}"
-    fix = f"rl_config.max_prompt_length={longest + 1}    # an override; the others must hold it"
-    return enough(kept, batch, len(lengths), words, fix)
-
-
-@of_packed
-def token_ids(case: Case, lengths: Any, tokens: Any, labels: Any) -> Check:
-    vocabulary, largest = case.recipe.npu.padded_vocab_size, tokens.max(initial=0)
-    words = f"up to {largest:,}; padded_vocab_size is {vocabulary}"
+        words = f"{empty:,} of {len(labels):,} labels are empty: nothing to verify against"
+        return failed(words, fix)
+    vocabulary = recipe.npu.padded_vocab_size
     if vocabulary and largest >= vocabulary:
-        return failed(f"{words}: another model's tokenizer")
-    return passed(words)
+        words = f"token ids up to {largest:,}; padded_vocab_size is {vocabulary:,}"
+        return failed(f"{words}: another model's tokenizer", fix)
+    limit, longest = recipe.sampling.max_prompt_length, int(lengths.max(initial=0))
+    kept = int((lengths < limit).sum())
+    words = f"{kept:,} of {len(lengths):,} prompts have less than max_prompt_length = {limit} "
+    words += "tokens and are trained"
+    fix = f"rl_config.max_prompt_length={longest + 1}    # an override; the others must hold it"
+    return enough(kept, recipe.batch.global_batch_size, len(lengths), words, fix)
 
 
 def overlap(machine: Machine, case: Case) -> Check:
@@ -145,17 +107,12 @@ def converted(machine: Machine, case: Case, name: str, key: str) -> Check:
     try:
         rows = read_rows(file)
     except (OSError, ValueError) as error:
-        folder = quoted(Path(file).parent)
-        fix = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {folder}"
-        return failed(_unreadable(error, file), fix)
+        folder, model = Path(file).parent, Path(case.recipe.model.path)
+        fix = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {quoted(folder)}"
+        if folder.parent == model:  # of the quickstart
+            fix = f"python tools/make_tiny_model.py --output {quoted(model)}"
+        return failed(str(error), fix)
     return passed(f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
-
-
-def _unreadable(error: Exception, file: str) -> str:
-    if not isinstance(error, FileNotFoundError):
-        return str(error)
-    path = Path(error.filename or file)
-    return f"no {path.name} in {path.parent}"
 
 
 def conversion(case: Case) -> list[str]:
@@ -167,7 +124,8 @@ def conversion(case: Case) -> list[str]:
     """
     if case.plan is None:
         raise ConfigError(*(case.unread or case.faults))
-    if not case.recipe.model.load:
+    load, layout = case.recipe.model.load, case.plan.layout
+    if not load:
         return conversion_command(case.recipe)  # says so
     rules = [rule.message for rule in broken(case.plan)]
     if rules:
@@ -175,7 +133,6 @@ def conversion(case: Case) -> list[str]:
             f"no conversion for a layout that cannot exist: {'; '.join(rules)}. The nearest that "
             f"can: python tools/plan_layout.py --config-name {case.name}, with the same overrides"
         )
-    load, layout = case.recipe.model.load, case.plan.layout
     sizes = (layout.tp, layout.pp, layout.ep)
     named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
     if named and any(size and int(size) != own for size, own in zip(named.groups(), sizes)):
@@ -192,61 +149,40 @@ def conversion(case: Case) -> list[str]:
 
 def base_weights(machine: Machine, case: Case) -> Check:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of
-    this layout.
+    this layout, a whole zip of a rank's size.
     """
-    load = case.recipe.model.load
+    load, plan = case.recipe.model.load, case.plan
     if not load:
         return warning("actor_config.load is not set: random weights are trained")
-    if case.plan is None:
-        return skipped("the config's values make no layout")
+    assert plan
     try:
         fix = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
     except ConfigError as error:
-        fix = str(error) if case.legal else "First a layout that can exist, above"
-    try:
-        written = (Path(load) / TRACKER).read_text().strip()
-    except OSError:
+        fix = str(error)
+    tracker = machine.read(Path(load) / TRACKER).strip()
+    if not tracker:
         return failed(f"no {TRACKER} in {load}: not converted yet", fix)
     # else "release"
-    iteration = f"iter_{int(written):07d}" if written.isdigit() else written
-    paths = (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
-    return _whole(case, case.plan, {path.parent.name: path for path in paths}, fix)
-
-
-def _whole(case: Case, plan: Plan, files: dict[str, Path], fix: str) -> Check:
-    """Whether these are the layout's files, each a whole zip of a rank's size."""
-    load, layout = case.recipe.model.load, plan.layout
-    wanted = f"TP {layout.tp} PP {layout.pp} EP {layout.ep}"
+    iteration = f"iter_{int(tracker):07d}" if tracker.isdigit() else tracker
+    layout, paths = plan.layout, (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
+    files = {path.parent.name: path for path in paths}
     shares = {}  # bytes of a rank's file
     for tp, pp, ep in product(range(layout.tp), range(layout.pp), range(layout.ep)):
         folder = rank_folder(tp, pp, ep, pp=layout.pp, ep=layout.ep)
         shares[folder] = BF16 * sum(training_weights(plan, pp))
+    wanted = f"TP {layout.tp} PP {layout.pp} EP {layout.ep} needs {len(shares)} files"
     if files.keys() != shares.keys():
         return failed(
-            f"{load} has {len(files)} files, {_ends(files)}; {wanted} needs {len(shares)} files, "
-            f"{_ends(shares)}: another layout, or an interrupted conversion (it writes the tracker "
-            "first)",
-            f"{fix}\nA directory holds one layout: for two, give actor_config.load another name",
+            f"{load} has {len(files)} files, {wanted}, {min(shares)} to {max(shares)}: another "
+            "layout, or an interrupted conversion (it writes the tracker first)",
+            fix,
         )
-    size = 0
     for name, file in sorted(files.items()):
-        size += file.stat().st_size
-        if is_pointer(file):
-            words = f"{name}/{file.name} is a pointer of git-lfs, not weights"
-            return failed(words, f"(cd {quoted(load)} && git lfs pull)")
+        size = file.stat().st_size
         if not is_zipfile(file):
-            return failed(f"{name}/{file.name} is not whole: an interrupted conversion", fix)
-        if case.legal and file.stat().st_size < NEARLY * shares[name]:
-            return failed(
-                f"{name}/{file.name} has {gigabytes(file.stat().st_size)}; a rank's share of this "
-                f"model is {gigabytes(shares[name])}: weights of another model?",
-                fix,
-            )
-    return passed(f"{len(files)} of {len(shares)} files for {wanted}, {gigabytes(size)}")
-
-
-def _ends(folders: Iterable[str]) -> str:
-    names = sorted(folders)
-    if names:
-        return f"{names[0]} to {names[-1]}"
-    return "none"
+            words = "an interrupted conversion, or a pointer of git-lfs (git lfs pull)"
+            return failed(f"{name}/{file.name} is not whole: {words}", fix)
+        if size < NEARLY * shares[name]:
+            words = f"a rank's share of this model is {gigabytes(shares[name])}: another model's?"
+            return failed(f"{name}/{file.name} has {gigabytes(size)}; {words}", fix)
+    return passed(f"{wanted}, which are there")

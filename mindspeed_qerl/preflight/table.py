@@ -38,20 +38,26 @@ def read_table() -> tuple[Row, ...]:
     kinds = groups.pop("kinds")
     rows = []
     for group, checks in groups.items():
-        rows += [_row(group, name, kinds.get(group, {}) | row) for name, row in checks.items()]
+        for name, row in checks.items():
+            rows.append(_row(group, name, **kinds.get(group, {}) | row))
     return tuple(rows)
 
 
-def _row(group: str, name: str, row: dict[str, Any]) -> Row:
-    row = dict(row)
-    options = row.pop("with", None)
-    module, function = row.pop("verdict").split(".")
-    verdict = getattr(import_module(f"{__package__}.{module}"), function)
-    for text in ("ask", "fix"):
-        row[text] = row.get(text, "").format(name=name, **options or {})
-    if options is not None:
-        verdict = partial(verdict, name=name, **options)
-    return Row(group, name, verdict=verdict, **row)
+def _row(
+    group: str,
+    name: str,
+    ask: str,
+    verdict: str,
+    fix: str = "",
+    values: dict[str, Any] | None = None,
+    **more: Any,
+) -> Row:
+    module, function = verdict.split(".")
+    answer = getattr(import_module(f"{__package__}.{module}"), function)
+    if values is not None:
+        answer = partial(answer, name=name, **values)
+    filled_in = {"name": name} | (values or {})
+    return Row(group, name, ask.format(**filled_in), answer, fix=fix.format(**filled_in), **more)
 
 
 TABLE = read_table()

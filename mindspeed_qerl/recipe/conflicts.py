@@ -25,17 +25,10 @@ def conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
             f"= {sampling.max_tokens} exceeds generate_config.max_model_len = "
             f"{batch.max_model_len}",
         )
-    if batch.samples_per_prompt < 2:
-        yield _conflict(
-            "rl_config.n_samples_per_prompt",
-            f"rl_config.n_samples_per_prompt = {batch.samples_per_prompt} must be at least 2: GRPO "
-            "compares the answers to one prompt",
-        )
     if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
         yield _conflict(
             "eval.temperature",
-            f"eval.temperature = 0 with eval.samples_per_problem = "
-            f"{evaluation.samples_per_problem}: it must be above 0, or 0 (greedy) with 1 sample",
+            "eval.temperature = 0 (greedy) needs eval.samples_per_problem = 1, or be above 0",
         )
     if optimizer.min_lr > optimizer.lr:
         yield _conflict(
@@ -50,8 +43,8 @@ def conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
         yield from _filter_conflicts(parts)
 
 
-def _conflict(key: str, message: str, fix: str = "") -> Fault:
-    return Fault("conflict", message, key, fix)
+def _conflict(key: str, message: str) -> Fault:
+    return Fault("conflict", message, key)
 
 
 def _algorithm_conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
@@ -59,16 +52,14 @@ def _algorithm_conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[F
     if parts["correction"].method == "sequence_tis" and algorithm.loss_mode == "cispo":
         yield _conflict(
             "rollout_correction.method",
-            "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': CISPO "
-            "weighs each token by a ratio of its own, and an answer's would undo its bound",
-            "Take token_tis, or loss_mode=vanilla",
+            "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': an "
+            "answer's weight would undo CISPO's bound of each token's. Take token_tis",
         )
     if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
         yield _conflict(
             "rl_config.use_kl_in_reward",
             "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
-            "the rewards, and pays for the reference",
-            "Set init_kl_coef above 0, or use_kl_in_reward=false",
+            "the rewards: set init_kl_coef above 0, or use_kl_in_reward=false",
         )
     if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
         yield _conflict(
@@ -84,9 +75,7 @@ def _overlong_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
         yield _conflict(
             "rl_config.overlong_buffer",
             f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
-            f"must be between 1 and sampling max_tokens = {max_tokens}: it is the tokens before "
-            "the limit that cost reward",
-            "rl_config.overlong_buffer_enable=false switches it off",
+            f"must be between 1 and sampling max_tokens = {max_tokens}",
         )
     if selection.rollout_max_tokens != max_tokens:
         yield _conflict(
@@ -104,9 +93,8 @@ def _filter_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
     if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
         yield _conflict(
             "aqn.restart_every",
-            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many prompts a "
-            "step asks is not known before, so neither is how many steps are a pass over the data",
-            "Give a number of steps",
+            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: the steps of a pass "
+            "over the data are not known before. Give a number of steps",
         )
     if 0 < batches * batch.global_batch_size < wanted:
         yield _conflict(

@@ -2,13 +2,11 @@
 may have.
 """
 
-import textwrap
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.recipe.compose import compose, config_files, config_parts, known_keys
-from mindspeed_qerl.recipe.keys import Values
+from mindspeed_qerl.recipe.compose import compose, config_files, config_parts
+from mindspeed_qerl.recipe.overrides import at
 
 
 def list_of_configs(config_dir: str | None = None) -> str:
@@ -24,49 +22,25 @@ def list_of_configs(config_dir: str | None = None) -> str:
 
 def text_of_config(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> str:
     """The text of a config and of every file that it is made of."""
-    texts = []
-    for part in config_parts(name, overrides, config_dir):
-        texts.append(
-            f"---- {part.name}.yaml ({part.file})\n{part.file.read_text(encoding='utf-8')}"
-        )
-    return "\n".join(texts)
+    files = config_parts(name, overrides, config_dir)
+    return "\n".join(f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
 def list_of_keys(
     name: str, section: str = "", overrides: Iterable[str] = (), config_dir: str | None = None
 ) -> str:
-    """Every key of a section: those that the config sets with their values, then the names of the
-    others. Without a section the keys that are set, and the number of the others.
-
-    Raises:
-        ConfigError: no such config or section, or overrides that it cannot take.
+    """The keys of a section: those that the config sets with their values, and the names of the
+    others; without a section the names of the sections. ConfigError if there is no such section.
     """
-    config = compose(name, overrides, config_dir)
-    known = known_keys(config)
-    sections = [key for key in known if not section or f"{key}.".startswith(f"{section}.")]
-    if not sections:
-        listing = "leave it out to see all keys"
-        raise ConfigError(unknown("section", section, filter(None, known), listing))
-    lines = []
-    for key in sections:
-        values = Values(config).section(key) if key else config
-        for last, value in values.items():
-            path = f"{key}.{last}".lstrip(".")
-            is_section = path in known or not key and isinstance(value, Mapping)
-            if not is_section:
-                lines.append(f"{path}={_typed(value)}")
-        others = sorted(set(known[key]) - set(values))
-        if others and section:
-            text = f"{key}, not set here: {', '.join(others)}"
-            lines += textwrap.wrap(text, 119, subsequent_indent="    ")
-        elif others and key:
-            lines.append(f"{key} has {len(others)} more, not set here: --keys {key}")
-    return "\n".join(lines)
-
-
-def _typed(value: Any) -> str:
-    """A value as one would type it."""
     import yaml
 
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
-    return text.removesuffix("\n").removesuffix("\n...")
+    from mindspeed_qerl.recipe.reader import known_keys
+
+    known = known_keys()
+    if not section:
+        return f"--keys SECTION, of: {', '.join(known)}"
+    if section not in known:
+        raise ConfigError(unknown("section", section, known))
+    values = at(section, compose(name, overrides, config_dir)) or {}
+    others = ", ".join(sorted(known[section] - values.keys()))
+    return f"{yaml.safe_dump({section: values}, sort_keys=False)}# not set: {others}"

@@ -85,8 +85,6 @@ class Quantization:
     lora: Literal["merged", "beside"] = "merged"
     ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantised
     evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
-    # of each step, by which the effects of format and noise are told apart
-    probe_answers: int = Field(0, ge=0)
 
     @property
     def enabled(self) -> bool:

@@ -57,13 +57,13 @@ class Batch:
     mini_batch_size: Size = key(
         "rl_config.mini_batch_size", default_factory=lambda batch: batch["global_batch_size"]
     )
-    samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=1)
+    samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
     actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")
     ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
     epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
     # the keys DISPATCH; None: upstream's default
-    dispatch: Mapping[str, int | None] = Field(default_factory=dict)
+    dispatch: Mapping[str, Size | None] = Field(default_factory=dict)
     guarantee_order: bool = key("rl_config.guarantee_order", True)
     seq_length: Size = key("megatron.seq_length", 2560)
     max_model_len: Size = key("generate_config.max_model_len", 2560)
@@ -268,6 +268,7 @@ class Run:
     """
 
     section: ClassVar[str] = "run"
+    emulate_npu: bool = key("emulate_npu", False)
     train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
     # steps; there is always one after the last
     save_interval: Size | None = key("megatron.save_interval")
@@ -334,7 +335,6 @@ class Recipe:
     """
 
     engine: str
-    emulate_npu: bool
     model: Model
     layout: Layout
     batch: Batch
@@ -370,6 +370,11 @@ class Recipe:
             "multipliers": noise.factors,
             "seed": self.run.seed if noise.seed is None else noise.seed,
         }
+
+    @property
+    def emulate_npu(self) -> bool:
+        """Whether the NPU engine runs on CPUs (emulation/)."""
+        return self.run.emulate_npu
 
     @property
     def data_files(self) -> dict[str, str]:

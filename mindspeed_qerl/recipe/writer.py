@@ -25,7 +25,7 @@ def to_config(recipe: Recipe) -> dict[str, Any]:
                 _put(values, key, getattr(getattr(recipe, name), field))
     for name, size in recipe.batch.dispatch.items():
         _put(values, f"rl_config.{name}", size)
-    return {**config, "engine": recipe.engine, "emulate_npu": recipe.emulate_npu}
+    return {**config, "engine": recipe.engine}
 
 
 def _put(values: Values, key: str, value: Any) -> None:
@@ -45,8 +45,7 @@ def _put(values: Values, key: str, value: Any) -> None:
     if section.startswith("model."):
         section = "megatron_training"
     target: Any = values.config
-    for step in section.split("."):
-        if target.get(step) is None:
-            target[step] = {}
+    for step in filter(None, section.split(".")):
+        target[step] = target.get(step) or {}
         target = target[step]
     target[last] = value

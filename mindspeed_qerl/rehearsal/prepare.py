@@ -5,7 +5,6 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from mindspeed_qerl.ascend.contract import UPSTREAM_VERIFIERS
 from mindspeed_qerl.ascend.limits import faults_of_values, unfilled_blocks
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of
@@ -107,22 +106,11 @@ def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
     return plan
 
 
-def upstream_verifiers(recipe: Recipe) -> list[str]:
-    """The verifiers of upstream that `recipe` names and its engine lacks."""
-    names = [name for name, _ in recipe.task.verifiers if name in UPSTREAM_VERIFIERS]
-    return [] if engine_of(recipe).UPSTREAM else names
-
-
 def _small(recipe: Recipe, directory: Path) -> Recipe:
-    """`recipe` with the model in `directory`, few steps and short answers, and gsm8k where no
-    verifier is left.
-    """
+    """`recipe` with the model in `directory`, few steps and short answers."""
     settings, noise, layout = recipe.rehearsal, recipe.noise, recipe.layout
     length = recipe.sampling.max_prompt_length + settings.max_tokens
     batched = max(length, recipe.batch.max_num_batched_tokens)
-    lacking = upstream_verifiers(recipe)
-    kept = [verifier for verifier in recipe.task.verifiers if verifier[0] not in lacking]
-    names, weights = zip(*kept or [("gsm8k", 1.0)])
     if noise.enabled:  # the first stage has no noise: at least the last step must have some
         noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
     if settings.layers != "all":
@@ -137,7 +125,6 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
             recipe.batch, seq_length=length, max_model_len=length, max_num_batched_tokens=batched
         ),
         sampling=replace(recipe.sampling, max_tokens=settings.max_tokens),
-        task=replace(recipe.task, verifier_function=names, verifier_weight=weights),
         evaluation=replace(
             recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems
         ),

@@ -7,7 +7,7 @@ from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, upstream_verifiers
+from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -25,8 +25,6 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
     if "engine_start_seconds" in facts:
         seconds += f", {facts['engine_start_seconds']:.0f} s of them to start the processes"
     seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"
-    if "peak_memory_gib" in facts:
-        seconds += f"; at most {facts['peak_memory_gib']:.1f} GiB of memory, of all processes"
     title = f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}"
     lines = [title, "", f"{seconds}.", "", "## Proved here", ""]
     lines += [f"- {line}" for line in _proved(recipe, plan, facts, steps, evaluations)]
@@ -121,8 +119,6 @@ def _not_proved(
         "were checked, but one vLLM process sampled here."
     )
     yield "BF16: this was computed in float32."
-    if names := upstream_verifiers(recipe):
-        yield f"Upstream's verifiers {', '.join(names)}: only upstream's code has them."
     if not facts.get("lora_movement"):
         yield "LoRA's way into the rollout engine: no reward differed, so no adapter moved."
     if unused:

@@ -123,39 +123,23 @@ def loss_fault(metrics: Mapping[str, float], algorithm: Algorithm) -> str | None
     )
 
 
-def tokens_fault(trained: float, sampled: int, epochs: int) -> str | None:
-    """Whether each token that was sampled and kept was in the loss, once an epoch.
+def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "trained") -> str | None:
+    """Whether each token that was sampled and kept was in the loss, once an epoch; or whether each
+    that has routes was replayed.
 
     Args:
-        trained: tokens in the loss, over all updates and ranks. sampled: tokens of the answers that
-            are kept, end tokens included.
+        counted: tokens in the loss, over all updates and ranks; of routes every layer counts as
+            many. expected: tokens of the answers that are kept, end tokens included; or tokens with
+            routes, 0 where nothing is replayed. verb: "trained" or "replayed".
 
-    >>> tokens_fault(trained=20, sampled=10, epochs=2)
+    >>> tokens_fault(counted=20, expected=10, epochs=2)
     """
-    if trained == sampled * epochs:
+    if counted == expected * epochs:
         return None
     return (
-        f"{trained:,} tokens were trained, and {sampled:,} were sampled and kept, to be trained "
-        f"{epochs} times: {sampled * epochs:,}. A mask, or the way of the answers to the ranks, "
-        "loses or repeats some"
-    )
-
-
-def replay_fault(replayed: float, recorded: int, epochs: int) -> str | None:
-    """Whether each token that has routes was replayed, once an epoch.
-
-    Args:
-        replayed: tokens, over all updates and ranks; every layer counts as many. recorded: tokens
-            with routes, of the answers that are trained; 0 where nothing is replayed.
-
-    >>> replay_fault(replayed=20, recorded=10, epochs=2)
-    """
-    if replayed == recorded * epochs:
-        return None
-    return (
-        f"the routes of {replayed:,} tokens were replayed, and {recorded:,} were recorded, to be "
-        f"replayed {epochs} times: {recorded * epochs:,}. The model that trains is not the one "
-        "that has the routes, or the way of the routes to the ranks loses some"
+        f"{counted:,} tokens were {verb}, and {expected:,} were sampled and kept, to be {verb} "
+        f"{epochs} times: {expected * epochs:,}. A mask, or the way of the answers or their routes "
+        "to the ranks, loses or repeats some"
     )
 
 
@@ -206,9 +190,8 @@ def ends_fault(
 def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]]) -> str | None:
     """Whether the noise of a step, and of the run so far, is what its schedule says.
 
-    Over the run so far the root mean square is judged as a comparison of runs does
-    (compare/run.py), from NOISY_STEPS noisy steps on; a single step has an upper bound only,
-    since bfloat16 swallows small noise whole.
+    Over the run so far it is judged from NOISY_STEPS noisy steps on; a single step has an upper
+    bound only, since bfloat16 swallows small noise whole.
 
     Args:
         sigma: of this step, as the rollout engine reports it. nominal: by the schedule. seen:
@@ -227,8 +210,15 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
             f"the noise of this step has a measured std of {measured:.3g}, {expected:.3g} was "
             "asked for: it is put on twice, or scaled twice"
         )
+    return noise_share_fault(seen) if len(seen) >= NOISY_STEPS else None
+
+
+def noise_share_fault(seen: Sequence[tuple[float, float]]) -> str | None:
+    """Whether the noise of many steps, (expected, measured) standard deviation of each, is as large
+    as it should be, by its root mean square.
+    """
     share = math.sqrt(sum(m**2 for _, m in seen) / sum(e**2 for e, _ in seen))
-    if len(seen) < NOISY_STEPS or LEAST_NOISE < share < MOST_NOISE:
+    if LEAST_NOISE < share < MOST_NOISE:
         return None
     return (
         f"the noise of the {len(seen)} noisy steps so far has {share:.2f} of the std that was "
@@ -346,7 +336,7 @@ class StepChecks:
                 mismatch_fault(k3, std, sensitivity, dtype, other, self.routed),
                 loss_fault(values, recipe.algorithm),
                 tokens_fault(values["selection/trained_tokens"], tokens, epochs),
-                replay_fault(replayed, routes, epochs),
+                tokens_fault(replayed, routes, epochs, "replayed"),
             ]
             warnings["mismatch"] = mismatch_warning(k3, std, dtype, other)
         if faults := [fault for fault in faults if fault]:

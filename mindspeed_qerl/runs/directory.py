@@ -5,7 +5,7 @@
     command.txt     the command line, quoted for a shell
     versions.json   Python, machine, every installed package, the source's git commit, and what the
                     engine adds
-    data.json       path, sha256, bytes and rows of each data file, and of the model's
+    data.json       path and sha256 of each data file, and of the model's
     status.json     state ("running", "finished" or "failed"), step, reason, started, ended, seed,
                     id
     lock            held by the process that writes the run
@@ -19,12 +19,10 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
-from functools import cache
 from itertools import count
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Self
 from uuid import uuid4
@@ -105,18 +103,10 @@ class RunDirectory:
         }
         # last: a directory that has it has everything
         contents["status.json"] = json_text(status)
-        parent = Path(root) / name
-        try:
-            path = _make_new(parent, "_".join(filter(None, words)))
-            run = cls(path, hold(path))
-            for file, text in contents.items():
-                write_whole(path / file, text)
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"cannot make the run directory {parent.absolute()}: {error.strerror}. Choose a "
-                "folder that can be written, on a disk with space left",
-            ) from error
+        path = _make_new(Path(root) / name, "_".join(filter(None, words)))
+        run = cls(path, hold(path))
+        for file, text in contents.items():
+            write_whole(path / file, text)
         return run
 
     @classmethod
@@ -145,21 +135,19 @@ class RunDirectory:
     ) -> Self:
         """Go on with a run that was taken: the same data, and the same config but for `run.resume`,
         the checks that were accepted, and the keys of `may_change`, such as the layout. config.yaml
-        and versions.json become those of now, the earlier ones are kept as config.before.yaml and
+        and versions.json become those of now; the earlier versions are kept as
         versions.before.json (`other_versions` has the differences). The command is added to
         command.txt.
 
         Raises FileNotFoundError when a data file is missing, ValueError when the run is finished,
         or its config or data differ.
         """
-        status, before = self.status(), self.config()
+        status = self.status()
         if status["state"] == "finished":
             raise ValueError(
                 f"{self.path} is finished after {status['step']} steps: there is nothing to resume"
             )
-        changed = differences(before, config)
-        if other := changed.keys() - {*may_change, ACCEPTED}:
-            lines = [line for key, line in changed.items() if key in other]
+        if lines := self._other_config(config, may_change):
             raise ValueError(
                 f"{self.path} was started with another config. A run resumes as it was; to try "
                 "other values, start a new one.\n" + "\n".join(lines)
@@ -169,12 +157,10 @@ class RunDirectory:
                 f"{self.path} was started with other data, or another model. Put the files back "
                 "that it was started with, or start a new run.\n" + "\n".join(lines)
             )
-        if changed:
-            write_whole(self.path / "config.before.yaml", _to_yaml(before))
-            write_whole(self.config_file, _to_yaml(config))
+        write_whole(self.config_file, _to_yaml(config))
         started_with = self._json("versions.json")
         resumed_with = {**own_versions(), **versions}
-        self.other_versions = [*differences(started_with, resumed_with).values()]
+        self.other_versions = list(differences(started_with, resumed_with).values())
         if self.other_versions:
             write_whole(self.path / "versions.before.json", json_text(started_with))
             write_whole(self.path / "versions.json", json_text(resumed_with))
@@ -183,50 +169,69 @@ class RunDirectory:
         self._note(state="running", reason=None, ended=None)
         return self
 
+    def _other_config(self, config: dict, may_change: Iterable[str] = ()) -> list[str]:
+        """A line for each key that `config` has otherwise, but for those that may change."""
+        changed = differences(self.config(), config)
+        for key in (*may_change, "run.resume", ACCEPTED):
+            changed.pop(key, None)
+        return list(changed.values())
+
     def other_data(self, data_files: Mapping[str, Path | str]) -> list[str]:
-        """A line for each of the files that is not what the run was started with. FileNotFoundError
-        for one that is missing.
+        """A line for each of the files that is not what the run was started with; of the model, if
+        it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
         before, after = self._json("data.json"), describe_data(data_files)
-        lines = []
-        for label, new in after.items():
-            old = before.get(label)
-            if old and old["sha256"] != new["sha256"]:
-                was = f"sha256 was {old['sha256']} and is {new['sha256']}"
-                lines.append(f"{label} data {new['path']}: {was}")
-            elif not old and label.startswith("model/"):
-                lines.append(f"{label} data {new['path']}: was not there")
-        has_model = any(label.startswith("model/") for label in after)
-        for label, old in before.items():
-            if has_model and label.startswith("model/") and label not in after:
-                lines.append(f"{label} data {old['path']}: is gone")
-        return lines
+        for label in after.keys() - before.keys():
+            if not label.startswith("model/"):  # the run knew nothing of it
+                del after[label]
+        kinds = {label.partition("/")[0] for label in after}
+        for entries in (before, after):
+            for entry in entries.values():
+                del entry["path"]
+        before = {label: before[label] for label in before if label.partition("/")[0] in kinds}
+        return list(differences(before, after).values())
 
     @classmethod
     def unfinished(
         cls, parent: Path, *, config: dict, may_change: Iterable[str] = ()
-    ) -> "RunDirectory | None":
+    ) -> Self | None:
         """The newest run below `parent` that did not finish, has a checkpoint, and can be resumed
         with `config`.
         """
-        for run, state, started_with in _runs_below(parent):
-            other = differences(started_with, config).keys() - {*may_change, ACCEPTED}
-            if state != "finished" and not other and whole_checkpoints(run.checkpoints_dir):
+        for run in cls._newest_first(parent, config, may_change):
+            if run.status()["state"] != "finished" and whole_checkpoints(run.checkpoints_dir):
                 return run
         return None
 
     @classmethod
     def finished(
         cls, parent: Path, *, config: dict, data_files: Mapping[str, Path | str]
-    ) -> "RunDirectory | None":
+    ) -> Self | None:
         """The newest run below `parent` that finished with `config` and these data.
         FileNotFoundError for a file that is missing.
         """
-        for run, state, started_with in _runs_below(parent):
-            other = differences(started_with, config).keys() - {ACCEPTED}
-            if state == "finished" and not other and not run.other_data(data_files):
+        for run in cls._newest_first(parent, config):
+            if run.status()["state"] == "finished" and not run.other_data(data_files):
                 return run
         return None
+
+    @classmethod
+    def _newest_first(
+        cls, parent: Path, config: dict, may_change: Iterable[str] = ()
+    ) -> Iterator[Self]:
+        """The runs of `config` below `parent`; their names begin with their dates. Damaged ones are
+        left out, and named on the screen.
+        """
+        for file in sorted(parent.glob("*/status.json"), reverse=True):
+            run = cls(file.parent)
+            try:
+                run.status()
+                is_other = run._other_config(config, may_change)
+            except (OSError, ValueError) as error:
+                print(f"warning: {run.path} is skipped: {error}", file=sys.stderr, flush=True)
+                continue
+            if not is_other:
+                yield run
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
@@ -240,7 +245,7 @@ class RunDirectory:
         return run
 
     def config(self) -> dict[str, Any]:
-        """The resolved config the run was started with. ValueError for a damaged file."""
+        """The resolved config of the run. ValueError for a damaged file."""
         try:
             return dict(yaml.safe_load(self.config_file.read_text(encoding="utf-8")))
         except (yaml.YAMLError, TypeError, ValueError) as error:
@@ -313,33 +318,16 @@ class RunDirectory:
         self._note(state="failed", reason=reason, ended=_now().isoformat(timespec="seconds"))
 
     def _json(self, name: str) -> dict[str, Any]:
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+        file = self.path / name
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"{file} is damaged: {error}. Restore it, or move the run away"
+            ) from error
 
     def _note(self, **changes: Any) -> None:
         write_whole(self.status_file, json_text({**self.status(), **changes}))
-
-
-def _runs_below(parent: Path) -> list[tuple[RunDirectory, str, dict[str, Any]]]:
-    """The runs below `parent`, newest first, with their state and config; damaged ones are left
-    out, and named on the screen.
-    """
-    runs = []
-    for file in sorted(parent.glob("*/status.json")):
-        run = RunDirectory(file.parent)
-        try:
-            status, config = run.status(), run.config()
-            started = datetime.fromisoformat(status["started"]).timestamp()
-            runs.append((started, run, status["state"], config))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _warn_damaged(run.path, f"{type(error).__name__}: {error}")
-    runs.sort(key=itemgetter(0), reverse=True)
-    return [entry[1:] for entry in runs]
-
-
-@cache  # once a process: a sweep looks again for each of its runs
-def _warn_damaged(path: Path, reason: str) -> None:
-    words = f"{path} is damaged and is skipped ({' '.join(reason.split())})"
-    print(f"warning: {words}; move it away to silence this", file=sys.stderr, flush=True)
 
 
 def _make_new(parent: Path, stem: str) -> Path:

@@ -40,12 +40,7 @@ in 0..1:
                                      of (noisy - clean) weights
     quantization/weight_error        ||rounded - synced|| / ||synced|| of the rollout's linear
                                      weights; quantization/weight_error/layer_<number>
-    quantization/k3, quantization/effective_sample_size
-                                     between the synced policy and the quantised one
-    quantization/noise_k3, quantization/together_k3
-                                     the same of the noise alone, and of both
-    quantization/equivalent_sigma    of the noise that has the format's k3, by k3 ~ sigma^2
-    time/rollout, time/reward, time/logprobs, time/update, time/sync, time/probe
+    time/rollout, time/reward, time/logprobs, time/update, time/sync
     time/step                        the whole step, without evaluation
     verifier/<name>/mean
 
@@ -59,12 +54,9 @@ JSON has no NaN or infinity. Such a value is written as null and named:
 into the number.
 """
 
-import importlib.util
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -72,7 +64,6 @@ from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
 WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
-TIME_PARTS = ("rollout", "reward", "logprobs", "update", "sync")
 
 
 class MetricsWriter:
@@ -85,8 +76,7 @@ class MetricsWriter:
     forced to the disk).
 
     With `after`, a run is resumed after that step: rows of later steps, which will be made again,
-    move to `discarded/`. `missing_steps` are then the steps up to `after` whose row of
-    metrics.jsonl is lost.
+    move to `discarded/`.
 
     Raises FileExistsError when the run already has metrics and `after` is None, ImportError when a
     package that was asked for is missing.
@@ -99,23 +89,20 @@ class MetricsWriter:
         wandb: str | None = None,
         after: int | None = None,
     ) -> None:
-        self._run, self._last_step = run, after or 0
+        self._run = run
         for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file):
             if after is not None:
                 _discard_after(file, after)
             elif file.exists():
                 raise FileExistsError(f"{file} exists: a run is written once. Start a new run")
             file.touch()
-        written = {row["step"] for row in read_jsonl(run.metrics_file)}
-        self.missing_steps = sorted(set(range(1, self._last_step + 1)) - written)
         self._wandb = _start_wandb(run, wandb) if wandb else None
-        if tensorboard and not importlib.util.find_spec("tensorboard"):
-            raise ImportError(
-                "TensorBoard cannot be written, there is no package tensorboard: pip install torch "
-                "tensorboard, or turn it off (run.tensorboard=false)"
-            )
-        self._tensorboard: Any = None  # starts with the first row: that takes seconds
-        self._start_tensorboard = partial(_start_tensorboard, run, after) if tensorboard else None
+        self._tensorboard: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = None if after is None else after + 1
+            self._tensorboard = SummaryWriter(run.tensorboard_dir, purge_step=purge_step)
 
     def __enter__(self) -> Self:
         return self
@@ -130,19 +117,13 @@ class MetricsWriter:
         """Write the metrics of training step `step` (1-based, increasing). Values are numbers or
         0-d arrays and tensors.
         """
-        if step <= self._last_step:
-            raise ValueError(
-                f"metrics of step {step} came after those of step {self._last_step}: "
-                "steps are 1, 2, 3, ..."
-            )
-        self._last_step = step
         row = _as_numbers(metrics)
         _append(self._run.metrics_file, step, row)
         self._run.reached(step)
         self._log_scalars(step, row)
 
     def log_eval(
-        self, step: int, result: dict[str, float], answers: Sequence[dict[str, Any]] = ()
+        self, step: int, result: Mapping[str, float], answers: Sequence[dict[str, Any]] = ()
     ) -> None:
         """Write one evaluation made after `step` updates (0: before training), and its answers, one
         dict per problem.
@@ -152,13 +133,12 @@ class MetricsWriter:
         _append(self._run.eval_file, step, row)
         self._log_scalars(step, {f"eval/{name}": value for name, value in row.items()})
 
-    def log_rollouts(self, step: int, rollouts: list[dict[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rollouts: Sequence[dict[str, Any]]) -> None:
         """Write sampled responses of training step `step`, each a dict of JSON values."""
         _append(self._run.rollouts_file, step, *rollouts)
 
     def _log_scalars(self, step: int, row: dict[str, float]) -> None:
-        if self._start_tensorboard:
-            self._tensorboard = self._tensorboard or self._start_tensorboard()
+        if self._tensorboard:
             for name, value in row.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
@@ -177,16 +157,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             nonfinite = row.pop("nonfinite", {})
             rows.append(row | {name: float(text) for name, text in nonfinite.items()})
-        except (ValueError, TypeError, AttributeError) as error:
-            if number == len(lines):  # what follows the last newline
-                break
+        except (ValueError, AttributeError) as error:
             raise ValueError(
                 f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
                 "Remove the line to read the rest"
@@ -202,65 +180,44 @@ def read_columns(path: Path) -> dict[str, list[float]]:
 
 
 def _as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {}
-    for name, value in values.items():
-        try:
-            numbers[name] = value if type(value) is int else float(value)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"metric {name!r} must be a number, got {value!r}") from error
-    return numbers
+    return {name: value if type(value) is int else float(value) for name, value in values.items()}
 
 
-def _to_line(step: int, values: dict[str, Any]) -> str:
-    if reserved := values.keys() & {"step", "nonfinite"}:
-        raise ValueError(
-            f"the name {min(reserved)!r} is taken by the row itself: call the metric something else"
-        )
-    row, nonfinite = {"step": step, **values}, {}
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            row[name], nonfinite[name] = None, str(value)
-    if nonfinite:
-        row["nonfinite"] = nonfinite
-    return json.dumps(row, allow_nan=False) + "\n"
-
-
-def _append(file: Path, step: int, *rows: dict[str, Any]) -> None:
+def _append(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
     with open(file, "a", encoding="utf-8") as lines:
-        lines.write("".join(_to_line(step, values) for values in rows))
+        lines.writelines(_line({"step": step, **row}) for row in rows)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    nonfinite = {}
+    for name, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            nonfinite[name] = str(value)
+    if nonfinite:
+        row = {**row, **dict.fromkeys(nonfinite), "nonfinite": nonfinite}
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _discard_after(file: Path, step: int) -> None:
     """Move the rows of steps after `step` to discarded/, behind those of earlier resumptions."""
-    aside = file.parent / "discarded" / file.name
-    lines: dict[bool, list[str]] = {True: [], False: []}
+    kept, discarded = "", ""
     for row in read_jsonl(file):
-        at = row.pop("step")
-        lines[at <= step].append(_to_line(at, row))
-    if lines[False]:
+        line = _line(row)
+        if row["step"] <= step:
+            kept += line
+        else:
+            discarded += line
+    if discarded:
         aside = file.parent / "discarded" / file.name
         aside.parent.mkdir(exist_ok=True)
-        with open(aside, "a", encoding="utf-8") as discarded:
-            discarded.writelines(lines[False])
-    write_whole(file, "".join(lines[True]))
-
-
-def _start_tensorboard(run: RunDirectory, after: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    purge_step = None if after is None else after + 1
-    return SummaryWriter(log_dir=str(run.tensorboard_dir), purge_step=purge_step)
+        with open(aside, "a", encoding="utf-8") as lines:
+            lines.write(discarded)
+    write_whole(file, kept)
 
 
 def _start_wandb(run: RunDirectory, project: str) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError(
-            f"W&B project {project!r} was asked for, but wandb cannot be imported ({error}): "
-            "pip install wandb, or leave the project out of the config"
-        ) from error
-    seconds = float(os.environ.get("WANDB_INIT_TIMEOUT", WANDB_SECONDS))
+    import wandb
+
     try:
         wandb_run = wandb.init(
             project=project,
@@ -268,14 +225,12 @@ def _start_wandb(run: RunDirectory, project: str) -> Any:
             group=run.path.parent.name,
             dir=run.path,
             config=run.config(),
-            settings=wandb.Settings(init_timeout=seconds),
+            settings=wandb.Settings(init_timeout=WANDB_SECONDS),
         )
     except wandb.errors.Error as error:
-        words = str(error).partition("\n")[0].rstrip(".")
         raise ConnectionError(
-            f"W&B does not take project {project!r}: {words}. With WANDB_MODE=offline it is "
-            "written to the run directory, and `wandb sync` sends it later; "
-            "run.wandb_project=null is a run without it"
+            f"W&B does not take project {project!r}: {error}. With WANDB_MODE=offline it is "
+            "written to the run directory; run.wandb_project=null is a run without it"
         ) from error
     wandb_run.define_metric("*", step_metric="step")
     return wandb_run

@@ -1,19 +1,13 @@
-"""How a run is going: a live view on a terminal, one line per step anywhere else (CI logs, `>
-log.txt`).
-"""
+"""How a run is going: one line per step, and on a terminal what it is doing now below them."""
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Self
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Column, Table
-from rich.text import Text
+from rich.console import Console
+from rich.markup import escape
 
 # the ETA follows the pace of these, so that a slow first step does not spoil it for long
 RECENT_STEPS = 20
@@ -34,107 +28,52 @@ class Progress:
     ) -> None:
         self._total, self._title, self._clock = total_steps, title, clock
         self._console = console or Console()
-        self._started = clock()
+        self._status = self._console.status("starting")  # shows nothing where there is no terminal
         self._step = 0
-        self._phase = "starting"
-        self._metrics: Mapping[str, float] = {}
         self._accuracy = ""
         self._stamps: deque[float] = deque(maxlen=RECENT_STEPS + 1)  # when the recent steps ended
-        self._live = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(
-                get_renderable=self._render, console=self._console, refresh_per_second=4
-            )
 
     def __enter__(self) -> Self:
-        if self._live:
-            self._live.start()
+        self._status.start()
         return self
 
-    def __exit__(self, exception_type: type[BaseException] | None, *exception: object) -> None:
-        self._phase = f"stopped in: {self._phase}" if exception_type else "done"
-        if self._live:
-            self._live.stop()
+    def __exit__(self, *exception: object) -> None:
+        self._status.stop()
 
     def message(self, text: str) -> None:
-        """A line for the reader, printed above the live view."""
-        if self._live:
-            self._console.print(text, markup=False, highlight=False)
-        else:  # a line stays one line, however narrow rich believes a log file to be
-            print(text, file=self._console.file, flush=True)
+        """A line for the reader."""
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def phase(self, text: str) -> None:
         """What is going on now: "starting engines", "rollout", "update", ... Without a terminal:
         only until step 1 is done.
         """
-        self._phase = text
-        if not self._live and self._step == 0:
+        self._status.update(escape(f"{self._title} | {text} ..."))
+        if self._step == 0 and not self._console.is_terminal:
             self.message(f"{self._title} | {text} ...")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Training step `step` (1-based) is done."""
-        now = self._clock()
-        if not self._stamps and "time/step" in metrics:
-            self._stamps.append(now - metrics["time/step"])
+        now, total = self._clock(), self._total
+        if not self._stamps:
+            self._stamps.append(now - metrics.get("time/step", 0.0))
         self._stamps.append(now)
-        self._step, self._metrics = step, metrics
-        if not self._live:
-            at = f"step {step:{len(str(self._total))}}/{self._total}"
-            self.message(" | ".join([self._title, at, *self._facts(), f"ETA {self._eta()}"]))
-
-    def evaluated(self, step: int, result: dict[str, float]) -> None:
-        """An evaluation after `step` updates is done."""
-        accuracy = f"accuracy {result['accuracy']:.3f}"
-        if math.isfinite(result.get("standard_error", math.nan)):
-            accuracy += f" ± {result['standard_error']:.3f}"
-        self._accuracy = f"{accuracy} at {step}"
-        if not self._live:
-            self.message(f"{self._title} | held-out {accuracy} after {step} steps")
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        """Mean over the recent steps, evaluations and pauses between them included; None before the
-        first is measured.
-        """
-        measured = len(self._stamps) - 1
-        return (self._stamps[-1] - self._stamps[0]) / measured if measured > 0 else None
-
-    def _eta(self) -> str:
-        pace = self.seconds_per_step
-        return "-:--:--" if pace is None else _hours((self._total - self._step) * pace)
-
-    def _facts(self) -> list[str]:
-        reward, sigma = self._metrics.get("reward/mean"), self._metrics.get("aqn/sigma")
-        facts = []
-        if reward is not None:
-            facts.append(f"reward {reward:.3f}")
+        self._step = step
+        words = [self._title, f"step {step:{len(str(total))}}/{total}"]
+        if "reward/mean" in metrics:
+            words.append(f"reward {metrics['reward/mean']:.3f}")
         if self._accuracy:
-            facts.append(self._accuracy)
-        if sigma is not None:
-            facts.append(f"sigma {sigma:.1e}" if sigma else "sigma off")
-        if (pace := self.seconds_per_step) is not None:
-            facts.append(f"{pace:.2f} s/step")
-        return facts
+            words.append(self._accuracy)
+        if "aqn/sigma" in metrics:
+            sigma = metrics["aqn/sigma"]
+            words.append(f"sigma {sigma:.1e}" if sigma else "sigma off")
+        pace = (now - self._stamps[0]) / (len(self._stamps) - 1)
+        left = timedelta(seconds=round((total - step) * pace))
+        words += [f"{pace:.2f} s/step", f"ETA {left}"]
+        self.message(" | ".join(words))
 
-    def _render(self) -> Group:
-        bar = Table.grid(
-            Column(no_wrap=True, max_width=32),
-            Column(ratio=1),
-            Column(no_wrap=True),
-            padding=(0, 1),
-            expand=True,
-        )
-        passed = _hours(self._clock() - self._started)
-        reached = f"{self._step}/{self._total}  {passed}  ETA {self._eta()}"
-        bar.add_row(
-            Text(self._title, style="bold", overflow="ellipsis"),
-            ProgressBar(total=max(self._total, 1), completed=self._step),
-            Text(reached, style="cyan"),
-        )
-        facts = "".join(f"  {fact}" for fact in self._facts())
-        phase = (self._phase, "yellow")
-        return Group(bar, Text.assemble(phase, facts, no_wrap=True, overflow="ellipsis"))
-
-
-def _hours(seconds: float) -> str:
-    return str(timedelta(seconds=max(0, round(seconds))))
+    def evaluated(self, step: int, result: Mapping[str, float]) -> None:
+        """An evaluation after `step` updates is done."""
+        accuracy = f"accuracy {result['accuracy']:.3f} ± {result['standard_error']:.3f}"
+        self._accuracy = f"{accuracy} at {step}"
+        self.message(f"{self._title} | held-out {accuracy} after {step} steps")

@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import mindspeed_qerl
 
 
+@cache  # of the process
 def own_versions() -> dict[str, Any]:
     """What the run ran on: Python, machine, every installed distribution (read, not imported) and
     the source's git state.
@@ -26,21 +26,13 @@ def own_versions() -> dict[str, Any]:
     }
 
 
-@cache
 def _installed() -> dict[str, str]:
-    """Version of every distribution, by name. Once a process, and each one's metadata once:
-    `dist.name` and `dist.version` would parse it, its whole description, again and again.
-    """
-    # Ray adds folders within its own to sys.path, whose packages would be there or not as it is
-    # imported or not.
-    inside = {"site-packages", "dist-packages"}
-    paths = [path for path in sys.path if not inside & set(Path(path).parent.parts)]
-    packages = {}
-    for distribution in importlib.metadata.distributions(path=paths):
-        metadata = distribution.metadata
-        if metadata["Name"]:
-            packages[metadata["Name"]] = metadata["Version"]
-    return dict(sorted(packages.items(), key=lambda item: item[0].lower()))
+    """Version of every distribution, by name."""
+    packages: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        metadata = distribution.metadata  # is read anew each time
+        packages.setdefault(metadata["Name"], metadata["Version"])
+    return packages
 
 
 def git_state(source: Path) -> dict[str, Any] | None:
@@ -63,4 +55,4 @@ def git_state(source: Path) -> dict[str, Any] | None:
     lines = answer.stdout.splitlines()
     commit = lines[0].removeprefix("# branch.oid ")
     is_dirty = not all(line.startswith("#") for line in lines)
-    return {"commit": None if commit == "(initial)" else commit, "dirty": is_dirty}
+    return {"commit": commit, "dirty": is_dirty}

@@ -10,8 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
-from mindspeed_qerl.tasks.rewards import call_reward, load_reward
+from mindspeed_qerl.tasks.gsm8k.verifier import (
+    METHOD_OF_VERIFIER,
+    RULES,
+    extract_with_rule,
+)
+from mindspeed_qerl.tasks.rewards import score
 from mindspeed_qerl.tasks.rows import Row
 
 Z_95 = 1.959964  # of the standard normal, two-sided
@@ -31,22 +35,17 @@ def evaluate_answers(
         Numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
         problems (NaN for one problem), interval_low and interval_high (95%, `interval`),
         n_problems, samples_per_problem, truncated_fraction; with n > 1 pass@n (the mean of each
-        problem's best score); for GSM8K's verifiers, which find a number in an answer, rule/<name>
-        (the fraction of answers that this one of `RULES` found) and with n > 1 maj@n.
+        problem's best score); for GSM8K's verifiers, which find a number in an answer, the share of
+        each rule that found it (rule/..., rule/none without one) and with n > 1 maj@n.
         And per problem its question, answer, responses, for each response its score and whether it
         was truncated, and for GSM8K's verifiers what was extracted and by which rule.
 
     Raises:
-        ValueError: the numbers of rows, texts and flags do not fit. ConfigError: an unknown
-            verifier. RewardError: it failed.
+        ConfigError: an unknown verifier. RewardError: it failed.
     """
-    if not len(rows) * n == len(texts) == len(truncated) or not rows:
-        raise ValueError(
-            f"{len(rows)} problems with {n} answers each need as many texts and flags, not "
-            f"{len(texts)} and {len(truncated)}"
-        )
-    row_of_text = [rows[i // n] for i in range(len(texts))]
-    scores = call_reward(verifier, load_reward(verifier), texts, row_of_text).reshape(-1, n)
+    row_of_text = [row for row in rows for _ in range(n)]
+    total, _ = score([(verifier, 1.0)], texts, row_of_text)
+    scores = total.reshape(-1, n)
     per_problem = scores.mean(1)
     low, high = interval(scores)
     result = {
@@ -60,25 +59,6 @@ def evaluate_answers(
     }
     if n > 1:
         result[f"pass@{n}"] = scores.max(1).mean()
-    answers = _answers(rows, texts, truncated, scores)
-    if verifier in METHOD_OF_VERIFIER:
-        extracted = [extract_with_rule(text, METHOD_OF_VERIFIER[verifier]) for text in texts]
-        for i, answer in enumerate(answers):
-            numbers, rules = zip(*extracted[i * n : (i + 1) * n], strict=True)
-            answer |= {"extracted": list(numbers), "rules": list(rules)}
-        if n > 1:
-            majorities = [majority_score(row["extracted"], row["scores"]) for row in answers]
-            result[f"maj@{n}"] = np.mean(majorities)
-        counts = Counter(rule for _, rule in extracted)
-        result |= {f"rule/{rule}": counts[rule] / len(extracted) for rule in RULES if counts[rule]}
-    return result, answers
-
-
-def _answers(
-    rows: Sequence[Row], texts: Sequence[str], truncated: Sequence[bool], scores: np.ndarray
-) -> list[dict[str, Any]]:
-    """What is written of each problem; scores [problems, answers to each]."""
-    n = scores.shape[1]
     answers = []
     for i, row in enumerate(rows):
         part = slice(i * n, (i + 1) * n)
@@ -91,7 +71,27 @@ def _answers(
                 "truncated": list(map(bool, truncated[part])),
             }
         )
-    return answers
+    if verifier in METHOD_OF_VERIFIER:
+        result |= _extraction(answers, METHOD_OF_VERIFIER[verifier], n)
+    return result, answers
+
+
+def _extraction(answers: list[dict[str, Any]], method: str, n: int) -> dict[str, float]:
+    """What GSM8K's verifier reads in the responses and by which rule, added to each of `answers`;
+    and the share of each rule, and maj@n.
+    """
+    counts: Counter[str] = Counter()
+    majority = 0.0
+    for answer in answers:
+        extracted = [extract_with_rule(text, method) for text in answer["responses"]]
+        answer["extracted"] = [number for number, _ in extracted]
+        answer["rules"] = [rule for _, rule in extracted]
+        counts.update(answer["rules"])
+        majority += majority_score(answer["extracted"], answer["scores"])
+    shares = {f"rule/{rule}": counts[rule] / counts.total() for rule in RULES if counts[rule]}
+    if n > 1:
+        return {f"maj@{n}": majority / len(answers), **shares}
+    return shares
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:
@@ -131,10 +131,9 @@ def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:
         trials = min(problems * p * (1 - p) / variance, problems * n)
     else:
         trials = problems * n if 0 < p < 1 else problems
-    centre = (p + Z_95**2 / (2 * trials)) / (1 + Z_95**2 / trials)
-    half = (
-        Z_95 * math.sqrt(p * (1 - p) / trials + Z_95**2 / (4 * trials**2)) / (1 + Z_95**2 / trials)
-    )
+    scale = 1 + Z_95**2 / trials
+    centre = (p + Z_95**2 / (2 * trials)) / scale
+    half = Z_95 * math.sqrt(p * (1 - p) / trials + Z_95**2 / (4 * trials**2)) / scale
     return max(0.0, float(centre - half)), min(1.0, float(centre + half))
 
 
@@ -142,9 +141,8 @@ def majority_score(extracted: Sequence[str | None], scores: Sequence[float]) -> 
     """Score of the answer most often extracted (self-consistency, arXiv 2203.11171); the mean over
     those that tie, 0 without any answer.
     """
-    votes = Counter(answer for answer in extracted if answer is not None)
-    if not votes:
-        return 0.0
-    score_of = dict(zip(extracted, scores))
-    winners = [score_of[answer] for answer, count in votes.items() if count == max(votes.values())]
-    return sum(winners) / len(winners)
+    votes = Counter(extracted)
+    del votes[None]
+    most = max(votes.values(), default=0)
+    winning = [score for answer, score in zip(extracted, scores) if votes[answer] == most]
+    return sum(winning) / len(winning) if votes else 0.0

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -17,13 +18,11 @@ class Prompts:
 
     Attributes:
         rows, prompts: as many of both. total: how many rows there were. dropped: how many of them
-            are left out,
-        because their prompt has more than `max_prompt_length` tokens.
+            are left out, because their prompt has more than `max_prompt_length` tokens.
 
     Raises:
         ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be
-            made, or has a token
-        that the model does not have, or none is short enough.
+            made, or has a token that the model does not have, or none is short enough.
     """
 
     def __init__(
@@ -35,11 +34,6 @@ class Prompts:
         limit: int | None = None,
         at: datetime | None = None,
     ):
-        if prompt == "chat" and not tokenizer.chat_template:
-            raise ConfigError(
-                f"task.prompt = 'chat', but the tokenizer of {tokenizer.name_or_path} has no chat "
-                "template. Give a chat model, or set task.prompt=plain"
-            )
         rows = read_rows(path)[:limit]
         if prompt == "chat":
             prompts = [chat_ids(tokenizer, row, at) for row in rows]
@@ -62,11 +56,7 @@ class Prompts:
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
 
     def left_out(self, kind: str) -> str:
-        """What to say about prompts of this `kind` ("training") that are too long; empty if there
-        are none.
-        """
-        if not self.dropped:
-            return ""
+        """What to say about prompts of this `kind` ("training") that are too long."""
         return (
             f"{self.dropped:,} of {self.total:,} {kind} prompts are longer than "
             f"{self.max_prompt_length} tokens and are left out"
@@ -80,13 +70,9 @@ def load_tokenizer(directory: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
-        said = (
-            str(error)
-            if isinstance(error, OSError | ValueError)
-            else f"{type(error).__name__}: {error}"
-        )
         raise ConfigError(
-            f"{directory} has no tokenizer that transformers can read: {said}"
+            f"{directory} has no tokenizer that transformers can read: {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
@@ -97,14 +83,14 @@ def check_vocabulary(tokenizer: Any, rows: Sequence[Row], prompts: Sequence[Sequ
     file = Path(tokenizer.name_or_path or "/", "config.json")
     if not file.is_file():
         return
-    vocabulary = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
+    vocabulary = json.loads(file.read_text(encoding="utf-8")).get("vocab_size", math.inf)
     for row, ids in zip(rows, prompts):
-        if vocabulary and max(ids, default=0) >= vocabulary:
-            token = tokenizer.decode([max(ids)])
+        largest = max(ids, default=0)
+        if largest >= vocabulary:
             raise ConfigError(
-                f"{row.where}: token {max(ids)} ({token!r}) of its prompt is beyond the vocabulary "
-                f"of {vocabulary:,} in {file}: use the model's own tokenizer, or add the tokens to "
-                "its embedding"
+                f"{row.where}: token {largest} ({tokenizer.decode([largest])!r}) of its prompt is "
+                f"beyond the vocabulary of {vocabulary:,} in {file}: use the model's own "
+                "tokenizer, or add the tokens to its embedding"
             )
 
 
@@ -115,25 +101,15 @@ def chat_ids(tokenizer: Any, row: Row, at: datetime | None = None) -> list[int]:
     A template that asks for the date (`strftime_now`) is told that of `at`, by default now.
     ConfigError names the row that the template fails on.
     """
-    from jinja2 import TemplateError
-
-    template, clock = tokenizer.chat_template, {"strftime_now": at.strftime} if at else {}
-    if isinstance(template, dict) and "default" not in template:
-        raise ConfigError(
-            f"the tokenizer of {tokenizer.name_or_path} has the chat templates "
-            f"{', '.join(template)}, and none called default: give the one to train with that "
-            "name, or put it alone into chat_template.jinja"
-        )
+    clock = {"strftime_now": at.strftime} if at else {}
     try:
         return tokenizer.apply_chat_template(
             row.messages, add_generation_prompt=True, return_dict=False, **clock
         )
     except Exception as error:  # a template is a program: what it raises is its own
-        said = (
-            str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        )
         raise ConfigError(
-            f"{row.where}: the tokenizer's chat template refuses its messages: {said}"
+            f"{row.where}: the chat template of {tokenizer.name_or_path} makes no prompt of it: "
+            f"{type(error).__name__}: {error}. A model without a template takes task.prompt=plain"
         ) from error
 
 

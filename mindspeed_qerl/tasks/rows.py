@@ -14,10 +14,9 @@ imports in a bare Python.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 
 GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order
-# Who may speak last before the model does; Llama's, GLM's and OpenAI's names for tools are among
-# them.
-BEFORE_AN_ANSWER = ("user", "tool", "function", "ipython", "observation", "system", "developer")
+# What the model's own turns are called: by OpenAI, Gemma and ShareGPT.
+MODEL_ROLES = ("assistant", "model", "gpt")
 
 
 @dataclass(frozen=True)
@@ -51,24 +49,13 @@ class Row:
     columns: dict[str, Any]
     where: str = ""
 
-    @property
-    def last_turn(self) -> str:
-        """The last that the user says."""
-        return next(turn["content"] for turn in self.messages[::-1] if turn["role"] == "user")
-
 
 def read_rows(path: str | Path) -> list[Row]:
     """The rows of a .jsonl or .parquet file; at least one. FileNotFoundError if there is no such
     file; ConfigError names the file, the line (or row) and the column that is wrong.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no data file {path}: docs/own_task.md says what it holds; for GSM8K, make it with "
-            "tools/convert_gsm8k.py --input openai/gsm8k --output DIR"
-        )
     rows = []
-    for where, columns in numbered_rows(path):
+    for where, columns in numbered_rows(Path(path)):
         try:
             rows.append(row_of(columns, where))
         except ValueError as error:
@@ -88,140 +75,104 @@ def row_of(columns: dict[str, Any], where: str = "") -> Row:
     '4'
     """
     answer = _gold(columns)
-    conversation = "prompt" if isinstance(columns.get("prompt"), list) else "messages"
-    messages = columns.get(conversation)
-    if messages is None and columns.get("prompt") is None:
+    prompt: Any = columns.get("prompt")
+    messages: Any = columns.get("messages")
+    question: Any = columns.get("question")
+    if isinstance(prompt, list):
+        prompt, messages = None, prompt
+    if prompt is None and messages is None:
         raise ValueError(
-            f"neither column 'prompt' nor column 'messages'; {_has(columns)}. "
+            f"neither column 'prompt' nor column 'messages'; the row has {', '.join(columns)}. "
             "tools/convert_gsm8k.py makes such rows of GSM8K's own"
         )
-    plain = "question" if columns.get("question") is not None else None
-    if conversation == "messages" and columns.get("prompt") is not None:
-        plain = "prompt"
-    if plain:
-        check_text(columns, plain)
+    if prompt is not None:
+        question = check_text(columns, "prompt")
+    elif question is not None:
+        prompt = plain_prompt(check_text(columns, "question"))
     if messages is None:
-        messages = [{"role": "user", "content": columns["prompt"]}]
-    _check_messages(messages, conversation)
-    prompt = None
-    if plain:
-        question = columns[plain]
-        prompt = question if plain == "prompt" else plain_prompt(question)
-    elif len(messages) == 1:
+        messages = [{"role": "user", "content": prompt}]
+    _check_messages(messages)
+    if prompt is None and len(messages) == 1:
         question = prompt = messages[0]["content"]
-    else:
-        question = "\n".join(f"{turn['role']}: {turn['content'] or ''}" for turn in messages)
+    elif prompt is None:
+        question = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
     return Row(messages, prompt, question, answer, columns, where)
 
 
 def _gold(columns: dict[str, Any]) -> str:
     """The answer of a row as text; ValueError if there is none."""
-    values: dict[str, Any] = {"answer": columns.get("answer")}
-    if isinstance(columns.get("reward_model"), dict):
-        values["reward_model.ground_truth"] = columns["reward_model"].get("ground_truth")
-    values |= {name: columns.get(name) for name in GOLDS}
-    name = next((name for name, value in values.items() if value is not None), None)
-    if name is None:
+    values = {name: columns.get(name) for name in GOLDS}
+    reward_model = columns.get("reward_model")
+    if isinstance(reward_model, dict) and values["answer"] is None:
+        values = {"reward_model": reward_model.get("ground_truth")} | values
+    given = [name for name, value in values.items() if value is not None]
+    if not given:
         raise ValueError(
-            f"column 'answer' is missing; {_has(columns)}. Known too: "
+            f"column 'answer' is missing; the row has {', '.join(columns)}. Known too: "
             f"reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the reward "
             "does not read it"
         )
-    value = values[name]
-    if isinstance(value, Real | Decimal) and not isinstance(value, bool) and math.isfinite(value):
-        whole = int(value)  # type: ignore[arg-type]  # takes any real number
-        return str(whole) if value == whole else format(Decimal(str(value)), "f")
-    # as verl's rewards compare with
-    if name == "reward_model.ground_truth" and isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False, default=str)
+    name, value = given[0], values[given[0]]
+    if name == "reward_model" and isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False, default=str)  # as verl's rewards compare with
     if name == "completion" and isinstance(value, list):
-        _check_turns(value, name)
         value = value[-1]["content"]
-    check_text({name: value}, name)
-    return value
+    if type(value) is int:
+        return str(value)
+    if type(value) is float and math.isfinite(value):
+        return format(Decimal(str(value)).normalize(), "f")
+    return check_text({name: value}, name)
 
 
-def _check_messages(messages: Any, column: str) -> None:
+def _check_messages(messages: Any) -> None:
     """ValueError unless `messages` are a conversation that the model is to go on with."""
-    _check_turns(messages, column)
-    last = messages[-1]["role"]
-    if last not in BEFORE_AN_ANSWER:
+    try:
+        roles = [check_text(turn, "role") for turn in messages if check_text(turn, "content")]
+    except (TypeError, ValueError):
+        roles = []
+    if not roles:
         raise ValueError(
-            f"column {column!r} ends with a turn of the role {last!r}, which the model would read "
-            f"before it answers. The last turn is one of {', '.join(BEFORE_AN_ANSWER)}: leave out "
-            "what follows, and put what is right into the column 'answer'"
-        )
-    if all(turn["role"] != "user" for turn in messages):
-        raise ValueError(f"column {column!r}: no turn of the role 'user', so nothing is asked")
-
-
-def _check_turns(messages: Any, column: str) -> None:
-    turns = messages if isinstance(messages, list) else []
-    if not turns or not all(isinstance(turn, dict) and _is_turn(turn) for turn in turns):
-        raise ValueError(
-            f"column {column!r}: expected a list of {{role, content}}, both of them text, got "
+            "messages: expected a list of {role, content}, both of them text, got "
             f"{str(messages)[:80]}"
         )
-    _check_unicode("".join(turn["role"] + (turn["content"] or "") for turn in turns), column)
+    if roles[-1].lower() in MODEL_ROLES:
+        raise ValueError(
+            f"the messages end with a turn of the role {roles[-1]!r}, which the model would read "
+            "before it answers: leave it out, and put what is right into the column 'answer'"
+        )
 
 
-def _is_turn(turn: dict[str, Any]) -> bool:
-    role, content = turn.get("role"), turn.get("content")
-    says_nothing = content in (None, "") and bool(turn.get("tool_calls")) and "content" in turn
-    return (
-        isinstance(role, str)
-        and role != ""
-        and (says_nothing or isinstance(content, str) and content != "")
-    )
-
-
-def check_text(row: dict[str, Any], column: str) -> None:
-    """ValueError unless `row[column]` is a text that a file can hold and that is not blank."""
+def check_text(row: dict[str, Any], column: str) -> str:
+    """`row[column]`; ValueError unless it is a text that is not blank."""
     if column not in row:
-        raise ValueError(f"column {column!r} is missing; {_has(row)}")
+        raise ValueError(f"column {column!r} is missing; the row has {', '.join(row)}")
     text = row[column]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
-            f"column {column!r}: expected a non-empty string, got {str(text)[:80]!r} "
+            f"column {column!r}: expected a non-empty string, got {text!r:.80} "
             f"({type(text).__name__})"
         )
-    _check_unicode(text, column)
-
-
-def _has(columns: dict[str, Any]) -> str:
-    return f"the row has {', '.join(map(str, columns)) or 'no columns'}"
-
-
-def _check_unicode(text: str, column: str) -> None:
-    """JSON can spell half of a surrogate pair, no file can hold it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"column {column!r}: not valid Unicode text ({error.reason})") from None
+    return text
 
 
 def numbered_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where it stands, its columns) for each row of a .jsonl or .parquet file; ConfigError if it
     cannot be read.
     """
-    if path.suffix not in (".jsonl", ".parquet"):
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    if path.suffix != ".jsonl":
         raise ConfigError(f"{path}: expected a .jsonl or .parquet file")
-    return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
-            if not line.strip():
-                raise ConfigError(f"{where}: empty line; expected one JSON object per line")
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: invalid JSON ({error})") from None
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: invalid JSON ({error})") from None
             if type(row) is not dict:
-                raise ConfigError(f"{where}: expected a JSON object, got {type(row).__name__}")
-            yield where, row
+                raise ConfigError(f"{path}:{number}: expected a JSON object, got {row!r:.80}")
+            yield f"{path}:{number}", row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -230,11 +181,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
+    except pyarrow.ArrowException as error:
         raise ConfigError(f"{path}: not a readable parquet file ({error})") from None
-    return numbered(f"{path}", table.to_pylist())
-
-
-def numbered(source: str, rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("SOURCE: row N", row) for each row, from 1."""
-    return ((f"{source}: row {number}", row) for number, row in enumerate(rows, 1))
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield f"{path}: row {number}", row

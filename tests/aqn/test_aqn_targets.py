@@ -224,37 +224,36 @@ def test_nothing_matches_lists_the_norm_classes_seen():
     neox = hf_model("GPTNeoX", num_hidden_layers=2, **SIZES)  # the right names, but not RMSNorms
     with pytest.raises(
         ValueError,
-        match=r"'auto' matches no norm .*5 x LayerNorm \(not an RMSNorm, e.g. gpt_neox.layers.0.inp",
+        match=r"'auto' matches no norm .*LayerNorm \(e.g. gpt_neox.layers.0.inp",
     ):
         select_targets(neox)
     dense = hf_model("Qwen2", num_hidden_layers=2, **SIZES)
     with pytest.raises(
         ValueError,
-        match=r"'qk' matches no norm .*2 x Qwen2RMSNorm \(input, e.g. model.layers.0.input_",
+        match=r"'qk' matches no norm .*Qwen2RMSNorm \(e.g. model.layers.0.input_",
     ):
         select_targets(dense, "qk")
     with pytest.raises(ValueError, match=r"AQN exclude '\*.layers.7.\*' matches no norm"):
         select_targets(dense, "all", ["*.layers.7.*"])
     with pytest.raises(ValueError, match="leave no norm"):
         select_targets(dense, "final", ["model.norm"])
-    with pytest.raises(ValueError, match="No module of Linear has a class named like a norm"):
+    with pytest.raises(ValueError, match="Norms seen: none; is this"):
         select_targets(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
-    ("norm", "problem"),
+    "norm",
     [
-        (RMSNorm(has_weight=False), "has no weight parameter"),  # as vLLM does it: a plain tensor
-        (nn.RMSNorm(8, elementwise_affine=False), "has no weight parameter"),
-        (nn.RMSNorm((2, 4)), r"shape \(2, 4\)"),
+        RMSNorm(has_weight=False),  # as vLLM does it: a plain tensor
+        nn.RMSNorm(8, elementwise_affine=False),
+        nn.RMSNorm((2, 4)),
     ],
 )
-def test_a_selected_norm_without_a_usable_weight_is_an_error(norm, problem):
+def test_a_selected_norm_without_a_usable_weight_is_an_error(norm):
     model = engine_model(RMSNorm, dense_mlp)
     model["model"]["layers"][1].input_layernorm = norm
-    with pytest.raises(
-        ValueError, match=f"model.layers.1.input_layernorm .*{problem}.*aqn.exclude"
-    ):
+    message = "model.layers.1.input_layernorm .* has no 1-D float weight parameter.*aqn.exclude"
+    with pytest.raises(ValueError, match=message):
         select_targets(model)
     assert len(select_targets(model, exclude="model.layers.1.input_layernorm")) == 4
 
@@ -299,7 +298,6 @@ def test_multipliers_by_layer_target_and_both():
         ({"3-1": 2}, "the range of layers is empty"),
         ({"0": -1}, "'0' must be a finite number >= 0, not -1"),
         ({"0": "2"}, "must be a finite number"),
-        ({"0": True}, "must be a finite number"),
         ({"0": float("nan")}, "must be a finite number"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
-from mindspeed_qerl.ascend.limits import npu_environment, vllm_dp_size
+from mindspeed_qerl.ascend.limits import vllm_dp_size
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
 from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
@@ -23,12 +23,12 @@ from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.description import dotted
 
 ROOT = Path(__file__).parents[2]
-# the model's section -> name of its published shape, parameters as published, in billions
+# the model's section -> name of its published shape
 MODELS = {
-    "qwen3_30b_a3b": ("qwen3_30b_a3b", 30.5),
-    "qwen15_moe_a27b": ("qwen15_moe_a2_7b", 14.3),
-    "qwen25_1_5b": ("qwen25_1_5b", 1.5),
-    "qwen25_7b": ("qwen25_7b", 7.6),
+    "qwen3_30b_a3b": "qwen3_30b_a3b",
+    "qwen15_moe_a27b": "qwen15_moe_a2_7b",
+    "qwen25_1_5b": "qwen25_1_5b",
+    "qwen25_7b": "qwen25_7b",
 }
 # config -> model, NPUs, training TP PP EP, infer TP EP, ranks of a node
 SHIPPED = {
@@ -89,7 +89,7 @@ def raw(request, tmp_path, monkeypatch):
     model = Path(config["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
     (model / "config.json").write_text(
-        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]][0]]))
+        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]]]))
     )
     train = Path(config["megatron_training"]["data_path"])
     assert train.parent.name == model.name, "token ids are one tokenizer's: a folder for each model"
@@ -133,19 +133,6 @@ def test_a_missing_model_and_missing_data_are_named(raw, tmp_path):
 
 
 @each
-def test_names_say_model_and_npus(name):
-    config = composed(name)
-    model, npus, *_ = SHIPPED[name]
-    assert (
-        set(config["model"])
-        == {model}
-        == {config["megatron_training"]["model"], config["actor_config"]["model"]}
-    )
-    assert config["rl_config"]["actor_resource"]["num_npus"] == npus
-    assert name.startswith(f"grpo_{model}_gsm8k_{f'{npus // 8}x8' if '2x8' in name else npus}npu")
-
-
-@each
 def test_layout_is_the_one_that_is_meant_and_legal(name):
     config = composed(name)
     _, npus, training, infer, node = SHIPPED[name]
@@ -173,16 +160,6 @@ def test_layout_is_the_one_that_is_meant_and_legal(name):
     )
 
 
-def test_two_nodes_are_not_one():
-    """The rules look at the node's width: ranks that fill two nodes of 8 leave a third of 12-rank
-    nodes half empty.
-    """
-    config = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu")
-    assert broken(plan_of(read_recipe(config), ranks_per_node=12))
-    odd = compose("grpo_qwen3_30b_a3b_gsm8k_2x8npu", ["megatron_training.global_batch_size=63"])
-    assert broken(plan_of(read_recipe(odd), ranks_per_node=8))
-
-
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "qwen25" not in name])
 def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
     """CANN's sum for the dispatch of tokens to experts, as its error prints it (vllm-ascend pull
@@ -205,33 +182,12 @@ def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_model_has_the_published_shape(model):
-    """configs/model/ against the shapes of the published config.json files, and their parameters,
-    counted matrix by matrix (norms and biases are too few to show), against the published number.
-    """
-    published, billions = MODELS[model]
+    """configs/model/ against the shapes of the published config.json files."""
     # to YAML 1.1 alone 1e-6 is text
     section = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))
     assert list(section) == [model]
     shape = shape_of_arguments({"model": model, **section[model]})
-    assert replace(shape, name=published) == NAMED_SHAPES[published]
-
-    m = section[model]
-    h, heads, kv_heads = (
-        m["hidden_size"],
-        m["num_attention_heads"] * m["kv_channels"],
-        m["num_query_groups"] * m["kv_channels"],
-    )
-    layer = h * (heads + 2 * kv_heads) + heads * h
-    if "num_experts" in m:
-        layer += m["num_experts"] * (3 * h * m["moe_ffn_hidden_size"] + h)
-        layer += 3 * h * m.get("n_shared_experts", 0) * m["moe_ffn_hidden_size"]
-    else:
-        layer += 3 * h * m["ffn_hidden_size"]
-    total = (
-        m["num_layers"] * layer
-        + (2 if m["untie_embeddings_and_output_weights"] else 1) * m["padded_vocab_size"] * h
-    )
-    assert round(total / 1e9, 1) == billions
+    assert replace(shape, name=MODELS[model]) == NAMED_SHAPES[MODELS[model]]
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "moe" in name or "a3b" in name])
@@ -247,51 +203,6 @@ def test_variant_differs_in_its_layout_only(name):
     for key in base:
         section, name = [*key.split("."), ""][:2]
         assert base[key] == other[key] or name in MAY_DIFFER.get(section, ()), key
-
-
-@pytest.mark.parametrize(
-    "file", sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
-)
-def test_first_line_says_the_purpose(file):
-    first = (CONFIGS / file).read_text().splitlines()[0]
-    assert first.startswith("# ") and len(first) > 40
-
-
-def test_noise_of_the_named_schedules():
-    """QeRL's defaults, twice as strong, and mild, in 10 stages; and none."""
-    configs = {
-        name: compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [f"aqn={name}"])["aqn"]
-        for name in ("qerl", "strong", "mild", "off")
-    }
-    assert {path.stem for path in (CONFIGS / "aqn").glob("*.yaml")} == set(configs)
-    assert {
-        name: (aqn["sigma_start"], aqn["sigma_end"], aqn["num_stages"])
-        for name, aqn in configs.items()
-        if aqn["enabled"]
-    } == {"qerl": (0.05, 0.0005, 10), "strong": (0.1, 0.001, 10), "mild": (0.01, 0.001, 10)}
-
-
-def test_environment_has_what_is_known_to_matter():
-    """What upstream's configs/envs/runtime_env.yaml and users of 910C boxes set; not what the
-    engine takes from the config.
-    """
-    environment = npu_environment()
-    assert all(isinstance(value, str) for value in environment.values()), "Ray refuses other values"
-    assert (
-        environment.items()
-        >= {
-            "HCCL_OP_BASE_FFTS_MODE_ENABLE": "TRUE",
-            "HCCL_WHITELIST_DISABLE": "1",
-            "VLLM_ASCEND_ENABLE_NZ": "0",
-            "VLLM_USE_V1": "1",
-            "TASK_QUEUE_ENABLE": "2",
-            "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "true",
-            "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        }.items()
-    )
-    assert {"HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT", "HCCL_IF_BASE_PORT"} <= environment.keys()
-    assert not {"VLLM_DP_SIZE", "HCCL_BUFFSIZE"} & environment.keys()
 
 
 def test_the_guide_shows_these_configs_and_this_contract():

@@ -123,14 +123,3 @@ def test_troubleshooting_has_our_lines_and_timeouts():
     ours = npu_environment() | {"npu.peer_timeout": str(Npu.peer_timeout)}
     ours |= dict(re.findall(r"\b(\w+_TIMEOUT)=\$\{\1:-(\d+)\}", sources))
     assert timeouts == {name: ours[name] for name in timeouts} and len(timeouts) == 5
-
-
-def test_modules_that_comments_name_are_there():
-    """Of the rooms of this package; MindSpeed-LLM has a folder tasks/posttrain."""
-    package = ROOT / "mindspeed_qerl"
-    rooms = [room.name for room in package.iterdir() if room.is_dir()]
-    named = re.compile(rf"(?<![\w/.-])((?:{'|'.join(rooms)})/[\w/]+\.py)\b")
-    for room in ("ascend", "layout", "runs", "local", "families", "recipe"):
-        for file in (package / room).glob("*.py"):
-            for path in named.findall(file.read_text()):
-                assert "posttrain" in path or (package / path).exists(), (file.name, path)

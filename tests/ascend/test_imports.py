@@ -101,19 +101,3 @@ def test_an_import_that_fails_in_the_driver(tmp_path, monkeypatch):
         "pip install no_such_package # in the version of docs/ascend.md, Install; "
         "tools/preflight.py tries it too"
     )
-
-
-@pytest.mark.parametrize(
-    ("error", "typed"),
-    [
-        ("No module named 'vllm_ascend'", "setup.py install"),
-        ("No module named 'numpy'", "pip install numpy "),
-        ("numpy.core.multiarray failed to import", "pip install numpy==1.26.4"),
-        ("libhccl.so: cannot open shared object file", "set_env.sh"),
-        ("/lib64/libstdc++.so.6: version `GLIBCXX_3.4.29' not found", "Build it on this image"),
-        ("anything else", "docs/ascend.md, Install"),
-        ("No module named 'mindspeed'", "docs/ascend.md, Install"),
-    ],
-)
-def test_ways_out(error, typed):
-    assert typed in imports.way_out(error)

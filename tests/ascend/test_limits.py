@@ -83,7 +83,7 @@ def test_each_family_is_accepted(raw, family):
             ["gsm8k_strct"],
             (
                 "rl_config.verifier_function: unknown verifier 'gsm8k_strct', "
-                "did you mean 'gsm8k_strict'? Known: acc, acc_for_dapo"
+                "did you mean 'gsm8k_strict'?"
             ),
         ),
         (
@@ -99,7 +99,7 @@ def test_each_family_is_accepted(raw, family):
         (
             "megatron_training.lora_alpha",
             16.0,
-            "lora_alpha = 16.0 must be a whole number, written without a point",
+            "lora_alpha = 16.0 must be written without a point",
         ),
         (
             "actor_config.num_layers_per_virtual_pipeline_stage",
@@ -107,24 +107,9 @@ def test_each_family_is_accepted(raw, family):
             "only the first chunk's adapters would be off",
         ),
         (
-            "actor_config.tensor_model_parallel_size",
-            3,
-            "2 ranks cannot be divided by TP 3 x PP 1 x CP 1 = 3",
-        ),
-        (
-            "generate_config.infer_expert_parallel_size",
-            4,
-            "2 ranks cannot be divided by infer TP 1 x EP 4 = 4",
-        ),
-        (
             "generate_config.enable_expert_parallel",
             False,
             "enable_expert_parallel must be true for a mixture of experts",
-        ),
-        (
-            "rl_config.actor_resource.num_npus",
-            1,
-            "1 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2",
         ),
         (
             "megatron_training.data_path",
@@ -135,67 +120,44 @@ def test_each_family_is_accepted(raw, family):
             ),
         ),
         (
-            "model.tiny.moe_router_topk",
-            4,
-            "moe_router_topk = 4 in the config, but num_experts_per_tok = 2 in",
-        ),
-        (
             "model.tiny.rotary_base",
             None,
             (
                 "rotary_base is left out of the config, which is 10000 to Megatron, but "
-                "rope_theta = 1000000.0 in"
-            ),
-        ),
-        (
-            "model.tiny.norm_topk_prob",
-            None,
-            (
-                "norm_topk_prob is left out of the config, which is False to Megatron, but "
-                "norm_topk_prob = True in"
+                "the qwen3_moe model of "
             ),
         ),
         (
             "model.tiny.qk_layernorm",
             False,
-            "qk_layernorm = False in the config, but model_type = 'qwen3_moe' in",
-        ),
-        (
-            "model.tiny.norm_epsilon",
-            ["1e-6"],
-            "norm_epsilon = ['1e-6'] in the config, but rms_norm_eps = 1e-06 in",
+            "qk_layernorm = False in the config, but the qwen3_moe model of ",
         ),
         (
             "task.prompt",
             "plain",
-            "task.prompt = 'plain' must be 'chat': the packed training rows hold chat prompts",
+            "task.prompt must be left out: the packed training rows hold chat prompts",
         ),
-        ("emulate_npu", "yes", "emulate_npu = 'yes' must be true or false"),
+        ("emulate_npu", "yes", "emulate_npu = 'yes': Input should be a valid boolean"),
         ("run.resume", "somewhere", "run.resume needs actor_config.load"),
         (
             "hardware_error.training",
             "gaussian",
-            "hardware_error.training = 'gaussian' must be none",
+            "hardware_error.training must be left out: errors are modelled on the local engine",
         ),
         (
             "rollout_quantization",
             {"format": "fp8"},
-            "rollout_quantization.format = 'fp8' must be none, int8_w8a8, mxfp4",
+            "rollout_quantization.format = 'fp8' rounds activations",
         ),
         (
             "rollout_quantization",
             {"format": "int8_w8a8"},
-            "rollout_quantization.format = 'int8_w8a8' with a mixture of experts",
+            "rollout_quantization.format = 'int8_w8a8' with experts",
         ),
         (
             "rollout_quantization",
             {"format": "nvfp4", "lora": "beside"},
-            "rollout_quantization.lora = 'beside' must be",
-        ),
-        (
-            "rollout_quantization",
-            {"format": "nvfp4", "probe_answers": 2},
-            "probe_answers = 2 must be 0: no answer is",
+            "rollout_quantization.lora must be left out: a sync brings merged weights",
         ),
         (
             "rollout_quantization",
@@ -217,82 +179,26 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "family, format, infer_tp, fault",
-    [
-        ("qwen3_moe", "nvfp4", 1, None),
-        ("qwen3", "mxfp4", 2, None),
-        ("qwen3", "nvfp4", 2, None),
-        ("qwen2", "int8_w8a8", 4, None),
-        ("qwen3_moe", "none", 1, None),
-        ("qwen3", "nvfp4", 4, None),
-        (
-            "qwen3",
-            "mxfp4",
-            4,
-            "intermediate_size = 192 is no multiple of its blocks of 32 inputs; set a smaller size",
-        ),
-    ],
-)
-def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, family, format, infer_tp, fault):
-    """The tiny models are 128 wide, have 4 heads of 32, and MLPs of 192 or experts of 48."""
-    moe = "moe" in family
-    config = raw(
-        family, npus=4, tp=infer_tp, infer_tp=infer_tp, ep=4 if moe else 1, infer_ep=4 if moe else 1
-    )
-    if infer_tp == 4:
-        heads = json.loads(
-            (
-                Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json"
-            ).read_text()
-        )
-        (Path(config["megatron_training"]["tokenizer_name_or_path"]) / "config.json").write_text(
-            json.dumps({**heads, "num_key_value_heads": 4})
-        )
-        config["model"]["tiny"]["num_query_groups"] = 4
-    put(
-        config,
-        "rollout_quantization",
-        {"format": format, "ignore": ["*.o_proj.weight"], "evaluation": True},
-    )
+@pytest.mark.parametrize("infer_tp, fault", [(2, None), (4, "intermediate_size = 192 is no")])
+def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, infer_tp, fault):
+    """The tiny models are 128 wide, have 4 heads of 32, and MLPs of 192."""
+    config = raw("qwen3", npus=4, tp=2, infer_tp=infer_tp)
+    put(config, "rollout_quantization", {"format": "mxfp4", "evaluation": True})
     if fault is None:
-        assert checked(config)[0].quantization.format == format
+        assert checked(config)[0].quantization.format == "mxfp4"
         return
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"infer_tensor_parallel_size = {infer_tp}: .*{fault}"):
         checked(config)
-    assert fault in str(refused.value) and f"infer_tensor_parallel_size = {infer_tp}" in str(
-        refused.value
-    )
 
 
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        (
-            "generate_config.enable_prefix_caching",
-            True,
-            "no routes for tokens that it finds in its cache",
-        ),
-        (
-            "rl_config.use_remove_padding",
-            True,
-            "rl_config.use_remove_padding = True: tokens of several answers",
-        ),
-        (
-            "rl_config.use_dynamic_bsz",
-            True,
-            "rl_config.use_dynamic_bsz = True: tokens of several answers",
-        ),
-        (
-            "actor_config.context_parallel_size",
-            2,
-            "with context_parallel_size = 2: a rank has parts of a sequence",
-        ),
-        (
-            "actor_config.num_layers_per_virtual_pipeline_stage",
-            1,
-            "with num_layers_per_virtual_pipeline_stage = 1",
-        ),
+        ("generate_config.enable_prefix_caching", True, "no routes for tokens that it finds"),
+        ("rl_config.use_remove_padding", True, "use_remove_padding: tokens of several answers"),
+        ("rl_config.use_dynamic_bsz", True, "use_dynamic_bsz: tokens of several answers"),
+        ("actor_config.context_parallel_size", 2, "a rank has parts of a sequence"),
+        ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "goes through one chunk's"),
         ("model.tiny.num_experts", None, "with a model that has no experts"),
     ],
 )
@@ -313,11 +219,11 @@ def test_routes_that_cannot_be_replayed(raw, key, value, message):
     assert [len(lines) for lines in found] == [1, 0] and message in found[0][0]
 
 
-def test_recorded_routes_need_no_cache_to_be_off(raw):
+def test_recorded_routes_are_of_the_local_engine(raw):
     config = raw()
     put(config, "algorithm.routing_replay", "record")
-    put(config, "generate_config.enable_prefix_caching", True)
-    checked(config)
+    with pytest.raises(ConfigError, match="'record' with the MindSpeed-RL engine, which replays"):
+        checked(config)
 
 
 @pytest.mark.parametrize(
@@ -325,20 +231,17 @@ def test_recorded_routes_need_no_cache_to_be_off(raw):
     [
         (
             {"filter_groups_train_batch_size": 2, "mini_batch_size": 2},
-            r"filter_groups_train_batch_size = 2 must be megatron_training\.global_batch_size = 4, or left out",
+            "filter_groups_train_batch_size must be global_batch_size = 4: the transfer dock",
         ),
         (
             {
                 "filter_groups_metric": "gsm8k",
-                "verifier_function": ["gsm8k", "format"],
+                "verifier_function": ["gsm8k", "gsm8k_strict"],
                 "verifier_weight": [1.0, 1.0],
             },
-            r"filter_groups_metric = 'gsm8k' with several verifiers must be left out",
+            "filter_groups_metric must be left out with several verifiers",
         ),
-        (
-            {"filter_groups_max_batches": 0},
-            "filter_groups_max_batches = 0 must be at least 1: without a limit",
-        ),
+        ({"filter_groups_max_batches": 0}, "filter_groups_max_batches must be at least 1"),
     ],
 )
 def test_dynamic_sampling_that_the_transfer_dock_has_no_room_for(raw, changes, message):
@@ -361,26 +264,6 @@ def test_upstream_filters_and_costs_nothing_itself(raw):
     recipe, *_ = checked(config)
     given = limits.upstream_sections(recipe)["rl_config"]
     assert not given["filter_groups_enable"] and not given["overlong_buffer_enable"]
-
-
-def test_tensor_parallel_experts_need_sequence_parallelism(raw):
-    config = raw(npus=4, tp=2)
-    config["megatron_training"]["sequence_parallel"] = False
-    with pytest.raises(
-        ConfigError,
-        match="sequence_parallel must be true for a mixture of experts with "
-        "tensor_model_parallel_size = 2",
-    ):
-        checked(config)
-
-
-def test_every_fault_is_named_at_once(raw):
-    config = raw()
-    config["rl_config"]["verifier_function"] = ["gsm8c"]
-    config["actor_config"]["save"] = "x"
-    with pytest.raises(ConfigError) as refused:
-        checked(config)
-    assert len(str(refused.value).splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -410,18 +293,6 @@ def test_a_schedule_that_every_epoch_would_advance(raw, changes):
     checked(config)
 
 
-@pytest.mark.parametrize("buffer", [None, 0, 8])
-def test_a_length_penalty_needs_its_buffer(raw, buffer):
-    """Upstream divides by it (rule_verifier.py:119)."""
-    config = raw()
-    config["rl_config"] |= {"overlong_buffer_enable": True, "overlong_buffer": buffer}
-    if buffer:
-        checked(config)
-        return
-    with pytest.raises(ConfigError, match="rl_config.overlong_buffer_enable=false"):
-        checked(config)
-
-
 def test_upstream_gets_a_save_interval(raw):
     """Else its trainer computes `iteration % None` (grpo_trainer_hybrid.py:291)."""
     config = raw()
@@ -443,9 +314,3 @@ def test_what_is_left_out_pads_as_upstream_does(raw):
         limits.upstream_sections(checked(config)[0])["megatron_training"]["no_pad_to_seq_lengths"]
         is False
     )
-
-
-def test_dense_models_have_no_load_balancing_loss(raw):
-    config = raw("qwen3")
-    assert config["model"]["tiny"].get("moe_aux_loss_coeff") is None
-    checked(config)

@@ -4,12 +4,13 @@ operators and what they returned, in FOLDER/RANK.
 
 import sys
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_qerl.emulation import mc2
-from mindspeed_qerl.emulation.operators import npu_grouped_matmul, npu_swiglu
+from tests.emulation.mixture import expert_rows
 
 EXPERTS, K, H, FFN = 8, 2, 6, 5
 UNEQUAL = [3, 1, 4, 2]
@@ -68,13 +69,6 @@ CASES = ["equal", "unequal", "tokens masked", "choices masked", "few experts", "
          "as vllm-ascend"]  # fmt: skip
 
 
-def experts(x, nums, kind, w13, w2):
-    groups = dict(group_list=nums, group_list_type=kind, group_type=0, split_item=2)
-    return npu_grouped_matmul(
-        [npu_swiglu(npu_grouped_matmul([x], [w13], **groups)[0])], [w2], **groups
-    )[0]
-
-
 def run(given: dict) -> dict:
     mine = slice(
         given["ep_rank_id"] * EXPERTS // given["ep_world_size"],
@@ -88,7 +82,8 @@ def run(given: dict) -> dict:
     weights = normal(bs, K, seed=given["ep_rank_id"] + 50).float()
     dispatched = mc2.npu_moe_distribute_dispatch_v2(**given)
     rows, _, assist_info, nums, recv_counts, tp_recv_counts, expand_scales = dispatched
-    results = experts(rows, nums, given.get("expert_token_nums_type", 1), w13[mine], w2[mine])
+    kind = given.get("expert_token_nums_type", 1)
+    results = expert_rows(rows, w13[mine], w2[mine], nums, kind)
     common = {
         name: given[name]
         for name in given
@@ -143,88 +138,87 @@ def product(rank: int, world: int) -> dict:
 
 
 def refusals(rank: int, world: int) -> dict[str, str]:
-    """Name -> the error that every rank gets."""
+    """What the error of every rank begins with, as a pattern -> the error that this rank got."""
     known = inputs("equal", rank, world)
-    swapped = known["expert_ids"].flip(0) if rank else known["expert_ids"]
+    ids, int32 = known["expert_ids"], torch.int32
+    unequal = inputs("unequal", rank, world)
     wrong = {
-        "unknown expert": dict(
-            expert_ids=torch.full_like(known["expert_ids"], EXPERTS * (rank == world - 1))
+        r"ValueError: .*outside \[0, 8\)": dict(
+            expert_ids=torch.full_like(ids, EXPERTS * (rank == world - 1))
         ),
-        "experts": dict(moe_expert_num=7 * world + 1),
-        "global_bs": dict(global_bs=3 * world),
-        "too many tokens": dict(
-            x=torch.ones(513, H), expert_ids=torch.ones(513, K, dtype=torch.int32)
+        "ValueError: .*moe_expert_num is": dict(moe_expert_num=7 * world + 1),
+        "ValueError: .*global_bs is": dict(global_bs=3 * world),
+        "ValueError: .*BS is 513": dict(
+            x=torch.ones(513, H), expert_ids=torch.ones(513, K, dtype=int32)
         ),
-        "no tokens": dict(x=torch.ones(0, H), expert_ids=torch.ones(0, K, dtype=torch.int32)),
-        "int64": dict(expert_ids=known["expert_ids"].long()),
-        "hole": dict(x_active_mask=torch.tensor([True, False, True, True])),
-        "mask": dict(x_active_mask=torch.ones(3, dtype=torch.bool)),
-        "group": dict(group_ep="nobody"),
-        "rank": dict(ep_rank_id=rank + 1),
-        "quantised": dict(quant_mode=2),
-        "hierarchy": dict(expert_scales=torch.ones(4, K)),
-        "shared": dict(shared_expert_rank_num=1),
-        "tp": dict(tp_world_size=2),
-        "algorithm": dict(comm_alg="hierarchy"),
-        "nums": dict(expert_token_nums_type=2),
+        "ValueError: .*BS is 0": dict(x=torch.ones(0, H), expert_ids=torch.ones(0, K, dtype=int32)),
+        "ValueError: .*expert_ids is torch.int64": dict(expert_ids=ids.long()),
+        "ValueError: .*True after False": dict(
+            x_active_mask=torch.tensor([True, False, True, True])
+        ),
+        r"ValueError: .*x_active_mask is \(3,\)": dict(
+            x_active_mask=torch.ones(3, dtype=torch.bool)
+        ),
+        "ValueError: .*'nobody'.*'process group'": dict(group_ep="nobody"),
+        r"ValueError: .*and this is \d, not world size": dict(ep_rank_id=rank + 1),
+        "NotImplementedError: .*quant_mode 2": dict(quant_mode=2),
+        "NotImplementedError: .*expert_scales": dict(expert_scales=torch.ones(4, K)),
+        "NotImplementedError: .*shared_expert_rank_num 1": dict(shared_expert_rank_num=1),
+        "NotImplementedError: .*tp_world_size 2": dict(tp_world_size=2),
+        "NotImplementedError: .*comm_alg 'hierarchy'": dict(comm_alg="hierarchy"),
+        "ValueError: .*expert_token_nums_type is 2": dict(expert_token_nums_type=2),
         "no room": dict(
-            x=torch.ones(4, H),
-            expert_ids=torch.zeros(4, K, dtype=torch.int32),
-            moe_expert_num=world,
+            x=torch.ones(4, H), expert_ids=torch.zeros(4, K, dtype=int32), moe_expert_num=world
         ),
+        "ValueError: .*global_bs is 0": unequal | dict(global_bs=0),
+        "ValueError: .*hides tokens": unequal
+        | dict(x_active_mask=torch.arange(len(unequal["x"])) < 1),
     }
     calls = {
-        name: lambda change=change: mc2.npu_moe_distribute_dispatch_v2(**known | change)
-        for name, change in wrong.items()
+        words: partial(mc2.npu_moe_distribute_dispatch_v2, **known | change)
+        for words, change in wrong.items()
     }
-    unequal = inputs("unequal", rank, world)
-    calls["unequal without global_bs"] = lambda: mc2.npu_moe_distribute_dispatch_v2(
-        **unequal | dict(global_bs=0)
-    )
-    masked = dict(x_active_mask=torch.arange(len(unequal["x"])) < 1)
-    calls["unequal with a mask"] = lambda: mc2.npu_moe_distribute_dispatch_v2(**unequal | masked)
-
     rows, _, assist_info, _, recv_counts, *_ = mc2.npu_moe_distribute_dispatch_v2(**known)
-    back = dict(
+    back = {name: value for name, value in known.items() if name != "x"} | dict(
         expand_x=rows,
         assist_info_for_combine=assist_info,
         ep_send_counts=recv_counts,
         expert_scales=torch.ones(4, K),
-        **{name: known[name] for name in known if name != "x"},
     )
-    for name, change in {
-        "combine: rows": dict(expand_x=rows[1:]),
-        "combine: weights": dict(expert_scales=torch.ones(4, K + 1)),
-        "combine: bfloat16 weights": dict(expert_scales=torch.ones(4, K, dtype=torch.bfloat16)),
-        "combine: info": dict(assist_info_for_combine=assist_info.long()),
-        "combine: mask": dict(x_active_mask=torch.arange(4) < 3, expert_ids=swapped),
-        "combine: shared": dict(shared_expert_x=torch.ones(4, H)),
-    }.items():
-        calls[name] = lambda change=change: mc2.npu_moe_distribute_combine_v2(**back | change)
-
-    plain = dict(
-        input=torch.ones(2 * world, 3), x2=torch.ones(3, 2), hcom="backend", world_size=world
-    )
-    for name, change in {
-        "product: rows": dict(input=torch.ones(2 * world + 1, 3)),
-        "product: width": dict(input=torch.ones(2 * world, 4)),
-        "product: bias": dict(bias=torch.ones(2)),
-        "product: int8": dict(
-            input=torch.ones(2 * world, 3).to(torch.int8), x2=torch.ones(3, 2).to(torch.int8)
+    swapped = ids.flip(0) if rank else ids
+    for words, change in {
+        "ValueError: .*expand_x is": dict(expand_x=rows[1:]),
+        "ValueError: .*expert_scales is": dict(expert_scales=torch.ones(4, K + 1)),
+        "ValueError: .*torch.bfloat16": dict(expert_scales=torch.ones(4, K).bfloat16()),
+        "ValueError: .*assist_info_for_combine is torch.int64": dict(
+            assist_info_for_combine=assist_info.long()
         ),
-        "product: dtypes": dict(x2=torch.ones(3, 2).half()),
-        "product: ranks": dict(world_size=world + 1),
-        "product: mode": dict(comm_mode="ccu"),
+        "ValueError: .*other expert_ids or another x_active_mask": dict(
+            x_active_mask=torch.arange(4) < 3, expert_ids=swapped
+        ),
+        "NotImplementedError: .*shared_expert_x": dict(shared_expert_x=torch.ones(4, H)),
     }.items():
-        calls[name] = lambda change=change: mc2.npu_mm_reduce_scatter_base(**plain | change)
+        calls[words] = partial(mc2.npu_moe_distribute_combine_v2, **back | change)
+    x, x2 = torch.ones(2 * world, 3), torch.ones(3, 2)
+    plain = dict(input=x, x2=x2, hcom="backend", world_size=world)
+    for words, change in {
+        "ValueError: .*m a multiple of world_size": dict(input=torch.ones(2 * world + 1, 3)),
+        r"ValueError: .*wants input \(m, k\)": dict(input=torch.ones(2 * world, 4)),
+        "NotImplementedError: .*bias": dict(bias=torch.ones(2)),
+        "ValueError: .*int8": dict(input=x.to(torch.int8), x2=x2.to(torch.int8)),
+        "ValueError: .*one dtype": dict(x2=x2.half()),
+        "ValueError: .*'backend' has": dict(world_size=world + 1),
+        "NotImplementedError: .*comm_mode 'ccu'": dict(comm_mode="ccu"),
+    }.items():
+        calls[words] = partial(mc2.npu_mm_reduce_scatter_base, **plain | change)
 
     errors = {}
-    for name, call in calls.items():
+    for words, call in calls.items():
         try:
             call()
-            errors[name] = "none"
+            errors[words] = "none"
         except (ValueError, NotImplementedError) as error:
-            errors[name] = f"{type(error).__name__}: {error}"
+            errors[words] = f"{type(error).__name__}: {error}"
     return errors
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from mindspeed_qerl.emulation import experts, operators
+from mindspeed_qerl.emulation import experts
+from tests.emulation.refusals import refusals
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
 
 TOKENS, K, EXPERTS, H, FFN = 9, 3, 8, 6, 5
@@ -38,24 +39,6 @@ def rows_by_expert(expert_idx, first, last):
         for k, chosen in enumerate(row)
         if chosen == e
     ]
-
-
-def mixture(x, w13, w2, expert_idx, weights):
-    """Each token's experts one by one; w13 (E, H, 2 FFN), gate and up, w2 (E, FFN, H)."""
-    out = np.zeros_like(x)
-    for t, k in np.ndindex(*expert_idx.shape):
-        gate, up = np.split(x[t] @ w13[expert_idx[t, k]], 2)
-        out[t] += weights[t, k] * (gate / (1 + np.exp(-gate)) * up @ w2[expert_idx[t, k]])
-    return out
-
-
-def expert_rows(x, w13, w2, group_list, group_list_type):
-    """VA ops/moe/moe_mlp.py:185-220."""
-    groups = dict(
-        split_item=2, group_list_type=group_list_type, group_type=0, group_list=group_list
-    )
-    hidden = operators.npu_swiglu(operators.npu_grouped_matmul(x=[x], weight=[w13], **groups)[0])
-    return operators.npu_grouped_matmul(x=[hidden], weight=[w2], **groups)[0]
 
 
 # npu_moe_init_routing_v2
@@ -124,29 +107,24 @@ def test_routing_with_places_instead_of_rows_and_pairs_instead_of_counts(active,
         assert (left_as_it_was == torch.iinfo(left_as_it_was.dtype).min).all()
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (NotImplementedError, "drop_pad_mode 1", dict(drop_pad_mode=1, expert_capacity=2)),
-        (NotImplementedError, "expert_tokens_num_type 0", dict(expert_tokens_num_type=0)),
-        (NotImplementedError, "expert_tokens_num_flag False", dict(expert_tokens_num_flag=False)),
-        (NotImplementedError, "quant_mode 1", dict(quant_mode=1)),
-        (NotImplementedError, "row_idx_type 2", dict(row_idx_type=2)),
-        (NotImplementedError, "offset", dict(offset=torch.ones(1))),
-        (ValueError, "active_num is 5", dict(active_num=5)),
-        (ValueError, r"\[4, 9\]", dict(active_expert_range=[4, 9])),
-        (ValueError, r"\[4, 4\]", dict(active_expert_range=[4, 4])),
-        (ValueError, r"is \[\]", dict(active_expert_range=[])),
-        (ValueError, "scale", dict(scale=torch.ones(2))),
-        (ValueError, "int64", dict(expert_idx=routing(0).long())),
-        (ValueError, "outside", dict(expert_num=4, active_expert_range=[0, 4])),
-        (ValueError, "equally many", dict(expert_idx=routing(0)[1:])),
-    ],
+test_routing_refuses = refusals(
+    init_routing,
+    dict(x=normal(TOKENS, H), expert_idx=routing(0), active_expert_range=ALL),
+    ("drop_pad_mode 1", dict(drop_pad_mode=1, expert_capacity=2)),
+    ("expert_tokens_num_type 0", dict(expert_tokens_num_type=0)),
+    ("expert_tokens_num_flag False", dict(expert_tokens_num_flag=False)),
+    ("quant_mode 1", dict(quant_mode=1)),
+    ("row_idx_type 2", dict(row_idx_type=2)),
+    ("offset", dict(offset=torch.ones(1))),
+    ("active_num is 5", dict(active_num=5)),
+    (r"\[4, 9\]", dict(active_expert_range=[4, 9])),
+    (r"\[4, 4\]", dict(active_expert_range=[4, 4])),
+    (r"is \[\]", dict(active_expert_range=[])),
+    ("scale", dict(scale=torch.ones(2))),
+    ("int64", dict(expert_idx=routing(0).long())),
+    ("outside", dict(expert_num=4, active_expert_range=[0, 4])),
+    ("equally many", dict(expert_idx=routing(0)[1:])),
 )
-def test_routing_refuses(error, match, arguments):
-    known = dict(x=normal(TOKENS, H), expert_idx=routing(0), active_expert_range=ALL)
-    with pytest.raises(error, match=match):
-        init_routing(**known | arguments)
 
 
 # npu_moe_token_permute, npu_moe_token_unpermute
@@ -254,81 +232,3 @@ def test_gradients():
 
 
 # The mixtures of vllm-ascend
-
-
-def problem(seed, without):
-    x, w13, w2 = normal(TOKENS, H), normal(EXPERTS, H, 2 * FFN), normal(EXPERTS, FFN, H)
-    expert_idx, weights = routing(seed, without), normal(TOKENS, K, seed=seed).abs()
-    return (
-        x,
-        w13,
-        w2,
-        expert_idx,
-        weights,
-        mixture(*map(wide, (x, w13, w2)), expert_idx.numpy(), wide(weights)),
-    )
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(("seed", "without"), [(6, ()), (7, (0, 1, 2, 3, 5)), (8, (4, 6))])
-def test_all_gather(ranks, seed, without):
-    """Every rank has all tokens and adds what its experts give: VA TokenDispatcherWithAllGather."""
-    x, w13, w2, expert_idx, weights, expected = problem(seed, without)
-    total = torch.zeros_like(x)
-    for rank in range(ranks):
-        first, last = rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks
-        rows, row_idx, counts, _ = init_routing(x, expert_idx, [first, last])
-        rows = expert_rows(rows, w13[first:last], w2[first:last], counts, 1)
-        mine = (expert_idx >= first) & (expert_idx < last)
-        total += experts.npu_moe_token_unpermute(
-            permuted_tokens=rows, sorted_indices=torch.abs(row_idx), probs=weights * mine
-        )
-    np.testing.assert_allclose(wide(total), expected, **EXACT)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(("seed", "without"), [(9, ()), (10, (0, 1, 2, 3, 5)), (11, (4, 6))])
-def test_all_to_all(ranks, seed, without):
-    """Every rank has some tokens, the last none, and sends them by expert: VA
-    TokenDispatcherWithAll2AllV.
-    """
-    x, w13, w2, expert_idx, weights, expected = problem(seed, without)
-    local = EXPERTS // ranks
-    tokens = np.array_split(np.arange(TOKENS), ranks)
-    if ranks > 1:
-        tokens = [*tokens[:-2], np.concatenate(tokens[-2:]), tokens[-1][:0]]
-    permuted = [
-        experts.npu_moe_token_permute(
-            tokens=x[mine], indices=expert_idx[mine], num_out_tokens=expert_idx[mine].numel()
-        )
-        for mine in tokens
-    ]
-    sizes = torch.stack(
-        [torch.bincount(expert_idx[mine].flatten(), minlength=EXPERTS) for mine in tokens]
-    )
-    sent = [
-        rows.split(size.view(ranks, local).sum(1).tolist())
-        for (rows, _), size in zip(permuted, sizes)
-    ]
-    back = []
-    for rank in range(ranks):
-        mine = slice(rank * local, (rank + 1) * local)
-        rows = torch.cat([parts[rank] for parts in sent])
-        number = (
-            torch.arange(local, dtype=torch.int32)
-            .repeat(ranks)
-            .repeat_interleave(sizes[:, mine].flatten())
-        )
-        rows, where = experts.npu_moe_token_permute(rows, number)
-        rows = experts.npu_moe_token_unpermute(
-            expert_rows(rows, w13[mine], w2[mine], sizes[:, mine].sum(0), 1), where
-        )
-        back.append(rows.split(sizes[:, mine].sum(1).tolist()))
-    for rank, mine in enumerate(tokens):
-        out = experts.npu_moe_token_unpermute(
-            permuted_tokens=torch.cat([parts[rank] for parts in back]),
-            sorted_indices=permuted[rank][1],
-            probs=weights[mine],
-            restore_shape=x[mine].shape,
-        )
-        np.testing.assert_allclose(wide(out), expected[mine], **EXACT)

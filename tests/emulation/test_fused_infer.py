@@ -2,12 +2,14 @@
 sequences.py.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract
 from mindspeed_qerl.emulation.fused_infer import npu_fused_infer_attention_score
+from tests.emulation.refusals import refusals
 from tests.emulation.sequences import HEADS, KV_HEADS, SCALE, Paged, int32
 from tests.emulation.test_operators import normal, wide
 
@@ -104,83 +106,58 @@ WRONG = MASK.clone()
 WRONG[100, 101] = 0
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "change"),
-    [
-        (NotImplementedError, "input_layout 'BSH'", dict(input_layout="BSH")),
-        (NotImplementedError, "block_table None", dict(block_table=None)),
-        (NotImplementedError, "sparse_mode 4", dict(sparse_mode=4)),
-        (NotImplementedError, "pse_shift", dict(pse_shift=torch.zeros(1))),
-        (NotImplementedError, "query_rope", dict(query_rope=torch.zeros(1))),
-        (
-            NotImplementedError,
-            r"actual_shared_prefix_len is not emulated, it was \[3\]",
-            dict(actual_shared_prefix_len=[3]),
-        ),
-        (
-            NotImplementedError,
-            "key_antiquant_mode is not emulated, it was 1",
-            dict(key_antiquant_mode=1),
-        ),
-        (
-            NotImplementedError,
-            "without keys",
-            dict(sparse_mode=0, atten_mask=None, actual_seq_lengths_kv=[20, 17, 0, 4, 260]),
-        ),
-        (ValueError, "sparse_mode 0 takes no atten_mask", dict(sparse_mode=0)),
-        (ValueError, r"\(2048, 2048\), not None", dict(atten_mask=None)),
-        (ValueError, r"\(2048, 2048\), not \(260, 260\)", dict(atten_mask=MASK[:260, :260])),
-        (ValueError, "bool, int8 or uint8", dict(atten_mask=MASK.float())),
-        (ValueError, r"triu\(1\)", dict(atten_mask=WRONG)),
-        (ValueError, r"triu\(1\)", dict(atten_mask=MASK.T.contiguous())),
-        (ValueError, "one dtype", dict(query=normal(139, HEADS, 64).bfloat16())),
-        (ValueError, "at most 64 times", dict(num_key_value_heads=3)),
-        (ValueError, "num_heads 2", dict(num_heads=2)),
-        (ValueError, "64, 128 or 192, not 80", dict(query=normal(139, HEADS, 80))),
-        (ValueError, "multiple of 128, at most 512, not 64", dict(block_size=64)),
-        (ValueError, "key must be", dict(block_size=256)),
-        (ValueError, "value must have key's shape", dict(value=normal(3, 128, 128))),
-        (ValueError, "must end at T = 139", dict(actual_seq_lengths=[3, 4, 134, 134, 138])),
-        (ValueError, "must not fall", dict(actual_seq_lengths=[3, 4, 134, 133, 139])),
-        (ValueError, "as many", dict(actual_seq_lengths_kv=[20, 17, 130, 4])),
-        (ValueError, "must be given", dict(actual_seq_lengths_kv=None)),
-        (
-            ValueError,
-            "no more queries than keys",
-            dict(actual_seq_lengths_kv=[20, 17, 129, 4, 260]),
-        ),
-        (ValueError, "5 rows", dict(block_table=int32([[0, 1, 2]] * 6))),
-        (ValueError, "int32", dict(block_table=torch.zeros(5, 3, dtype=torch.int64))),
-        (ValueError, "2 columns of block_table hold 256", dict(block_table=int32([[0, 1]] * 5))),
-        (ValueError, "blocks of a cache", dict(block_table=int32([[0, 1, 99]] * 5))),
-    ],
+test_it_refuses = refusals(
+    partial(fused, chunks()),
+    {},
+    ("input_layout 'BSH'", dict(input_layout="BSH")),
+    ("block_table None", dict(block_table=None)),
+    ("sparse_mode 4", dict(sparse_mode=4)),
+    ("pse_shift", dict(pse_shift=torch.zeros(1))),
+    ("query_rope", dict(query_rope=torch.zeros(1))),
+    (r"actual_shared_prefix_len is not emulated, it was \[3\]", dict(actual_shared_prefix_len=[3])),
+    ("key_antiquant_mode is not emulated, it was 1", dict(key_antiquant_mode=1)),
+    (
+        "without keys",
+        dict(sparse_mode=0, atten_mask=None, actual_seq_lengths_kv=[20, 17, 0, 4, 260]),
+    ),
+    ("sparse_mode 0 takes no atten_mask", dict(sparse_mode=0)),
+    (r"\(2048, 2048\), not None", dict(atten_mask=None)),
+    (r"\(2048, 2048\), not \(260, 260\)", dict(atten_mask=MASK[:260, :260])),
+    ("bool, int8 or uint8", dict(atten_mask=MASK.float())),
+    (r"triu\(1\)", dict(atten_mask=WRONG)),
+    (r"triu\(1\)", dict(atten_mask=MASK.T.contiguous())),
+    ("one dtype", dict(query=normal(139, HEADS, 64).bfloat16())),
+    ("at most 64 times", dict(num_key_value_heads=3)),
+    ("num_heads 2", dict(num_heads=2)),
+    ("64, 128 or 192, not 80", dict(query=normal(139, HEADS, 80))),
+    ("multiple of 128, at most 512, not 64", dict(block_size=64)),
+    ("key must be", dict(block_size=256)),
+    ("value must have key's shape", dict(value=normal(3, 128, 128))),
+    ("must end at T = 139", dict(actual_seq_lengths=[3, 4, 134, 134, 138])),
+    ("must not fall", dict(actual_seq_lengths=[3, 4, 134, 133, 139])),
+    ("as many", dict(actual_seq_lengths_kv=[20, 17, 130, 4])),
+    ("must be given", dict(actual_seq_lengths_kv=None)),
+    ("no more queries than keys", dict(actual_seq_lengths_kv=[20, 17, 129, 4, 260])),
+    ("5 rows", dict(block_table=int32([[0, 1, 2]] * 6))),
+    ("int32", dict(block_table=torch.zeros(5, 3, dtype=torch.int64))),
+    ("2 columns of block_table hold 256", dict(block_table=int32([[0, 1]] * 5))),
+    ("blocks of a cache", dict(block_table=int32([[0, 1, 99]] * 5))),
 )
-def test_it_refuses(error, match, change):
-    with pytest.raises(error, match=match):
-        fused(chunks(), **change)
 
 
-def test_a_flat_cache_of_too_many_columns_is_refused():
-    key = torch.zeros(1, 128, 65536, dtype=torch.bfloat16)
-    query = torch.zeros(1, 1024, 64, dtype=torch.bfloat16)
-    change = dict(
-        query=query,
-        actual_seq_lengths=[1],
-        actual_seq_lengths_kv=[1],
-        block_table=int32([[0]]),
-        num_heads=1024,
-        num_key_value_heads=1024,
-        block_size=128,
-    )
-    with pytest.raises(ValueError, match="65535"):
-        fused(chunks(), key=key, value=key, **change)
-    heads_first = key.view(1, 1024, 128, 64)
-    fused(chunks(), key=heads_first, value=heads_first, **change)
+WIDE = dict(
+    query=torch.zeros(1, 1024, 64).bfloat16(),
+    actual_seq_lengths=[1],
+    actual_seq_lengths_kv=[1],
+    block_table=int32([[0]]),
+    num_heads=1024,
+    num_key_value_heads=1024,
+)
+CACHE = torch.zeros(1, 128, 65536).bfloat16()
+test_a_flat_cache_of_too_many_columns_is_refused = refusals(
+    partial(fused, chunks()), WIDE, ("65535", dict(key=CACHE, value=CACHE))
+)
 
 
-def test_half_precision_in_this_layout_is_bfloat16(monkeypatch):
-    with pytest.raises(ValueError, match="must be bfloat16, not float16"):
-        fused(chunks(torch.float16))
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    with pytest.raises(ValueError, match="must be bfloat16, not float32"):
-        fused(chunks(torch.float32))
+def test_it_is_taken_with_the_heads_first():
+    fused(chunks(), key=CACHE.view(1, 1024, 128, 64), value=CACHE.view(1, 1024, 128, 64), **WIDE)

@@ -1,10 +1,13 @@
 """Writing into a paged cache, and attention over it, against sequences.py."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, paged
+from mindspeed_qerl.emulation import paged
+from tests.emulation.refusals import refusals
 from tests.emulation.sequences import HEADS, KV_HEADS, SCALE, TOLERANCES, Paged, int32
 from tests.emulation.test_operators import normal, wide
 
@@ -32,37 +35,32 @@ def test_every_token_lands_in_its_slot_and_nothing_else_changes(dtype):
         assert torch.equal(cache, wanted)
 
 
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        (r"within 4 blocks \* 16, not \[64\]", dict(slot_indices=int32([64, 1, 2]))),
-        (r"within 4 blocks \* 16, not \[-64\]", dict(slot_indices=int32([1, -64, 2]))),
-        (r"one token, not \[7\]", dict(slot_indices=int32([7, 1, 7]))),
-        ("for each of 3 tokens, not 2", dict(slot_indices=int32([1, 2]))),
-        ("int32", dict(slot_indices=torch.tensor([1, 2, 3]))),
-        ("one dtype", dict(key=normal(3, 2, 8).float())),
-        ("as many tokens", dict(value=normal(4, 2, 8))),
-        ("key_cache must have shape", dict(key=normal(3, 1, 8))),
-        ("value_cache must have shape", dict(value=normal(3, 2, 4))),
-        ("as many blocks", dict(value_cache=normal(4, 8, 2, 8))),
-        ("contiguous", dict(key_cache=normal(4, 2, 16, 8).transpose(1, 2))),
-        (
-            "float16 or bfloat16 or int8, not int32",
-            dict.fromkeys(["key", "value"], torch.ones(3, 2, 8).int())
-            | dict.fromkeys(["key_cache", "value_cache"], torch.ones(4, 16, 2, 8).int()),
-        ),
-    ],
-)
-def test_the_cache_refuses(match, change):
-    arguments = dict(
+test_the_cache_refuses = refusals(
+    paged._npu_reshape_and_cache,
+    dict(
         key=normal(3, 2, 8),
         value=normal(3, 2, 8),
         key_cache=normal(4, 16, 2, 8),
         value_cache=normal(4, 16, 2, 8),
         slot_indices=int32([1, 2, 3]),
-    )
-    with pytest.raises(ValueError, match=match):
-        paged._npu_reshape_and_cache(**arguments | change)
+    ),
+    (r"within 4 blocks \* 16, not \[64\]", dict(slot_indices=int32([64, 1, 2]))),
+    (r"within 4 blocks \* 16, not \[-64\]", dict(slot_indices=int32([1, -64, 2]))),
+    (r"one token, not \[7\]", dict(slot_indices=int32([7, 1, 7]))),
+    ("for each of 3 tokens, not 2", dict(slot_indices=int32([1, 2]))),
+    ("int32", dict(slot_indices=torch.tensor([1, 2, 3]))),
+    ("one dtype", dict(key=normal(3, 2, 8).float())),
+    ("as many tokens", dict(value=normal(4, 2, 8))),
+    ("key_cache must have shape", dict(key=normal(3, 1, 8))),
+    ("value_cache must have shape", dict(value=normal(3, 2, 4))),
+    ("as many blocks", dict(value_cache=normal(4, 8, 2, 8))),
+    ("contiguous", dict(key_cache=normal(4, 2, 16, 8).transpose(1, 2))),
+    (
+        "float16 or bfloat16 or int8, not int32",
+        dict.fromkeys(["key", "value"], torch.ones(3, 2, 8).int())
+        | dict.fromkeys(["key_cache", "value_cache"], torch.ones(4, 16, 2, 8).int()),
+    ),
+)
 
 
 # Decoding
@@ -117,29 +115,24 @@ def test_decoding_refuses_blocks_that_are_too_large(key_size, value_size, block_
             decode(batch)
 
 
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        ("at least 1", dict(context_lens=int32([5, 0]))),
-        ("context_lens must be int32", dict(context_lens=torch.tensor([5, 20]))),
-        ("block_table must be int32", dict(block_table=torch.zeros(2, 4, dtype=torch.int64))),
-        ("a row for each of 2", dict(block_table=int32([[0, 1, 2]]))),
-        (
-            "2 columns of block_table hold 32",
-            dict(context_lens=int32([5, 33]), block_table=int32([[0, 1], [2, 3]])),
-        ),
-        (r"blocks of a cache of 6, not \[0, -1\]", dict(block_table=int32([[1, 0], [0, -1]]))),
-        ("no more tokens than the 1", dict(query=normal(1, 4, 16), out=normal(1, 4, 16))),
-        ("num_heads 4", dict(query=normal(4, 2, 16))),
-        ("as many blocks", dict(value_cache=normal(5, 16, 2, 16))),
-        ("one dtype", dict(query=normal(4, 4, 16).half())),
-        ("out must have shape", dict(out=normal(2, 4, 16))),
-    ],
+test_decoding_refuses = refusals(
+    partial(decode, Paged([1, 1], [5, 20], 16)),
+    {},
+    ("at least 1", dict(context_lens=int32([5, 0]))),
+    ("context_lens must be int32", dict(context_lens=torch.tensor([5, 20]))),
+    ("block_table must be int32", dict(block_table=torch.zeros(2, 4, dtype=torch.int64))),
+    ("a row for each of 2", dict(block_table=int32([[0, 1, 2]]))),
+    (
+        "2 columns of block_table hold 32",
+        dict(context_lens=int32([5, 33]), block_table=int32([[0, 1], [2, 3]])),
+    ),
+    (r"blocks of a cache of 6, not \[0, -1\]", dict(block_table=int32([[1, 0], [0, -1]]))),
+    ("no more tokens than the 1", dict(query=normal(1, 4, 16), out=normal(1, 4, 16))),
+    ("num_heads 4", dict(query=normal(4, 2, 16))),
+    ("as many blocks", dict(value_cache=normal(5, 16, 2, 16))),
+    ("one dtype", dict(query=normal(4, 4, 16).half())),
+    ("out must have shape", dict(out=normal(2, 4, 16))),
 )
-def test_decoding_refuses(match, change):
-    batch = Paged([1, 1], [5, 20], 16)
-    with pytest.raises(ValueError, match=match):
-        decode(batch, **change)
 
 
 # Prefill in chunks, mixed with decoding
@@ -200,34 +193,20 @@ def test_chunks_add_every_row_of_the_mask_as_it_is(dtype):
     )
 
 
-def test_chunks_show_a_wrong_mask():
-    batch = Paged(*CHUNKS, 16)
-    in_chunks(batch, torch.zeros(29, 134, dtype=torch.float64))
-    batch.check(lambda queries, keys: 0.0)
-    for_prefill = Paged(*CHUNKS, 16)
-    in_chunks(for_prefill, rows_of(1.0))
-    assert not np.allclose(wide(for_prefill.out), for_prefill.expected(), atol=0.01)
-
-
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        ("29 rows and 134 columns", dict(mask=normal(20, 134))),
-        ("29 rows and 134 columns", dict(mask=normal(29, 133))),
-        ("one dtype", dict(mask=normal(29, 134).half())),
-        ("from 1 to context_lens", dict(seq_len=int32([3, 0, 20, 5]))),
-        ("from 1 to context_lens", dict(seq_len=int32([3, 1, 21, 5]))),
-        ("from 1 to context_lens", dict(seq_len=int32([3, 1, 20]))),
-        ("int32", dict(seq_len=torch.tensor(CHUNKS[0]))),
-        ("head size of key_cache", dict(value_cache=normal(18, 16, 2, 32))),
-        ("no more tokens than the 20", dict(query=normal(20, 4, 16), out=normal(20, 4, 16))),
-        ("blocks of a cache", dict(block_table=int32([[99] * 9] * 4))),
-    ],
+test_chunks_refuse = refusals(
+    partial(in_chunks, Paged(*CHUNKS, 16)),
+    dict(mask=rows_of(-1e4)),
+    ("29 rows and 134 columns", dict(mask=normal(20, 134))),
+    ("29 rows and 134 columns", dict(mask=normal(29, 133))),
+    ("one dtype", dict(mask=normal(29, 134).half())),
+    ("from 1 to context_lens", dict(seq_len=int32([3, 0, 20, 5]))),
+    ("from 1 to context_lens", dict(seq_len=int32([3, 1, 21, 5]))),
+    ("from 1 to context_lens", dict(seq_len=int32([3, 1, 20]))),
+    ("int32", dict(seq_len=torch.tensor(CHUNKS[0]))),
+    ("head size of key_cache", dict(value_cache=normal(18, 16, 2, 32))),
+    ("no more tokens than the 20", dict(query=normal(20, 4, 16), out=normal(20, 4, 16))),
+    ("blocks of a cache", dict(block_table=int32([[99] * 9] * 4))),
 )
-def test_chunks_refuse(match, change):
-    batch = Paged(*CHUNKS, 16)
-    with pytest.raises(ValueError, match=match):
-        in_chunks(batch, **dict(mask=rows_of(-1e4)) | change)
 
 
 @pytest.mark.parametrize(
@@ -250,63 +229,9 @@ def test_chunks_refuse_blocks_and_heads_that_are_too_large(size, block_size, hea
 # All of them
 
 
-def test_a_sequence_prefilled_in_a_chunk_and_decoded_is_the_sequence_prefilled_at_once():
-    q, k, v = (
-        normal(21, HEADS, 16),
-        normal(21, KV_HEADS, 16, seed=1),
-        normal(21, KV_HEADS, 16, seed=2),
-    )
-    at_once = torch.empty_like(q)
-    hidden = torch.ones(21, 21, dtype=torch.float64).triu(1)
-    paged._npu_flash_attention(q, k, v, hidden, int32([21]), SCALE, HEADS, KV_HEADS, at_once)
-    caches = [torch.full((3, 16, KV_HEADS, 16), torch.nan, dtype=torch.float64) for _ in range(2)]
-    table, out = int32([[2, 0]]), torch.empty_like(q)
-    slots = int32([*range(32, 48), *range(5)])
-    for start, end in [(0, 7), (7, 18), (18, 19), (19, 20), (20, 21)]:
-        new = slice(start, end)
-        paged._npu_reshape_and_cache(k[new], v[new], *caches, slots[new])
-        if end - start > 1:
-            paged._npu_paged_attention_splitfuse(
-                q[new],
-                *caches,
-                table,
-                int32([end]),
-                -10000 * hidden[new],
-                int32([end - start]),
-                KV_HEADS,
-                HEADS,
-                SCALE,
-                out[new],
-            )
-        else:
-            paged._npu_paged_attention(
-                q[new], *caches, KV_HEADS, HEADS, SCALE, table, int32([end]), out[new]
-            )
-    torch.testing.assert_close(out, at_once, rtol=1e-10, atol=1e-12)
-
-
 def test_one_key_head_can_be_left_out():
     batch = Paged([1], [9], 16)
     batch.query = batch.query[:, :KV_HEADS].contiguous()
     batch.out = batch.out[:, :KV_HEADS].contiguous()
     decode(batch, num_heads=KV_HEADS, num_kv_heads=0)
     batch.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_extension_of_dtypes_can_be_switched_off(dtype, monkeypatch):
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    batch = Paged([1], [3], 16, dtype)
-    k, v = (normal(3, KV_HEADS, 16, dtype=dtype) for _ in range(2))
-    for call in (
-        lambda: decode(batch),
-        lambda: in_chunks(batch, torch.zeros(1, 3, dtype=dtype)),
-        lambda: paged._npu_reshape_and_cache(
-            k, v, batch.key_cache, batch.value_cache, int32([1, 2, 3])
-        ),
-    ):
-        with pytest.raises(ValueError, match="float16 or bfloat16"):
-            call()
-    half = Paged([1], [3], 16, torch.float16)
-    decode(half)
-    half.check()

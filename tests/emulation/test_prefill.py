@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, paged
+from mindspeed_qerl.emulation import paged
+from tests.emulation.refusals import refusals
 from tests.emulation.sequences import (
     HEADS,
     KV_HEADS,
@@ -79,40 +80,9 @@ def test_prefill_adds_a_mask_as_it_is_or_times_a_large_number(dtype, unit):
     )
 
 
-def test_prefill_shows_a_wrong_mask():
-    nothing = torch.zeros(7, 7, dtype=torch.bfloat16)
-    out, expected = prefill(torch.bfloat16, nothing)
-    np.testing.assert_allclose(out, expected([0.0] * 4), **TOLERANCES[torch.bfloat16])
-    for_splitfuse = (-10000 * torch.ones(7, 7).triu(1)).to(torch.bfloat16)
-    out, _ = prefill(torch.bfloat16, for_splitfuse)
-    assert (
-        np.isnan(out[0]).all() and not np.isnan(out[4]).any()
-    )  # the last query of the first sequence sees all
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "change"),
-    [
-        (NotImplementedError, r"\(2, 2\)", dict(seq_len=int32([[3, 2], [3, 2]]))),
-        (ValueError, "seq_len must be int32", dict(seq_len=torch.tensor([3, 2]))),
-        (ValueError, "fit into 6 tokens", dict(seq_len=int32([3, 4]))),
-        (ValueError, "negative", dict(seq_len=int32([3, -1]))),
-        (ValueError, "at least 3", dict(mask=normal(2, 9))),
-        (ValueError, "at least 3", dict(mask=normal(3, 3, 3))),
-        (ValueError, "at least 3", dict(mask=normal(2, 1, 3, 3))),
-        (ValueError, "one dtype", dict(mask=normal(3, 3).bfloat16())),
-        (ValueError, "num_heads 4, D", dict(query=normal(6, 3, 16))),
-        (ValueError, "num_kv_heads 2 heads", dict(key=normal(6, 4, 16), value=normal(6, 4, 16))),
-        (ValueError, "multiple of num_kv_heads", dict(num_kv_heads=3)),
-        (ValueError, "head size 16", dict(key=normal(6, 2, 8))),
-        (ValueError, "as many tokens", dict(key=normal(5, 2, 16))),
-        (ValueError, "at most 576", dict(value=normal(6, 2, 577))),
-        (ValueError, "out must have shape", dict(out=normal(6, 4, 8))),
-        (ValueError, "contiguous", dict(out=normal(4, 6, 16).transpose(0, 1))),
-    ],
-)
-def test_prefill_refuses(error, match, change):
-    arguments = dict(
+test_prefill_refuses = refusals(
+    paged._npu_flash_attention,
+    dict(
         query=normal(6, 4, 16),
         key=normal(6, 2, 16),
         value=normal(6, 2, 16),
@@ -122,9 +92,24 @@ def test_prefill_refuses(error, match, change):
         num_heads=4,
         num_kv_heads=2,
         out=normal(6, 4, 16),
-    )
-    with pytest.raises(error, match=match):
-        paged._npu_flash_attention(**arguments | change)
+    ),
+    (r"\(2, 2\)", dict(seq_len=int32([[3, 2], [3, 2]]))),
+    ("seq_len must be int32", dict(seq_len=torch.tensor([3, 2]))),
+    ("fit into 6 tokens", dict(seq_len=int32([3, 4]))),
+    ("negative", dict(seq_len=int32([3, -1]))),
+    ("at least 3", dict(mask=normal(2, 9))),
+    ("at least 3", dict(mask=normal(3, 3, 3))),
+    ("at least 3", dict(mask=normal(2, 1, 3, 3))),
+    ("one dtype", dict(mask=normal(3, 3).bfloat16())),
+    ("num_heads 4, D", dict(query=normal(6, 3, 16))),
+    ("num_kv_heads 2 heads", dict(key=normal(6, 4, 16), value=normal(6, 4, 16))),
+    ("multiple of num_kv_heads", dict(num_kv_heads=3)),
+    ("head size 16", dict(key=normal(6, 2, 8))),
+    ("as many tokens", dict(key=normal(5, 2, 16))),
+    ("at most 576", dict(value=normal(6, 2, 577))),
+    ("out must have shape", dict(out=normal(6, 4, 8))),
+    ("contiguous", dict(out=normal(4, 6, 16).transpose(0, 1))),
+)
 
 
 # Prefill over whole blocks that were found in the cache
@@ -171,29 +156,9 @@ def test_prefill_over_found_blocks_uses_the_mask_on_the_diagonal_blocks():
     batch.check(added)
 
 
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        (r"multiples of 128, not negative, not \[128, 1\]", dict(context_lens=int32([130, 4]))),
-        (
-            r"not negative, not \[-128, 128\]",
-            dict(seq_len=int32([130, 3]), context_lens=int32([2, 131])),
-        ),
-        (r"mask must be \(128, 128\)", dict(mask=normal(256, 256))),
-        (
-            "block_size must be 128",
-            dict(key_cache=normal(4, 64, 2, 16), value_cache=normal(4, 64, 2, 16)),
-        ),
-        ("multiples of 16", dict(query=normal(6, 4, 8), key_cache=normal(4, 128, 2, 8))),
-        ("at most 128", dict(query=normal(6, 4, 144), key_cache=normal(4, 128, 2, 144))),
-        ("as many sequences", dict(block_table=int32([[0, 1]]))),
-        ("blocks of a cache of 4", dict(block_table=int32([[0, 4], [2, 3]]))),
-        ("1 columns of block_table hold 128", dict(block_table=int32([[0], [2]]))),
-        ("no more tokens than the 6", dict(seq_len=int32([4, 3]), context_lens=int32([132, 131]))),
-    ],
-)
-def test_prefill_over_found_blocks_refuses(match, change):
-    arguments = dict(
+test_prefill_over_found_blocks_refuses = refusals(
+    paged._npu_flash_attention_qlens,
+    dict(
         query=normal(6, 4, 16),
         key_cache=normal(4, 128, 2, 16),
         value_cache=normal(4, 128, 2, 16),
@@ -205,17 +170,21 @@ def test_prefill_over_found_blocks_refuses(match, change):
         num_heads=4,
         scale_value=SCALE,
         out=normal(6, 4, 16),
-    )
-    with pytest.raises(ValueError, match=match):
-        paged._npu_flash_attention_qlens(**arguments | change)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_extension_of_dtypes_can_be_switched_off(dtype, monkeypatch):
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    for call in (
-        lambda: prefill(dtype, torch.zeros(7, 7, dtype=dtype)),
-        lambda: over_found_blocks(Paged([1], [1], 128, dtype), torch.zeros(128, 128, dtype=dtype)),
-    ):
-        with pytest.raises(ValueError, match="float16 or bfloat16"):
-            call()
+    ),
+    (r"multiples of 128, not negative, not \[128, 1\]", dict(context_lens=int32([130, 4]))),
+    (
+        r"not negative, not \[-128, 128\]",
+        dict(seq_len=int32([130, 3]), context_lens=int32([2, 131])),
+    ),
+    (r"mask must be \(128, 128\)", dict(mask=normal(256, 256))),
+    (
+        "block_size must be 128",
+        dict(key_cache=normal(4, 64, 2, 16), value_cache=normal(4, 64, 2, 16)),
+    ),
+    ("multiples of 16", dict(query=normal(6, 4, 8), key_cache=normal(4, 128, 2, 8))),
+    ("at most 128", dict(query=normal(6, 4, 144), key_cache=normal(4, 128, 2, 144))),
+    ("as many sequences", dict(block_table=int32([[0, 1]]))),
+    ("blocks of a cache of 4", dict(block_table=int32([[0, 4], [2, 3]]))),
+    ("1 columns of block_table hold 128", dict(block_table=int32([[0], [2]]))),
+    ("no more tokens than the 6", dict(seq_len=int32([4, 3]), context_lens=int32([132, 131]))),
+)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, serving
+from mindspeed_qerl.emulation import serving
+from tests.emulation.refusals import refusals
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, turned, wide
 
 DTYPES = pytest.mark.parametrize(
@@ -100,42 +101,29 @@ def test_rotary_holds_on_to_the_first_table():
             )
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "change"),
-    [
-        (NotImplementedError, r"\(1, 3, 2, 16\)", dict(query=normal(1, 3, 2, 16))),
-        (ValueError, r"query must be \(3, a multiple of 16\)", dict(query=normal(4, 32))),
-        (ValueError, "key must be", dict(key=normal(3, 24))),
-        (ValueError, "multiple of key's 48", dict(key=normal(3, 48))),
-        (ValueError, "head_size must be the width 16", dict(head_size=32, is_neox_style=False)),
-        (
-            ValueError,
-            "multiple of 16",
-            dict(cos_sin_cache=table(24), query=normal(3, 24), key=normal(3, 24)),
-        ),
-        (ValueError, "one dtype", dict(key=normal(3, 16).half())),
-        (ValueError, "float64 like query", dict(cos_sin_cache=table(16, torch.float32))),
-        (ValueError, "contiguous", dict(key=normal(16, 3).t())),
-        (
-            ValueError,
-            r"rows of a table of 50, not \[50\]",
-            dict(positions=torch.tensor([0, 50, 3])),
-        ),
-        (ValueError, r"not \[-1\]", dict(positions=torch.tensor([0, -1, 3]))),
-        (ValueError, "integers", dict(positions=torch.tensor([0.0, 1.0, 3.0]))),
-    ],
-)
-def test_rotary_refuses(error, match, change):
-    arguments = dict(
+test_rotary_refuses = refusals(
+    serving._npu_rotary_embedding,
+    dict(
         positions=torch.arange(3),
         query=normal(3, 32),
         key=normal(3, 16),
         head_size=16,
         cos_sin_cache=table(16),
         is_neox_style=True,
-    )
-    with pytest.raises(error, match=match):
-        serving._npu_rotary_embedding(**arguments | change)
+    ),
+    (r"\(1, 3, 2, 16\)", dict(query=normal(1, 3, 2, 16))),
+    (r"query must be \(3, a multiple of 16\)", dict(query=normal(4, 32))),
+    ("key must be", dict(key=normal(3, 24))),
+    ("multiple of key's 48", dict(key=normal(3, 48))),
+    ("head_size must be the width 16", dict(head_size=32, is_neox_style=False)),
+    ("multiple of 16", dict(cos_sin_cache=table(24), query=normal(3, 24), key=normal(3, 24))),
+    ("one dtype", dict(key=normal(3, 16).half())),
+    ("float64 like query", dict(cos_sin_cache=table(16, torch.float32))),
+    ("contiguous", dict(key=normal(16, 3).t())),
+    (r"rows of a table of 50, not \[50\]", dict(positions=torch.tensor([0, 50, 3]))),
+    (r"not \[-1\]", dict(positions=torch.tensor([0, -1, 3]))),
+    ("integers", dict(positions=torch.tensor([0.0, 1.0, 3.0]))),
+)
 
 
 # Positions by cosines and sines, in place
@@ -171,33 +159,24 @@ def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
         np.testing.assert_allclose(wide(x), wanted, **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("error", "match", "change"),
-    [
-        (NotImplementedError, "quarter", dict(rotary_mode="quarter")),
-        (ValueError, "half, interleave or quarter, not 'neox'", dict(rotary_mode="neox")),
-        (
-            ValueError,
-            "head size of 128",
-            dict.fromkeys("query key cos sin".split(), normal(1, 5, 1, 64)),
-        ),
-        (ValueError, "4-D", dict(cos=normal(5, 1, 128))),
-        (ValueError, "dimension 2", dict(cos=normal(1, 1, 1, 128))),
-        (ValueError, "dimension 2", dict(sin=normal(1, 5, 3, 128))),
-        (ValueError, "dimension 2", dict(key=normal(1, 4, 3, 128))),
-        (ValueError, "dimension 1", dict(layout="BNSD")),
-        (ValueError, "one dtype", dict(sin=normal(1, 5, 1, 128).float())),
-    ],
-)
-def test_apply_rotary_refuses(error, match, change):
-    arguments = dict(
+test_apply_rotary_refuses = refusals(
+    serving.npu_apply_rotary_pos_emb,
+    dict(
         query=normal(1, 5, 3, 128),
         key=normal(1, 5, 3, 128),
         cos=normal(1, 5, 1, 128),
         sin=normal(1, 5, 1, 128),
-    )
-    with pytest.raises(error, match=match):
-        serving.npu_apply_rotary_pos_emb(**arguments | change)
+    ),
+    ("quarter", dict(rotary_mode="quarter")),
+    ("half, interleave or quarter, not 'neox'", dict(rotary_mode="neox")),
+    ("head size of 128", dict.fromkeys("query key cos sin".split(), normal(1, 5, 1, 64))),
+    ("4-D", dict(cos=normal(5, 1, 128))),
+    ("dimension 2", dict(cos=normal(1, 1, 1, 128))),
+    ("dimension 2", dict(sin=normal(1, 5, 3, 128))),
+    ("dimension 2", dict(key=normal(1, 4, 3, 128))),
+    ("dimension 1", dict(layout="BNSD")),
+    ("one dtype", dict(sin=normal(1, 5, 1, 128).float())),
+)
 
 
 # Positions of several kinds
@@ -234,32 +213,27 @@ def test_mrope(dtype, tolerance, mode, sections):
         np.testing.assert_allclose(wide(result), heads.reshape(x.shape), **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        ("half or interleaved", dict(rotary_mode="interleave")),
-        (r"positions must be \(3, 5\)", dict(positions=torch.arange(5))),
-        (r"positions must be \(5,\)", dict(mrope_section=None)),
-        ("16, 24, 24", dict(mrope_section=[32, 16, 16])),
-        ("sum to 64", dict(mrope_section=[8, 12, 12])),
-        ("multiples of 16", dict(head_size=136)),
-        ("not the larger", dict(head_size=64)),
-        ("key must be", dict(key=normal(5, 100))),
-        ("rows of a table of 50", dict(positions=torch.full((3, 5), 50))),
-        ("one dtype", dict(cos_sin_cache=table(128).float())),
-    ],
-)
-def test_mrope_refuses(match, change):
-    arguments = dict(
+test_mrope_refuses = refusals(
+    serving.npu_mrope,
+    dict(
         positions=torch.zeros(3, 5).long(),
         query=normal(5, 256),
         key=normal(5, 128),
         cos_sin_cache=table(128),
         head_size=128,
         mrope_section=[16, 24, 24],
-    )
-    with pytest.raises(ValueError, match=match):
-        serving.npu_mrope(**arguments | change)
+    ),
+    ("half or interleaved", dict(rotary_mode="interleave")),
+    (r"positions must be \(3, 5\)", dict(positions=torch.arange(5))),
+    (r"positions must be \(5,\)", dict(mrope_section=None)),
+    ("16, 24, 24", dict(mrope_section=[32, 16, 16])),
+    ("sum to 64", dict(mrope_section=[8, 12, 12])),
+    ("multiples of 16", dict(head_size=136)),
+    ("not the larger", dict(head_size=64)),
+    ("key must be", dict(key=normal(5, 100))),
+    ("rows of a table of 50", dict(positions=torch.full((3, 5), 50))),
+    ("one dtype", dict(cos_sin_cache=table(128).float())),
+)
 
 
 # Sampling
@@ -306,32 +280,27 @@ def test_top_p_drops_the_first_of_equals():
     assert out.tolist() == [[-np.inf, -np.inf, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("match", "change"),
-    [
-        ("p or k must be given", dict(p=None, k=None)),
-        ("from 1 to 5, not", dict(k=torch.tensor([1, 6], dtype=torch.int32))),
-        ("from 1 to 5, not", dict(k=torch.tensor([0, 3], dtype=torch.int32))),
-        ("2 numbers", dict(k=torch.tensor([1], dtype=torch.int32))),
-        ("k must be int32", dict(k=torch.tensor([1, 2]))),
-        ("from 0 to 1, not", dict(p=torch.tensor([0.5, 1.5]))),
-        ("2 numbers", dict(p=torch.tensor([0.5]))),
-        ("one dtype", dict(p=torch.tensor([0.5, 0.5]).half())),
-        ("2-D", dict(logits=torch.zeros(5))),
-        (
-            "from 1 to 1024, not",
-            dict(logits=torch.zeros(2, 2000), k=torch.tensor([1, 1025], dtype=torch.int32)),
-        ),
-    ],
-)
-def test_top_k_top_p_refuses(match, change):
-    arguments = dict(
+test_top_k_top_p_refuses = refusals(
+    serving.npu_top_k_top_p,
+    dict(
         logits=torch.zeros(2, 5),
         p=torch.tensor([0.5, 0.5]),
         k=torch.tensor([1, 5], dtype=torch.int32),
-    )
-    with pytest.raises(ValueError, match=match):
-        serving.npu_top_k_top_p(**arguments | change)
+    ),
+    ("p or k must be given", dict(p=None, k=None)),
+    ("from 1 to 5, not", dict(k=torch.tensor([1, 6], dtype=torch.int32))),
+    ("from 1 to 5, not", dict(k=torch.tensor([0, 3], dtype=torch.int32))),
+    ("2 numbers", dict(k=torch.tensor([1], dtype=torch.int32))),
+    ("k must be int32", dict(k=torch.tensor([1, 2]))),
+    ("from 0 to 1, not", dict(p=torch.tensor([0.5, 1.5]))),
+    ("2 numbers", dict(p=torch.tensor([0.5]))),
+    ("one dtype", dict(p=torch.tensor([0.5, 0.5]).half())),
+    ("2-D", dict(logits=torch.zeros(5))),
+    (
+        "from 1 to 1024, not",
+        dict(logits=torch.zeros(2, 2000), k=torch.tensor([1, 1025], dtype=torch.int32)),
+    ),
+)
 
 
 # Prefetching, dtypes
@@ -348,12 +317,3 @@ def test_prefetch_changes_nothing_and_refuses_what_is_no_part_of_the_weight():
     ]:
         with pytest.raises(ValueError, match=match):
             serving.npu_prefetch(weight, None, size, offset)
-
-
-def test_the_extension_of_dtypes_can_be_switched_off(monkeypatch):
-    monkeypatch.setattr(contract, "ONLY_DOCUMENTED_DTYPES", True)
-    with pytest.raises(ValueError, match="float16 or bfloat16, not float32"):
-        rotary(torch.float32, True, torch.arange(3))
-    serving.npu_top_k_top_p(torch.zeros(1, 4), torch.tensor([0.5]))  # documented for float32
-    with pytest.raises(ValueError, match="not float64"):
-        serving.npu_top_k_top_p(torch.zeros(1, 4).double(), torch.tensor([0.5]).double())

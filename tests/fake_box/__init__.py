@@ -3,7 +3,7 @@ which the devices, npu-smi, CANN, NNAL, the pinned packages and upstream's sourc
 no root; writes nothing outside of `folder`.
 
     result = run(Box(dies=16, lost=(3,)), ["bash", "examples/grpo/...", "--dry-run"], tmp_path)
-    python -m tests.fake_box --dies 16 --lost 3 -- bash examples/grpo/... --dry-run
+    python -m tests.fake_box --box "lost=(3,)" -- bash examples/grpo/... --dry-run
 
 In it /dev, /dev/shm, /tmp, /usr/local, runs/ of this checkout and the loopback interface are the
 box's own; everything else is the host's. It ends with the command: what the command leaves running
@@ -52,14 +52,13 @@ PACKAGES = {
     for row in TABLE
     if "pin" in getattr(row.verdict, "keywords", {})
 }
-SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 # Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
 OF_THE_HOST = {
     name
     for name, true in (
         ("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768),
-        ("CPUs to run on", len(os.sched_getaffinity(0)) < min(80, os.cpu_count())),
-        ("threads", min(Machine().threads().values()) < 32768),
+        ("CPUs to run on", len(os.sched_getaffinity(0)) < 80),
+        ("threads", Machine().threads() < 9600),
     )
     if true
 }
@@ -82,7 +81,6 @@ class Box:
         default_factory=dict
     )  # die -> MB of HBM that processes of others hold
     smi: str = "works"  # or missing, hangs, or the words with which it fails
-    soc: str = "Ascend910_9392"
     cann: str | None = "8.5.0"  # None: no CANN
     driver: str | None = "25.5.0"
     nnal: bool = True
@@ -92,7 +90,7 @@ class Box:
     installed: bool = (
         True  # vllm-ascend, of the stand-in with its operators: else a checkout on PYTHONPATH
     )
-    compiled: bool = True  # Megatron's dataset helpers, of the stand-in
+    pybind11: bool = True  # for the python3 of PATH
     raises: Mapping[str, str] = field(
         default_factory=dict
     )  # module of a stand-in -> Python, run when it is imported
@@ -266,14 +264,15 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
             (info / "METADATA").write_text(
                 f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
             )
-    if box.links:
-        (folder / "bin" / "hccn_tool").write_text(f"#!/bin/sh\necho link status: {box.links}\n")
-        (folder / "bin" / "hccn_tool").chmod(0o755)
-    if box.smi != "missing":
-        (folder / "bin" / "npu-smi").write_text(_npu_smi(box))
-        (folder / "bin" / "npu-smi").chmod(0o755)
-    (folder / "bin" / "python3-config").write_text(f"#!/bin/sh\necho {SUFFIX}\n")
-    (folder / "bin" / "python3-config").chmod(0o755)
+    scripts = dict.fromkeys(("make", "g++", "python3-config"), "#!/bin/sh\n")
+    scripts["npu-smi"] = _npu_smi(box)
+    for name, script in scripts.items():
+        if name not in box.without and script:
+            (folder / "bin" / name).write_text(script)
+            (folder / "bin" / name).chmod(0o755)
+    if box.pybind11:
+        (folder / "site" / "pybind11").mkdir()
+        (folder / "site" / "pybind11" / "__main__.py").touch()
     for place in ("/lib/x86_64-linux-gnu", "/lib/aarch64-linux-gnu", "/lib64"):
         if (
             library := Path(place, "libutil.so.1")
@@ -286,9 +285,8 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
         files[str(contract.TABLE)] = _stand_ins(
             folder, "vllm_ascend.vllm_ascend_C" not in box.raises
         )
-        _helpers(folder, box.compiled)
-        if box.installed:
-            (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{SUFFIX}").touch()
+        suffix = sysconfig.get_config_var("EXT_SUFFIX")
+        (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{suffix}").touch()
     if box.installed:
         info = folder / "site" / "vllm_ascend-0.11.0.dist-info"
         info.mkdir()
@@ -338,6 +336,8 @@ def _meminfo(box: Box) -> str:
 
 
 def _npu_smi(box: Box) -> str:
+    if box.smi == "missing":
+        return ""
     if box.smi == "hangs":
         return "#!/bin/sh\nexec sleep infinity\n"
     if box.smi != "works":
@@ -347,16 +347,20 @@ def _npu_smi(box: Box) -> str:
         [die for die in range(box.dies) if die not in box.lost],
         box.sick,
         box.used,
-        box.driver,
         box.hbm,
     )
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
 
 
 def _ascend(box: Box, folder: Path) -> None:
-    """/usr/local/Ascend: the driver's version, CANN with its environment and acl, NNAL."""
+    """/usr/local/Ascend: the driver with its tools, CANN with its environment and acl, NNAL."""
+    if box.links:
+        tool = folder / "driver" / "tools" / "hccn_tool"
+        tool.parent.mkdir(parents=True)
+        tool.write_text(f"#!/bin/sh\necho link status: {box.links}\n")
+        tool.chmod(0o755)
     if box.driver:
-        (folder / "driver").mkdir()
+        (folder / "driver").mkdir(exist_ok=True)
         (folder / "driver" / "version.info").write_text(
             f"Version={box.driver}\nascendhal_version=7.35.23\n"
         )
@@ -369,10 +373,8 @@ def _ascend(box: Box, folder: Path) -> None:
         acl = home / "python" / "site-packages" / "acl"
         acl.mkdir(parents=True)
         count = len(box.nodes) if box.acl is None else box.acl
-        (acl / "__init__.py").write_text(
-            (HERE / "ascend" / "acl.py").read_text() + f"COUNT, ERROR, SOC = {count}, "
-            f"{box.acl_error}, {box.soc!r}\n"
-        )
+        module = (HERE / "ascend" / "acl.py").read_text()
+        (acl / "__init__.py").write_text(f"{module}COUNT, ERROR = {count}, {box.acl_error}\n")
         (home / "opp" / "vendors").mkdir(parents=True)
         chip = box.kernels or ("ascend910_93" if box.kind == "910C" else "ascend910b")
         (home / "opp" / "built-in" / "op_impl" / "ai_core" / "tbe" / "kernel" / chip).mkdir(
@@ -416,7 +418,9 @@ STUBS = {
     "torch_npu.op_plugin": "",
     "torch_npu.op_plugin.atb": "",
     "torch_npu.op_plugin.atb._atb_ops": "def _register_atb_extensions(): pass\n",
-    "vllm.platforms": "class current_platform:\n    device_type = 'npu'\n",
+    # as vLLM finds it
+    "vllm.platforms": "from importlib.metadata import entry_points\nclass current_platform:\n"
+    "    device_type = 'npu' * bool(entry_points(group='vllm.platform_plugins'))\n",
 }
 OF_UPSTREAM = {
     "mindspeed_rl.workers": "MindSpeed-RL",
@@ -436,21 +440,6 @@ def _imported(box: Box, folder: Path) -> None:
         module = place.joinpath(*name.split("."))
         module.mkdir(parents=True, exist_ok=True)
         (module / "__init__.py").write_text(f"{code}{box.raises.get(name, '')}\n")
-
-
-def _helpers(folder: Path, compiled: bool) -> None:
-    """What `make` compiles in Megatron-LM's megatron/core/datasets, whose Makefile asks as this
-    one.
-    """
-    datasets = folder / "upstream" / "Megatron-LM" / "megatron" / "core" / "datasets"
-    datasets.mkdir()
-    (datasets / "helpers.cpp").write_text("#include <pybind11/pybind11.h>\n")
-    (datasets / "Makefile").write_text(
-        "OUT = helpers_cpp$(shell python3-config --extension-suffix)\ndefault: $(OUT)\n$(OUT): "
-        "helpers.cpp\n\t$(CXX) -shared $(shell python3 -m pybind11 --includes) $< -o $@\n"
-    )
-    if compiled:
-        (datasets / f"helpers_cpp{SUFFIX}").touch()
 
 
 def _stand_ins(folder: Path, operators: bool) -> str:

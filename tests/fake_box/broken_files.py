@@ -89,4 +89,6 @@ def packed_test_split(model: Path, base: Path, data: Path) -> None:
 
 def write_packed(folder: Path, column: str, rows: list[list[int]]) -> None:
     for ending, content in zip(("bin", "idx"), indexed_format(rows)):
-        next(folder.glob(f"*_packed_{column}_document.{ending}")).write_bytes(content)
+        file = next(folder.glob(f"*_packed_{column}_document.{ending}"))
+        file.unlink()  # it may be a link
+        file.write_bytes(content)

@@ -4,8 +4,15 @@ issues 2534, 5588) and of 910B boxes (issue 1130).
 
 from collections.abc import Mapping, Sequence
 
-PLAIN, DOUBLE = ("+" + "+".join(line * width for width in (27, 15, 52)) + "+\n" for line in "-=")
-WIDE = f"+{'-' * 96}+\n"
+LINE = f"+{'-' * 96}+\n"
+HEAD = f"""\
+{LINE}| npu-smi 25.2.1                   Version: 25.2.1                                               |
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
+"""
+TAIL = f"""\
+{LINE}| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
+"""
 
 
 def table(
@@ -13,49 +20,24 @@ def table(
     dies: Sequence[int],
     sick: Mapping[int, str],
     used: Mapping[int, int],
-    version: str | None,
     memory: int = 65536,
 ) -> str:
-    """Dies in the order of /dev/davinci*: two chips a card with their Phy-ID for a 910C, else one."""
+    """Dies in the order of /dev/davinci*: two chips a card with their Phy-ID for a 910C, else one;
+    a process on each that is `used`.
+    """
     chips = 2 if kind == "910C" else 1
-    version = version or "25.2.1"
-    phy = "  Phy-ID" if chips == 2 else ""
-    text = WIDE + f"| npu-smi {version:<25}Version: {version:<53}|\n" + PLAIN
-    text += _row("NPU   Name", "Health", "Power(W)    Temp(C)           Hugepages-Usage(page)")
-    text += _row(f"Chip{phy}", "Bus-Id", "AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)") + DOUBLE
+    name = "Ascend910" if chips == 2 else kind
+    text, processes = HEAD, TAIL
     for die in dies:
         card, chip = divmod(die, chips)
-        name, watts = ("Ascend910", "178.5") if chips == 2 else (kind, "96.4")
-        held = used.get(die, 3416 - 221 * chip)
-        text += _row(
-            f"{card:<6}{name}", sick.get(die, "OK"), f"{'-' if chip else watts:<12}{36:<18}0    / 0"
+        number = die if chips == 2 else ""
+        health = f"{sick.get(die, 'OK'):<14}"
+        text += f"| {card:<6}{name:<20}| {health}| 178.5       36                0    / 0             |\n"
+        text += (
+            f"| {chip:<6}{number:<20}| 0000:{0x9D + die:02X}:00.0  | 0           0    / 0          "
         )
-        text += _row(
-            f"{chip:<6}" + (str(die) if chips == 2 else ""),
-            f"0000:{0x9D + die:02X}:00.0",
-            f"{0:<12}0    / 0          {held:<5}/ {memory}",
-        )
-        text += DOUBLE if chip == chips - 1 else WIDE
-    text += (
-        PLAIN
-        + _processes("NPU     Chip", "Process id", "Process name", "Process memory(MB)")
-        + DOUBLE
-    )
-    for card in sorted({die // chips for die in dies}):
-        holds = [die for die in dies if die // chips == card and die in used]
-        for die in holds:
-            text += _processes(
-                f"{card:<8}{die % chips}", str(632268 + die), "python3.11", str(used[die] - 3000)
-            )
-        text += ("" if holds else f"| No running processes found in NPU {card:<61}|\n") + DOUBLE
-    return text
-
-
-def _row(first: str, second: str, third: str) -> str:
-    return f"| {first:<26}| {second:<14}| {third:<51}|\n"
-
-
-def _processes(*cells: str) -> str:
-    return (
-        "|" + "|".join(f" {cell:<{width}}" for cell, width in zip(cells, (26, 14, 25, 25))) + "|\n"
-    )
+        text += f"{used.get(die, 3416):<5}/ {memory}         |\n{LINE}"
+        if die in used:
+            words = f"{632268 + die:<14}| {'python3.11':<25}| {used[die] - 3000:<24}"
+            processes += f"| {card:<8}{chip:<18}| {words}|\n"
+    return text + processes

@@ -4,6 +4,7 @@ shapes and sizes, and holes in place of weights, which take no room on the disk.
 
 import json
 import zipfile
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,9 @@ MODELS: dict[str, dict[str, Any]] = {  # what config.json of the published model
 ROWS = {"train": 7473, "test": 1319}  # of GSM8K
 
 
-def prepare(name: str, folder: Path, nodes: int = 1) -> dict[str, str]:
+def prepare(
+    name: str, folder: Path, nodes: int = 1, rows: Mapping[str, int] = ROWS
+) -> dict[str, str]:
     """Write what config `name` reads below `folder`; the variables that say so."""
     models, data = folder / "models", folder / "data"
     raw = compose(name)
@@ -107,7 +110,8 @@ def prepare(name: str, folder: Path, nodes: int = 1) -> dict[str, str]:
             for tp, pp, ep in product(range(it.tp), range(it.pp), range(it.ep))
         },
     )
-    write_data(data / "gsm8k", data / "gsm8k" / model.name / Path(recipe.task.data_path).name)
+    packed = data / "gsm8k" / model.name / Path(recipe.task.data_path).name
+    write_data(data / "gsm8k", packed, rows)
     return {"MODELS": str(models), "DATA": str(data)}
 
 
@@ -129,23 +133,24 @@ def write_model(folder: Path, size: int) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
 
 
-def write_base(folder: Path, sizes: dict[str, int]) -> None:
+def write_base(folder: Path, sizes: Mapping[str, int], tracker: str = "1") -> None:
     """Megatron's files of every rank: zips, as torch.save writes, of the given sizes."""
+    iteration = "release" if tracker == "release" else f"iter_{int(tracker):07d}"
     for name, size in sizes.items():
-        file = folder / "iter_0000001" / name / "model_optim_rng.pt"
+        file = folder / iteration / name / "model_optim_rng.pt"
         file.parent.mkdir(parents=True)
         hole(file, size)
         with zipfile.ZipFile(file, "a") as archive:
             archive.writestr("data.pkl", name)
-    (folder / TRACKER).write_text("1")
+    (folder / TRACKER).write_text(tracker)
 
 
-def write_data(folder: Path, packed: Path) -> None:
+def write_data(folder: Path, packed: Path, counts: Mapping[str, int]) -> None:
     """GSM8K's numbers of rows, no question twice."""
     source = folder.parent / "source"
     source.mkdir(parents=True)
     first = 0
-    for split, rows in ROWS.items():
+    for split, rows in counts.items():
         (source / f"{split}.jsonl").write_text(
             "".join(
                 json.dumps(
@@ -159,8 +164,8 @@ def write_data(folder: Path, packed: Path) -> None:
     convert(source, folder)
     packed.parent.mkdir(parents=True)
     for column, rows in (
-        ("input_ids", [[5, 6, 7, 8 + n % 90000] for n in range(ROWS["train"])]),
-        ("labels", [[8 + n % 90000] for n in range(ROWS["train"])]),
+        ("input_ids", [[5, 6, 7, 8 + n % 90000] for n in range(counts["train"])]),
+        ("labels", [[8 + n % 90000] for n in range(counts["train"])]),
     ):
         for ending, content in zip(("bin", "idx"), indexed_format(rows)):
             Path(f"{packed}_packed_{column}_document.{ending}").write_bytes(content)

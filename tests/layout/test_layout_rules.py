@@ -453,7 +453,7 @@ def random_plan(draw: random.Random) -> Plan:
         batch=Batch(
             prompts,
             draw.choice([prompts, prompts, size(prompts)]),
-            samples_per_prompt=draw.choice([1, 4, 8]),
+            samples_per_prompt=draw.choice([2, 4, 8]),
             micro_batch_size=draw.choice([1, 1, 2, 3]),
         ),
     )

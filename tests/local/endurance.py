@@ -2,7 +2,7 @@
 bit for bit.
 
     python tests/local/endurance.py --kills 20
-    python tests/local/endurance.py --kills 300 --full-disks 100 --stops 50
+    python tests/local/endurance.py --kills 300 --full-disks 100
 
 A run of two ranks goes on (`run.resume=auto`) until it is finished; on the way it is disturbed
 again and again:
@@ -10,20 +10,16 @@ again and again:
     kill          SIGKILL of a process drawn from all that the run has (driver, ranks, rollout
                   engine, Ray's own), at a moment drawn between its start and its end, or in a part
                   of the loop that is drawn: checkpoint, ...
-    stop          SIGSTOP of one, which is woken within seconds, as a debugger would
     full disk     the file system of the run's directory is full after a number of bytes
 
 Each time a run that ends must say why, in words that fit what was done to it, leave its checkpoints
 whole, and no process and nothing in the temporary directory and in /dev/shm, which are this
 script's own (unshare(1): as root, or with user namespaces). A limit that was not reached is not
 counted. Exit status 0 if all was made, nothing was found amiss, and every run ended with the
-unbroken one's metrics, evaluations, answers and last checkpoint. With --log FILE each disturbance
-is a line of JSON there, and those that it has are not made again.
+unbroken one's metrics, evaluations, answers and last checkpoint.
 """
 
 import argparse
-import contextlib
-import json
 import os
 import random
 import re
@@ -34,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -51,7 +46,6 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("kill", "stop", "full disk")
 PHASES = ("rollout", "update", "sync", "checkpoint", "evaluation")
 MARK = "MSQ_ENDURANCE"  # in the environment of every process of a run
 # seconds in one part of the loop after which a run hangs, beyond those that all of it may take
@@ -59,7 +53,6 @@ HANGS = 60
 ROOM = 64 * 2**20  # bytes of the run's file system when it is not to be full
 SAYS = {  # what the reason of a run that ended must have
     "kill": "killed|died|ended without a word",
-    "stop": "nothing: it goes on when the process is woken",
     "full disk": "No space left on device",
 }
 
@@ -311,13 +304,9 @@ def disturb(
         return process, None
     try:
         victim, name = victim_of(place, draw)
-        victim.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        victim.kill()
     except (psutil.NoSuchProcess, IndexError):  # it, or the run, ended in that moment
         return process, None
-    if kind == "stop":
-        has_ended(process, draw.uniform(1, 10))
-        with contextlib.suppress(psutil.NoSuchProcess):
-            victim.resume()
     return process, f"{name} in {phase}"
 
 
@@ -386,37 +375,14 @@ def run_through(
             raise SystemExit("an undisturbed run failed")
 
 
-def report(lines: list[dict], missing: Counter) -> int:
-    """The counts; exit status."""
-    for kind in dict.fromkeys(line["kind"] for line in lines):
-        of_kind = [line for line in lines if line["kind"] == kind]
-        good = [line for line in of_kind if not line["faults"]]
-        print(f"\n{kind}: {len(good)} of {len(of_kind)} as if nothing had happened; the run")
-        for said, count in Counter(
-            "went on to its end" if not line["code"] else line["said"] or "was killed itself"
-            for line in good
-        ).most_common():
-            print(f"  {count:4} {said}")
-        for line in of_kind:
-            if line["faults"]:
-                print(f"  !!!! {line['what']}: {'; '.join(line['faults'])[:300]} ({line['said']})")
-    for kind, count in missing.items():
-        print(f"\n{kind}: {count} not made; the same command makes them")
-    return int(bool(missing) or any(line["faults"] for line in lines))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for kind in KINDS:
-        parser.add_argument(f"--{kind.replace(' ', '-')}s", type=int, default=0, metavar="N")
-    parser.add_argument("--log", type=Path, help="what was found is added to this file")
+    parser.add_argument("--kills", type=int, default=0, metavar="N")
+    parser.add_argument("--full-disks", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=1e9, help="no run begins later")
     arguments = parser.parse_args()
-    if not any(getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS):
-        parser.error("say how many disturbances: --kills 20")
     if not os.environ.get("MSQ_ENDURANCE_INSIDE"):
         os.environ["MSQ_ENDURANCE_INSIDE"] = "1"
         mapped = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
@@ -424,22 +390,13 @@ def main() -> int:
     subprocess.run(["mount", "-t", "tmpfs", "shm", "/dev/shm"], check=True)
     from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
-    lines = read_jsonl(arguments.log) if arguments.log else []
-    missing = Counter({kind: getattr(arguments, f"{kind.replace(' ', '_')}s") for kind in KINDS})
-    missing -= Counter(line["kind"] for line in lines)
-    draw, begun = random.Random(f"{arguments.seed} {len(lines)}"), time.monotonic()
-    kinds = draw.sample(sorted(missing.elements()), missing.total())
+    draw, lines = random.Random(arguments.seed), []
+    kinds = ["kill"] * arguments.kills + ["full disk"] * arguments.full_disks
+    draw.shuffle(kinds)
 
     def keep(line: dict) -> None:
         lines.append(line)
-        print(
-            f"{len(kinds):4} left; {line['kind']}: {line['what']}; step {line['step']}; exit "
-            f"{line['code']}; {'; '.join(line['faults']) or 'good'}; {line['said']}",
-            flush=True,
-        )
-        if arguments.log:
-            with open(arguments.log, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+        print(f"{len(kinds):4} left;", *line.values(), sep="; ", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="endurance_") as folder:
         model = Path(folder) / "tiny"
@@ -447,16 +404,13 @@ def main() -> int:
         place = Place(Path(folder) / "unbroken", model)
         unbroken = measure(place)
         place.close()
-        print(
-            f"unbroken: {unbroken.seconds:.0f} s, {unbroken.written / 2**20:.1f} MiB written, "
-            f"{len(unbroken.rows)} rows",
-            flush=True,
-        )
-        while kinds and time.monotonic() - begun < arguments.minutes * 60:
+        while kinds:
             place = Place(Path(folder) / f"run{len(kinds)}", model)
             run_through(kinds, place, draw, unbroken, keep)
             place.close()
-    return report(lines, Counter(kinds))
+    faulty = [line for line in lines if line["faults"]]
+    print(f"{len(lines) - len(faulty)} of {len(lines)} as if nothing had happened")
+    return int(bool(faulty))
 
 
 if __name__ == "__main__":

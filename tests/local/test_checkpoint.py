@@ -37,7 +37,6 @@ def test_what_was_saved_is_read(tmp_path):
         "two.safetensors",
     }
     assert checkpoint.read_state(tmp_path / "checkpoints", 5)["updates"] == 10
-    checkpoint.check_fit(state, ADAPTERS)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {
         "iter_0000005",
         "iter_0000010",
@@ -65,16 +64,6 @@ def flip_a_byte(file):
         ("two.safetensors", os.unlink, r"two\.safetensors is missing"),
         ("one.safetensors", truncate, r"one\.safetensors has 100 bytes and had \d+"),
         (
-            "state.json",
-            lambda file: file.write_text(file.read_text().replace("10", "9", 1)),
-            r"its state\.json is of iteration 9",
-        ),
-        (
-            "three.safetensors",
-            lambda file: save_file({"x": torch.zeros(1)}, file),
-            r"three\.safetensors was not written with it",
-        ),
-        (
             "two.safetensors",
             flip_a_byte,
             r"the content of two\.safetensors has changed since it was written",
@@ -87,7 +76,7 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_is_good(tmp_path, nam
     save(tmp_path, 5, 10)
     damage(tmp_path / "iter_0000010" / name)
     with pytest.raises(
-        ValueError, match=message + r".* move iter_0000010 away to resume from iteration 5$"
+        ValueError, match=message + r".* move iter_0000010 away to resume from the one before"
     ):
         checkpoint.read_state(tmp_path)
     assert checkpoint.read_state(tmp_path, 5)["iteration"] == 5
@@ -100,39 +89,8 @@ def test_there_is_no_checkpoint(tmp_path):
     ):
         checkpoint.read_state(tmp_path)
     save(tmp_path, 5)
-    with pytest.raises(ValueError, match="no checkpoint of iteration 7; there are: 5"):
+    with pytest.raises(ValueError, match=r"no checkpoint of iteration 7: \[5\]"):
         checkpoint.read_state(tmp_path, 7)
-
-
-@pytest.mark.parametrize(
-    "other, message",
-    [
-        (
-            checkpoint.describe(SHAPE, LoRA(16, 64.0, ("linear_qkv", "linear_fc1"))),
-            r"lora\.r is 32 in the checkpoint and 16 here$",
-        ),
-        (
-            checkpoint.describe(SHAPE, LoRA(32, 64.0, ("linear_qkv",))),
-            r"lora\.targets is \['linear_fc1', 'linear_qkv'\] in the .* and \['linear_qkv'\]",
-        ),
-        (
-            checkpoint.describe(
-                NAMED_SHAPES["qwen3_30b_a3b_2507"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))
-            ),
-            r"model\.rope_theta is 1000000\.0 .* and 10000000\.0 here",
-        ),
-        (
-            checkpoint.describe(
-                NAMED_SHAPES["qwen15_moe_a2_7b"], LoRA(32, 64.0, ("linear_qkv", "linear_fc1"))
-            ),
-            r"model\.num_hidden_layers is 48 .* and 24 here",
-        ),
-    ],
-)
-def test_a_checkpoint_of_something_else_is_refused(tmp_path, other, message):
-    save(tmp_path, 5)
-    with pytest.raises(ValueError, match="of another model or other adapters: .*" + message):
-        checkpoint.check_fit(checkpoint.read_state(tmp_path), other)
 
 
 def fails(folder):
@@ -146,24 +104,6 @@ def test_a_write_that_fails_leaves_the_checkpoints_before(tmp_path):
         checkpoint.save(tmp_path, 10, {"updates": 20, **ADAPTERS}, fails, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000005"]
     checkpoint.read_state(tmp_path)
-
-
-def test_a_file_that_cannot_grow_is_an_error(tmp_path):
-    """A limit on the size of files, by the kernel, in the middle of writing a tensor."""
-    save(tmp_path, 5)
-    script = (
-        f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); from test_checkpoint "
-        f"import save\nfrom pathlib import Path; save(Path({str(tmp_path)!r}), 10)"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200)),
-    )
-    assert child.returncode == 1 and "File too large" in child.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000005"]
 
 
 def test_tensors_that_have_no_room_are_a_sentence(tmp_path):

@@ -18,8 +18,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local import evaluate as evaluation
-from mindspeed_qerl.local.evaluate import Evaluation, evaluate, of_run
+from mindspeed_qerl.local.evaluate import EvaluationJob, evaluate, of_run
 from mindspeed_qerl.recipe.types import LoRA, Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -125,7 +124,7 @@ def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
         "def longer(responses, answers, rows):\n    return list(map(len, responses))\n"
     )
     sys.path.append(str(tmp_path))
-    what = Evaluation(
+    what = EvaluationJob(
         str(tiny_model),
         str(tmp_path / "rows.jsonl"),
         prompt="plain",
@@ -167,7 +166,7 @@ def test_prompts_fill_more_than_a_batch_of_tokens(tiny_model, tmp_path):
         for number in range(100, 400)
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    what = Evaluation(
+    what = EvaluationJob(
         str(tiny_model),
         str(tmp_path / "rows.jsonl"),
         prompt="plain",
@@ -179,34 +178,6 @@ def test_prompts_fill_more_than_a_batch_of_tokens(tiny_model, tmp_path):
         max_num_seqs=600,
     )
     assert evaluate(what, tmp_path / "out", print)["sampled"]["n_problems"] == 300
-
-
-def test_what_one_question_cannot_tell_is_null(tiny_model, tmp_path, monkeypatch):
-    """Greedy only: `--problems 1 --samples 0`. With a reward that is not 0 or 1 there is no
-    interval either.
-    """
-    (tmp_path / "half.py").write_text(
-        "def half(responses, answers, rows):\n    return [0.5] * len(responses)\n"
-    )
-    sys.path.append(str(tmp_path))
-    answer = SimpleNamespace(token_ids=[5], truncated=False)
-    monkeypatch.setattr(
-        evaluation, "_sampler", lambda *_: lambda prompts, n, *_: [[answer] * n for _ in prompts]
-    )
-    what = Evaluation(
-        str(tiny_model),
-        str(tiny_model / "data/test_chat.parquet"),
-        prompt="plain",
-        samples=0,
-        verifier="half:half",
-        problems=1,
-    )
-    assert evaluate(what, tmp_path / "out", print)["greedy"]["accuracy"] == 0.5
-    text = (tmp_path / "out/summary.json").read_text()
-    greedy = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))[
-        "greedy"
-    ]
-    assert greedy["standard_error"] is greedy["interval_low"] is greedy["interval_high"] is None
 
 
 @pytest.fixture
@@ -225,7 +196,7 @@ def create(tmp_path, tiny_model):
 def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, create):
     raw = raw_config(tiny_model, data_dir)
     run = create(raw)
-    expected = Evaluation(
+    expected = EvaluationJob(
         model=str(tiny_model),
         data=f"{data_dir}/test_chat.parquet",
         run=str(run.path),
@@ -243,10 +214,7 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, create):
     assert of_run(run.path, step=0) == expected
     given = dict(samples=2, verifier="gsm8k", dtype="bfloat16")
     assert of_run(run.path, step=0, **given) == replace(expected, **given)
-    with pytest.raises(
-        ConfigError,
-        match=r"has no checkpoint: give the step 0 .* \(megatron_training.save_interval\)",
-    ):
+    with pytest.raises(ConfigError, match="has no checkpoint: give the step 0"):
         of_run(run.path)
 
     raw["eval"] |= {"temperature": 0, "samples_per_problem": 1}
@@ -264,9 +232,6 @@ def test_a_run_is_evaluated_as_it_evaluates(tiny_model, data_dir, create):
     assert of_run(run.path, step=0) == replace(greedy, run=str(run.path), quantization=as_sampled)
     other = of_run(run.path, step=0, quantization={"format": "mxfp4"})
     assert other.quantization == replace(as_sampled, format="mxfp4")
-    del raw["task"]
-    with pytest.raises(ConfigError, match="does not say .*task.test_file: give --model, --data"):
-        of_run(create(raw, "unsaid").path, step=0)
 
 
 def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp_path, create):
@@ -278,7 +243,7 @@ def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp
     shutil.copy(raw["task"]["train_file"], test)
     with pytest.raises(
         ConfigError,
-        match="seen other files than are there now.*--data.*\n.*test data .*: sha256 was",
+        match="seen other files than are there now.*--data.*\ntest.sha256 was",
     ):
         of_run(run.path, step=0)
     assert of_run(run.path, step=0, data=str(test)).data == str(test)  # it was given
@@ -313,23 +278,14 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
                 "module:function"
             ),
         ),
-        ({"samples": -1}, ConfigError, "samples = -1 must be at least 0"),
-        ({"problems": 0}, ConfigError, "problems = 0 must be at least 1"),
-        (
-            {"temperature": 0.0},
-            ConfigError,
-            "temperature = 0.0 must be above 0; for greedy answers alone, give 0 samples",
-        ),
-        (
-            {"hardware_error": {"kinds": ["gaussian"], "gaussian_std": -5}},
-            ConfigError,
-            "gaussian_std must be between 0 and 1",
-        ),
+        ({"samples": -1}, ValueError, "samples\n.* greater than or equal to 0"),
+        ({"problems": 0}, ValueError, "problems\n.* greater than or equal to 1"),
+        ({"temperature": 0.0}, ValueError, "temperature\n.* greater than 0"),
         ({"data": "no.parquet"}, OSError, "no.parquet"),
         (
             {"prompt": "chat"},
             ConfigError,
-            "has no chat template. Give a chat model, or set task.prompt=plain",
+            "chat_template is not set.* takes task.prompt=plain",
         ),
         (
             {"max_prompt_length": 2},
@@ -340,17 +296,12 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
         (
             {"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2},
             ConfigError,
-            "in one process only: give --tensor-parallel-size 1",
-        ),
-        (
-            {"quantization": Quantization("fp8"), "tensor_parallel_size": 2},
-            ConfigError,
-            "quantization none\\) are modelled in one process only: give --tensor-parallel-size 1",
+            "in one process of vLLM for CPUs: give --tensor-parallel-size 1, add --no-emulate-npu",
         ),
         (
             {"quantization": Quantization("fp8"), "emulate_npu": True},
             ConfigError,
-            "add --no-emulate-npu",
+            "or leave them out .--quantization none",
         ),
     ],
 )
@@ -363,17 +314,15 @@ def test_bad_input_is_refused_before_anything_is_written(
         "prompt": "plain",
     } | given
     with pytest.raises(error, match=message):
-        evaluate(Evaluation(**what), tmp_path / "out", print)
+        evaluate(EvaluationJob(**what), tmp_path / "out", print)
     assert not (tmp_path / "out").exists()
 
 
 def test_layers_that_are_modelled_need_vllm_for_cpus(tiny_model, tmp_path, monkeypatch):
     platforms = pytest.importorskip("vllm.platforms")
     monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(device_name="npu"))
-    what = Evaluation(str(tiny_model), "data", quantization=Quantization("nvfp4"))
-    with pytest.raises(
-        ConfigError, match="are modelled on vLLM for CPUs, and this machine's is for NPUs"
-    ):
+    what = EvaluationJob(str(tiny_model), "data", quantization=Quantization("nvfp4"))
+    with pytest.raises(ConfigError, match="are modelled in one process of vLLM for CPUs"):
         evaluate(what, tmp_path / "out", print)
 
 
@@ -381,7 +330,7 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
     with pytest.raises(
         FileExistsError, match="an evaluation is written once. Choose another name, or remove it"
     ):
-        evaluate(Evaluation(str(tiny_model), "data"), tmp_path, print)
+        evaluate(EvaluationJob(str(tiny_model), "data"), tmp_path, print)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from .conftest import raw_config, recipe_of
 
 
-def no_port():
-    raise OSError("no port is free")
+def unreadable(recipe):
+    raise OSError("config.json is gone")
 
 
 def of_another_class(worker):
@@ -28,7 +28,7 @@ def of_another_class(worker):
     "name, broken, error, message",
     [
         ("Worker", of_another_class(module.Worker), WorkerError, "has no attribute 'NoSuchClass'"),
-        ("free_port", no_port, OSError, "no port is free"),
+        ("recorded_routers", unreadable, OSError, "config.json is gone"),
     ],
     ids=["in a worker that is built", "between two workers"],
 )

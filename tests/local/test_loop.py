@@ -81,29 +81,27 @@ class Processes:
 
     def __init__(self, ranks=(), results=None):
         self.ranks, self.calls, self.results = ranks, [], results or {}
+        self.rollout = self
 
     def on_ranks(self, method, *arguments):
         self.calls.append((method, *arguments))
         return [self.results.get(method.__name__)]
 
-    def start_on_rollouts(self, method, *arguments):
-        return method, arguments
-
-    def gather(self, calls, inputs=None):
-        if isinstance(calls, tuple):
-            return self.on_rollouts(calls[0], *calls[1])
+    def gather(self, calls):
         return list(calls.values())
 
-    def on_rollouts(self, method, *arguments):
+    def on_rollout(self, method, *arguments):
         self.calls.append((method, *arguments))
         if method is not RolloutEngine.generate:
-            return [self.results.get(method.__name__)]
+            return self.results.get(method.__name__)
         prompts, n, _, _, noise_step = arguments[:5]
         groups = []
         for [first] in prompts:
             right = Completion([first - 100, EOS], [-0.1, -0.2], False)
             groups.append([right, Completion([9, 9, 9], [-0.3] * 3, True)][:n])
-        return [(groups, NOISE if noise_step is not None else None)]
+        return groups, NOISE if noise_step is not None else None
+
+    call = on_rollout
 
 
 TOKENIZER = SimpleNamespace(
@@ -147,7 +145,7 @@ def generated(call):
 
 def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
     engine = loop()
-    sampled, noise = engine.sample(4)
+    answers, noise = engine.sample(4)
     chosen = PromptOrder(4, seed=5).take(2)
     assert generated(engine.processes.calls[0]) == dict(
         prompts=[[100 + i] for i in chosen],
@@ -156,15 +154,16 @@ def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
         seed=derived_seed(5, "rollout", 4),
         kinds=("gaussian",),
         sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
-        routes=False,
+        routes=True,
         quantized=True,
     )
-    assert noise is NOISE and sampled.rows == [ROWS[i] for i in chosen for _ in range(2)]
-    assert sampled.prompts == [[100 + i] for i in chosen for _ in range(2)]
+    assert noise is NOISE
+    numbers = [i for i in chosen for _ in range(2)]
+    expected = [(ROWS[i], [100 + i]) for i in numbers]
+    assert [(answer.row, answer.prompt) for answer in answers] == expected
     # right, less half of the penalty for its length; wrong, and as long as it may be
-    assert sampled.rewards.tolist() == [1 - 0.5, 0 - 1.0] * 2
-    assert sampled.scores["gsm8k"].tolist() == [1, 0, 1, 0]
-    assert [answer.truncated for answer in sampled.answers] == [False, True] * 2
+    earned = [(answer.reward, answer.scores, answer.completion.truncated) for answer in answers]
+    assert earned == [(1 - 0.5, {"gsm8k": 1}, False), (0 - 1.0, {"gsm8k": 0}, True)] * 2
     engine.sample(4, 1)
     engine.sample(5)
     calls = [generated(call) for call in engine.processes.calls]
@@ -319,9 +318,6 @@ class Files:
     def log_rollouts(self, step, rows):
         self.written["rollouts"] = rows
 
-    def log_eval(self, step, result, answers):
-        self.written["evaluation"] = answers
-
 
 @pytest.fixture
 def observed(monkeypatch):
@@ -351,7 +347,7 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observed, fault):
     engine, written = observed
     if fault == "logprobs":
         bad = Completion([1, EOS], [math.nan, -0.1], False)
-        engine.processes.on_rollouts = lambda *_: [([[bad, bad]] * 2, None)]
+        engine.processes.on_rollout = lambda *_: ([[bad, bad]] * 2, None)
     elif fault == "metrics":
         engine.observer.checks = StepChecks(engine.recipe, epoch=2, routed=False)
         engine.loss = math.nan
@@ -362,14 +358,6 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observed, fault):
     expected = ["rollouts"] if fault == "logprobs" else ["rollouts", "metrics"]
     assert list(written) == expected
     assert written["rollouts"][0]["question"].endswith("?")
-
-
-def test_an_evaluation_with_noise_is_written_and_stops_the_run(observed):
-    engine, written = observed
-    engine._generate = lambda *_, **__: ([Completion([1, EOS], [], False)] * 4, NOISE)
-    with pytest.raises(EngineError, match=r"the evaluation after step 4 had noise of sigma 0\.05"):
-        engine.evaluate(4)
-    assert [row["answer"] for row in written["evaluation"]] == ["0", "1", "2", "3"]
 
 
 def sampled_with(drawn):
@@ -403,11 +391,13 @@ def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, 
     )
     engine = loop(selection=selection)
     engine.sample = sampled_with(drawn.__getitem__)
-    answers, groups, noise = engine.gather(7)
-    assert groups.tolist() == kept
+    answers, trained, noise = engine.gather(7)
+    rewards = list(itertools.chain(*drawn[:batches]))
+    expected = [rewards[2 * group + place] for group in kept for place in range(2)]
+    assert [answer.reward for answer in trained] == expected
     assert engine.sample.batches == [(7, batch) for batch in range(batches)]
     assert noise == "noise of batch 0"
-    assert answers.rewards.tolist() == list(itertools.chain(*drawn[:batches]))
+    assert [answer.reward for answer in answers] == rewards
     assert engine.observer.names() == ["asked"] * (batches - 1)
 
 
@@ -434,6 +424,5 @@ def test_a_checkpoint_that_cannot_be_written_says_how_to_go_on(tmp_path, monkeyp
     engine.observer.run = SimpleNamespace(
         path=tmp_path, checkpoints_dir=tmp_path / "checkpoints", identity=dict
     )
-    (tmp_path / "checkpoints" / "iter_0000003").mkdir(parents=True)
-    with pytest.raises(EngineError, match="No space left.*\n.*make room; then resume from step 3"):
+    with pytest.raises(EngineError, match="No space left.*\n.*make room.* resume with run.resume="):
         engine.save(5)

@@ -5,6 +5,7 @@ rank.
 import json
 import shutil
 import zlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,13 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.families.tensors import COLUMN, GATED, ROW, mappings, merge_qkv, split_qkv
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.loop import data_rank
-from mindspeed_qerl.local.model import check_tensors, stage_layers
+from mindspeed_qerl.local.model import check_tensors
 from mindspeed_qerl.lora.export import save_merged, save_peft
-from mindspeed_qerl.recipe.types import Layout
 
 from .conftest import FAMILIES, make_model, recipe_of, run_ranks
 
@@ -116,6 +115,24 @@ def train_step(trainer, shard, squares):
     return metrics
 
 
+def move_b(trainer):
+    """B away from zero, so that A has a gradient as well; the same in each layout."""
+    for mapping, layer in trainer.layers:
+        generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
+        shape = (layer.base_layer.output_size, len(layer.lora_A))
+        b = 0.02 * torch.randn(shape, generator=generator)
+        if layer.tp_size > 1 and not layer.row_parallel:
+            b = mapping.shared.shard(b, trainer.place.tp_rank, trainer.place.tp_size)
+        layer.lora_B.data.copy_(b)
+
+
+def whole_gradients(trainer):
+    """(mapping, gradients of A and B) of the layers that this rank hands over."""
+    for mapping, layer in trainer.owned:
+        if pair := trainer.whole(mapping, layer, layer.lora_A.grad, layer.lora_B.grad):
+            yield mapping, pair
+
+
 class BatchedProducts(TorchDispatchMode):
     """The shapes that go into torch's bmm, backward passes included."""
 
@@ -142,7 +159,7 @@ def train_rank(rank, configs, folder):
     batch = random_batch()
     for family, config in configs.items():
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
-        rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
+        [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
         shard = batch.rows(rows)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
@@ -151,31 +168,14 @@ def train_rank(rank, configs, folder):
             "exported": exported(trainer),
             "adapter_squares": [],
         }
-        trainer.save(f"{folder}/{family}_untrained")
-        # B away from zero, so that A has a gradient as well; the same in each layout
-        for name, layer in lora_layers(trainer.model):
-            mapping = trainer.table[name + ".weight"]
-            generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
-            b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
-            split = layer.tp_size > 1 and not layer.row_parallel
-            layer.lora_B.data.copy_(
-                mapping.shared.shard(b, trainer.place.tp_rank, trainer.place.tp_size)
-                if split
-                else b
-            )
+        move_b(trainer)
         with BatchedProducts() as products:
             result["metrics"] = [train_step(trainer, shard, result["adapter_squares"])]
         result["batched_products"] = products.shapes
-        whole = {
-            mapping.hf: trainer.whole(mapping, layer, layer.lora_A.grad, layer.lora_B.grad)
-            for mapping, layer in trainer.owned
-        }
-        result["gradients"] = {
-            (*hf, part): gradient.clone()
-            for hf, pair in whole.items()
-            if pair
-            for part, gradient in zip("AB", pair)
-        }
+        result["gradients"] = {}
+        for mapping, pair in whole_gradients(trainer):
+            for part, gradient in zip("AB", pair):
+                result["gradients"][(*mapping.hf, part)] = gradient.clone()
         result["metrics"] += [
             train_step(trainer, shard, result["adapter_squares"]) for _ in range(SAVED - 1)
         ]
@@ -207,7 +207,8 @@ def resume_rank(rank, config, saved, folder):
     torch.set_num_threads(1)
     trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
     batch = random_batch()
-    shard = batch.rows(deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)])
+    [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
+    shard = batch.rows(rows)
     trainer.restore(saved, SAVED, SAVED)
     torch.save(
         {
@@ -449,25 +450,6 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(
     assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2
 
 
-def test_a_checkpoint_before_the_first_update(results):
-    """As of iterations in which no answer told anything: AdamW has no moments yet, and they are as
-    good as zero.
-    """
-    from safetensors.torch import load_file
-
-    folder = results("TP 2, PP 2, EP 2", "qwen2_moe")[0]["saved"].with_name("qwen2_moe_untrained")
-    tensors = {
-        name: tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-    moments = {name: tensor for name, tensor in tensors.items() if "exp_avg" in name}
-    assert len(moments) == 2 / 3 * len(tensors) > 10 and not any(
-        tensor.any() for tensor in moments.values()
-    )
-    assert all(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_A"))
-
-
 @pytest.mark.parametrize("layout, family", PARAMETERS)
 def test_the_output_weight_is_not_copied_for_each_position(results, layout, family):
     """A gradient of the logits that is not in memory order makes torch's matmul a product by
@@ -486,69 +468,11 @@ def test_every_adapter_learned_and_is_counted_once(results, layout, family):
         ("modules", {"linear_qkv": 2, "linear_proj": 2, "linear_fc1": mlps, "linear_fc2": mlps}),
         ("parameters", {target: entry["parameters"] for target, entry in one["report"].items()}),
     ):
-        assert {
-            target: sum(result["report"][target][key] for result in ranks) for target in counted
-        } == counted
+        total = Counter()
+        for result in ranks:
+            total.update({target: count[key] for target, count in result["report"].items()})
+        assert total == counted
     assert all(norm > 0 for result in ranks for norm in result["adapters"].values())
-
-
-def test_qkv_is_interleaved_by_group_as_megatron_reads_it():
-    """SelfAttention.get_query_key_value_tensors views the output as [groups, (heads/groups + 2) *
-    d] (attention.py).
-    """
-    heads, groups, d, hidden = 4, 2, 3, 5
-    q, k, v = (
-        torch.arange(n * d * hidden).reshape(n * d, hidden) + 1000 * i
-        for i, n in enumerate((heads, groups, groups))
-    )
-    expected = torch.cat(
-        [
-            torch.cat(
-                [q[2 * g * d : 2 * (g + 1) * d], k[g * d : (g + 1) * d], v[g * d : (g + 1) * d]]
-            )
-            for g in range(groups)
-        ]
-    )
-    merged = merge_qkv([q, k, v], groups)
-    assert torch.equal(merged, expected)
-    for part, back in zip((q, k, v), split_qkv(merged, groups, d)):
-        assert torch.equal(part, back)
-
-
-def test_tensor_parallel_parts_are_those_megatron_reads():
-    """A gated fc1 holds on each rank its part of gate, then its part of up (mlp.py: torch.chunk(x,
-    2, dim=-1)).
-    """
-    weight = torch.arange(24).reshape(8, 3)
-    gate, up = weight[:4], weight[4:]
-    assert torch.equal(GATED.shard(weight, 1, 2), torch.cat([gate[2:], up[2:]]))
-    assert torch.equal(COLUMN.shard(weight, 1, 4), weight[2:4])
-    assert torch.equal(ROW.shard(weight.T, 0, 2), weight[:4].T)
-    for shared, whole, size in ((GATED, weight, 4), (COLUMN, weight, 2), (ROW, weight.T, 4)):
-        assert torch.equal(
-            shared.join([shared.shard(whole, rank, size) for rank in range(size)]), whole
-        )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_tables_of_all_ranks_name_every_tensor_once(model_dirs, family):
-    shape = read_shape(model_dirs[family])
-    stages = stage_layers(shape, Layout(world=2, pp=2))
-    assert stages == [range(1), range(1, 2)]
-    parts = [range(4), range(4, 8)] if shape.moe else [range(0)]
-    tables = [
-        mappings(shape, layers, experts, stage == 0, stage == 1)
-        for stage, layers in enumerate(stages)
-        for experts in parts
-    ]
-    names = {name for table in tables for mapping in table for name in mapping.hf}
-    assert names == set(Checkpoint(model_dirs[family]).files)
-    once = [
-        name
-        for mapping in mappings(shape, range(2), range(shape.num_experts))
-        for name in mapping.hf
-    ]
-    assert sorted(once) == sorted(names)
 
 
 def load_rank(rank, config, folder):
@@ -632,27 +556,9 @@ def change_config(directory, **values):
         ),
         (
             "qwen3",
-            lambda w: {k: v.bfloat16() if "o_proj" in k else v for k, v in w.items()},
-            {},
-            r"self_attn\.o_proj\.weight is bfloat16 and config\.json says float32",
-        ),
-        (
-            "qwen3",
             lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()},
             {},
-            r"self_attn\.q_proj\.weight is float8_e4m3fn; give the model in bfloat16",
-        ),
-        (
-            "qwen3",
-            lambda w: (
-                w
-                | {
-                    "model.layers.0.self_attn.rotary_emb.inv_freq": 10000.0
-                    ** -(torch.arange(0, 32, 2) / 32)
-                }
-            ),
-            {},
-            r"rotary_emb\.inv_freq is not what rope_theta = 1e\+06 and head_dim = 32",
+            r"self_attn\.q_proj\.weight is torch.float8_e4m3fn; give the model in bfloat16",
         ),
     ],
 )
@@ -665,23 +571,7 @@ def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(
     change_config(directory, **config)
     shape, names = read_shape(directory), Checkpoint(directory).files
     with pytest.raises(ConfigError, match=message):
-        check_tensors(
-            Checkpoint(directory),
-            shape,
-            [name for name in names if "inv_freq" not in name and name != "lm_head.weight"],
-        )
-
-
-def test_norms_and_routers_may_be_wider_than_the_other_weights(tmp_path):
-    directory = make_model("qwen3_moe", tmp_path / "model")
-    wide = ("norm", "mlp.gate.weight", "lm_head")
-    change_tensors(
-        directory,
-        lambda w: {k: v if any(part in k for part in wide) else v.bfloat16() for k, v in w.items()},
-    )
-    change_config(directory, dtype="bfloat16")
-    checkpoint = Checkpoint(directory)
-    check_tensors(checkpoint, read_shape(directory), checkpoint.files)
+        check_tensors(Checkpoint(directory), shape, names)
 
 
 def test_a_rank_refuses_such_a_model(data_dir, tmp_path):

@@ -2,7 +2,6 @@
 activations.
 """
 
-import math
 import os
 
 import numpy as np
@@ -13,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
-from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.checks import sync_faults
@@ -25,6 +23,7 @@ from .test_rollout import (
     STEP,
     changed_weights,
     factors,
+    noisy_engine,
     reference_logprobs,
     reference_model,
     sequences,
@@ -43,15 +42,7 @@ def model_dir(request, model_dirs):
 @pytest.fixture(scope="module")
 def engine(model_dir):
     os.environ["OMP_NUM_THREADS"] = "2"
-    return RolloutEngine(
-        str(model_dir),
-        "float32",
-        max_model_len=64,
-        max_num_seqs=16,
-        kv_cache_gib=1,
-        aqn=dict(schedule=SCHEDULE, seed=3),
-        quantization=Quantization("int8_w8a8"),
-    )
+    return noisy_engine(model_dir, "float32", quantization=Quantization("int8_w8a8"))
 
 
 def requantize(engine, *settings, **more):
@@ -204,44 +195,6 @@ def test_answers_carry_the_logprobs_of_the_quantised_policy_with_its_noise(engin
     finally:
         engine.quantized = quantized
     sync(engine, changed_weights(model_dir))
-
-
-def test_the_probe_tells_format_and_noise_apart(engine, model_dir):
-    requantize(engine, "nvfp4")
-    sync(engine, changed_weights(model_dir))
-    prompts, answers = (
-        [row[:8] for row in sequences()],
-        [row[8 : 14 + i] for i, row in enumerate(sequences())],
-    )
-    found = engine.probe(prompts, answers, STEP)
-    together = [prompt + answer for prompt, answer in zip(prompts, answers)]
-
-    def k3_and_size(**policy):
-        clean, other = (
-            [np.array(row[7:]) for row in engine.logprobs(together, **given)]
-            for given in ({"quantized": False}, policy)
-        )
-        ratio = np.exp(np.concatenate(clean) - np.concatenate(other))
-        return np.mean(ratio - 1 - np.log(ratio)), ratio.sum() ** 2 / len(ratio) / (ratio**2).sum()
-
-    of_format, of_noise = k3_and_size(), k3_and_size(quantized=False, noise_step=STEP)
-    of_both = k3_and_size(noise_step=STEP)
-    for name, (k3, size) in (("", of_format), ("noise_", of_noise), ("together_", of_both)):
-        assert found[f"quantization/{name}k3"] == pytest.approx(k3, rel=1e-6) and k3 > 1e-4
-        assert found[f"quantization/{name}effective_sample_size"] == pytest.approx(size, rel=1e-6)
-    noise = engine.injector.apply(STEP).measured_std
-    engine.injector.remove()
-    assert noise == pytest.approx(SCHEDULE.sigma(STEP), rel=0.2)
-    assert found["quantization/equivalent_sigma"] == pytest.approx(
-        noise * math.sqrt(of_format[0] / of_noise[0])
-    )
-    assert engine.probe(prompts, answers, None).keys() == {
-        "quantization/k3",
-        "quantization/effective_sample_size",
-    }
-    longest = engine.llm.llm_engine.model_config.max_model_len
-    full = engine.probe([prompts[0]], [(answers[0] * longest)[: longest - 8]], None)
-    assert full["quantization/k3"] > 0
 
 
 def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):

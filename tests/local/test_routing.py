@@ -3,7 +3,6 @@ routes of another run, transformers with those experts forced upon it.
 """
 
 import os
-import zlib
 from copy import deepcopy
 from dataclasses import replace
 
@@ -17,7 +16,14 @@ from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.loop import data_rank
 
 from .conftest import make_model, recipe_of, run_ranks
-from .test_megatron import RECOMPUTE, assembled, random_batch, transformers_logprobs
+from .test_megatron import (
+    RECOMPUTE,
+    assembled,
+    move_b,
+    random_batch,
+    transformers_logprobs,
+    whole_gradients,
+)
 
 FAMILIES = ("qwen3_moe", "qwen2_moe")
 LAYOUTS = {  # name: (ranks, TP, PP, EP, layers computed again for their gradient)
@@ -140,54 +146,27 @@ def replay_rank(rank, configs, folder):
     from megatron.core import parallel_state
 
     from mindspeed_qerl.local.rank import TrainRank
-    from mindspeed_qerl.lora.adapters import lora_layers
 
     torch.set_num_threads(1)
     batch = other_routes(random_batch())
     for family, config in configs.items():
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
-        rows = deal(batch.lengths, config.layout.dp)[data_rank(rank, config.layout)]
-        shard, size = batch.rows(rows), trainer.place.tp_size
-        for name, layer in lora_layers(trainer.model):
-            mapping = trainer.table[name + ".weight"]
-            generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
-            b = 0.02 * torch.randn(layer.base_layer.output_size, config.lora.r, generator=generator)
-            split = layer.tp_size > 1 and not layer.row_parallel
-            layer.lora_B.data.copy_(
-                mapping.shared.shard(b, trainer.place.tp_rank, size) if split else b
-            )
+        [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
+        shard = batch.rows(rows)
+        move_b(trainer)
         factors = deepcopy(trainer.adapter_factors())  # training changes what it names
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
             "factors": factors,
-            "shard": rows,
             "logprobs": trainer.logprobs(shard),
             "own": trainer.logprobs(replace(shard, routes=None)),
             "reference": trainer.logprobs(shard, reference=True),
         }
-        of_router = {layer.layer_number - 1: [] for layer in trainer.model.decoder.layers}
-        for layer in (
-            trainer.model.decoder.layers
-        ):  # the gradient of what each router reads, [answers, positions, h]
-            layer.mlp.register_full_backward_hook(
-                lambda module, arriving, leaving, kept=of_router[layer.layer_number - 1]: (
-                    kept.append(arriving[0].transpose(0, 1).clone())
-                )
-            )
         result["metrics"] = trainer.train([shard])
-        whole = {
-            mapping.hf: (
-                mapping,
-                trainer.whole(mapping, layer, layer.lora_A.grad, layer.lora_B.grad),
-            )
-            for mapping, layer in trainer.owned
-        }
-        result["gradients"] = {
-            hf: (pair[0].clone(), [part.clone() for part in mapping.split(pair[1])])
-            for hf, (mapping, pair) in whole.items()
-            if pair
-        }
-        result["router"], result["tp_rank"] = of_router, trainer.place.tp_rank
+        result["gradients"] = {}
+        for mapping, (a, b) in whole_gradients(trainer):
+            parts = [part.clone() for part in mapping.split(b)]
+            result["gradients"][mapping.hf] = (a.clone(), parts)
         recorded = trainer.with_own_routes(replace(shard, routes=None))
         again = trainer.logprobs(recorded)
         result["recorded"] = recorded.old_logprobs, again
@@ -234,8 +213,8 @@ def results(dirs, data_dir, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracle(dirs, results):
-    """Of transformers with the experts forced and the adapters merged: log-probs, gradients of
-    every weight, and of what each router reads.
+    """Of transformers with the experts forced and the adapters merged: log-probs, and gradients of
+    every weight.
     """
     made = {}
 
@@ -249,11 +228,6 @@ def oracle(dirs, results):
                 for name, entry in result["factors"].items()
             }
             add_adapters(model, factors)
-            inputs = []
-            for layer in model.model.layers:
-                layer.mlp.register_full_backward_hook(
-                    lambda module, arriving, leaving: inputs.append(arriving[0])
-                )
             tokens, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)
             logprobs = (
                 model(tokens)
@@ -269,7 +243,6 @@ def oracle(dirs, results):
             made[family] = dict(
                 logprobs=logprobs.detach().numpy() * batch.mask,
                 weights=hf_gradients(model),
-                router=dict(zip(reversed(range(LAYERS)), inputs)),
                 batch=batch,
                 factors=factors,
             )
@@ -341,28 +314,6 @@ def test_gradients_are_those_of_transformers_with_those_experts(results, oracle,
                 seen.add(name)
             assert (a_gradient - a_expected).norm() <= 1e-5 * a_expected.norm(), names
     assert seen == set(expected["factors"])
-
-
-@pytest.mark.parametrize("layout, family", CASES)
-def test_the_gradient_of_what_a_router_reads_is_that_of_transformers(
-    results, oracle, layout, family
-):
-    ranks, expected = results(layout, family), oracle(family)
-    tp = LAYOUTS[layout][1]
-    assert {layer for result in ranks for layer in result["router"]} == set(range(LAYERS))
-    for result in ranks:
-        for layer, parts in result["router"].items():
-            start = 0
-            for part in parts:  # a micro-batch of two rows, this rank's share of its positions
-                rows = result["shard"][start : start + 2]
-                length = part.shape[1] * tp
-                wanted = torch.nn.functional.pad(
-                    expected["router"][layer][rows], (0, 0, 0, length)
-                )[:, :length]
-                wanted = wanted.chunk(tp, dim=1)[result["tp_rank"]]
-                assert (part - wanted).norm() <= 1e-5 * expected["router"][layer].norm(), layer
-                start += 2
-            assert start == len(result["shard"])
 
 
 @pytest.mark.parametrize("layout, family", CASES)

@@ -2,7 +2,6 @@
 dies.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -19,7 +18,6 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 ROOT = Path(__file__).parents[2]
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 def start(model, runs, *overrides):
@@ -80,72 +78,6 @@ def assert_metrics_are_whole(run, at_least):
     return rows
 
 
-@pytest.mark.full
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs the GSM8K dataset in ../shared/data/gsm8k")
-def test_three_steps_on_real_gsm8k(tiny_model, tmp_path):
-    """Reward stays at 0: the path is the point. The group rewards carry no signal, so the adapters
-    must not move.
-    """
-    from mindspeed_qerl.tasks.gsm8k.convert import convert
-
-    convert(GSM8K, tmp_path / "data")
-    process = start(
-        tiny_model,
-        tmp_path / "runs",
-        f"task.train_file={tmp_path}/data/train_chat.parquet",
-        f"task.test_file={tmp_path}/data/test_chat.parquet",
-        "megatron_training.train_iters=3",
-        "eval.n_problems=8",
-        "rl_config.max_prompt_length=96",
-        "generate_config.max_model_len=128",
-        "rl_config.init_kl_coef=0.01",
-        "aqn.num_stages=3",
-        "generate_config.sampling_config.max_tokens=32",
-    )
-    code, output = finish(process)
-    assert code == 0, output
-    run = only_run(tmp_path / "runs")
-    rows = assert_metrics_are_whole(run, 3)
-    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0, 0.05, 0.0005])
-    assert all(row["aqn/layers"] == 2 for row in rows)
-    assert rows[1]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
-    assert rows[0]["mismatch/k3"] < 1e-9 < rows[1]["mismatch/k3"]
-    assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 3]
-    assert json.loads((run.path / "data.json").read_text())["train"]["rows"] == 7473
-    assert run.status()["state"] == "finished"
-    assert "of 7,473 training prompts are longer than 96 tokens and are left out" in output
-    assert {path.name for path in run.plots_dir.iterdir()} >= {
-        "learning.png",
-        "noise.png",
-        "time.png",
-        "mismatch.png",
-    }
-
-
-@pytest.mark.full
-def test_large_steps_reach_every_rollout_engine(tiny_model, tmp_path):
-    process = start(
-        tiny_model,
-        tmp_path / "runs",
-        "megatron_training.train_iters=2",
-        "rl_config.n_samples_per_prompt=64",
-        "aqn=off",
-        "generate_config.infer_tensor_parallel_size=2",
-        "rl_config.verifier_function=[gsm8k]",
-        "rl_config.epochs=2",
-        "actor_config.lr=1e-2",
-        "rl_config.init_kl_coef=0.01",
-    )
-    code, output = finish(process)
-    assert code == 0, output
-    run = only_run(tmp_path / "runs")
-    assert_adapters_reached_the_rollout(run.facts())
-    rows = assert_metrics_are_whole(run, 2)
-    assert rows[1]["reward/kl"] > rows[0]["reward/kl"] == rows[1]["loss/kl"] == 0
-    assert rows[1]["mismatch/k3"] < 1e-9
-    assert not any(name.startswith("aqn/") for name in rows[0])
-
-
 def assert_adapters_reached_the_rollout(facts):
     assert {target: count["modules"] for target, count in facts["lora"].items()} == {
         "linear_qkv": 2,
@@ -172,7 +104,7 @@ def recorded(run):
 # An untrained model never answers right, so the reward here is a verifier that random digits can
 # satisfy: the last number.
 SAVING = (
-    "megatron_training.train_iters=9",
+    "megatron_training.train_iters=6",
     "megatron_training.save_interval=3",
     "aqn.num_stages=2",
     "rl_config.verifier_function=[gsm8k]",
@@ -193,7 +125,6 @@ SAVING = (
     "algorithm.routing_replay=rollout",
     "rollout_quantization=int8_w8a8",
     "rollout_quantization.lora=beside",
-    "rollout_quantization.probe_answers=8",
 )
 
 
@@ -211,21 +142,19 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     run's own last evaluation.
     """
     assert_adapters_reached_the_rollout(unbroken.facts())
-    rows = assert_metrics_are_whole(unbroken, 9)
+    rows = assert_metrics_are_whole(unbroken, 6)
     # of routes that the format chose otherwise, while there is no update
     assert rows[-1]["reward/kl"] > 10 * rows[0]["reward/kl"] and rows[1]["loss/kl"] == 0
-    assert 0 < rows[1]["quantization/k3"] < 1e-2 and "quantization/noise_k3" not in rows[1]
     assert all(0.004 < row["quantization/weight_error"] < 0.01 for row in rows)
-    assert rows[-1]["quantization/noise_k3"] > 0 < rows[-1]["quantization/equivalent_sigma"]
     assert sorted(path.name for path in unbroken.checkpoints_dir.iterdir()) == [
+        "iter_0000003",
         "iter_0000006",
-        "iter_0000009",
     ]
-    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 5 + [0.05] * 4)
+    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 3 + [0.05] * 3)
     assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1][
         "aqn/measured_std"
     ] == pytest.approx(0.05, rel=0.2)
-    assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6, 9]
+    assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6]
     assert {path.name for path in unbroken.plots_dir.iterdir()} >= {
         "learning.png",
         "noise.png",
@@ -251,12 +180,12 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
         "loss/total" in row for row in rows
     )
 
-    evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step9", print)
+    evaluate(of_run(unbroken.path), unbroken.path / "evaluations/step6", print)
     before, after = (
         [row for row in read_jsonl(unbroken.eval_answers_file) if row["step"] == step]
-        for step in (0, 9)
+        for step in (0, 6)
     )
-    assert read_jsonl(unbroken.path / "evaluations/step9/answers.jsonl") == after
+    assert read_jsonl(unbroken.path / "evaluations/step6/answers.jsonl") == after
     assert [row["responses"] for row in before] != [row["responses"] for row in after]
 
 
@@ -273,14 +202,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     nobody killed. Victim None: the whole run, with no time to say anything.
     """
     process = start(tiny_model, tmp_path / "runs", *SAVING)
-    until(process, "step 4/9")
+    until(process, "step 4/6")
     killed, children = only_run(tmp_path / "runs"), descendants(process)
     pid = killed.facts()["processes"][victim] if victim else process.pid
     os.kill(pid, signal.SIGKILL)
     code, output = finish(process)
     assert_gone(children)
     if victim:
-        assert code == 1 and f"error: {victim} (pid {pid}) died" in output
+        assert code == 1 and f"error: {victim} died" in output
         assert "Traceback" not in output
         assert killed.status()["state"] == "failed" and victim in killed.status()["reason"]
     else:
@@ -288,13 +217,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
     assert_metrics_are_whole(killed, 4)
 
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
-    assert code == 0 and f"resumes {killed.path}" in output and "Resumes after step 3" in output
-    assert recorded(killed) == recorded(unbroken)
-    # 6 has a checkpoint
-    assert [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")] in (
-        [4],
-        [4, 5],
+    assert (
+        code == 0
+        and f"run.resume=auto: {killed.path}" in output
+        and "Resumes after step 3" in output
     )
+    assert recorded(killed) == recorded(unbroken)
+    discarded = [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")]
+    assert discarded in ([4], [4, 5])  # 6 has a checkpoint
     assert (
         killed.status()["state"] == "finished"
         and (killed.path / "command.txt").read_text().count("\n") == 2
@@ -318,7 +248,7 @@ def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
     )
     assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
     assert "algorithm.routing_replay was 'rollout' and is 'record'" in output
-    shard = next((stopped / "checkpoints" / "iter_0000009").glob("*.safetensors"))
+    shard = next((stopped / "checkpoints" / "iter_0000006").glob("*.safetensors"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])
     code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, f"run.resume={stopped}"))
@@ -345,8 +275,8 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     code, output = finish(start(tiny_model, tmp_path / "unbroken", *sweep), timeout=300)
     assert code == 0, output
     process = start(tiny_model, tmp_path / "killed", *sweep)
-    until(process, "step 9/9")
-    until(process, "step 4/9")
+    until(process, "step 6/6")
+    until(process, "step 4/6")
     children = descendants(process)
     process.kill()
     finish(process)
@@ -376,6 +306,8 @@ def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
         tiny_model,
         tmp_path / "runs",
         "megatron_training.train_iters=100000",
+        "rl_config.actor_resource.num_npus=1",
+        "actor_config.expert_model_parallel_size=1",
         "eval.n_problems=4",
         "eval.every=100000",
     )

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.sampled import (
-    Sampled,
+    Answer,
     check_answers,
     select,
     tokens_to_replay,
@@ -29,16 +29,16 @@ ANSWERS = [
 ROW = row_of({"prompt": "2+2?", "answer": "4"})
 
 
-def sampled(rewards, answers=ANSWERS, prompts=((5, 6), (5, 6), (7,), (7,))):
-    rewards = np.array(rewards, dtype=float)
-    return Sampled(
-        [ROW] * len(answers),
-        [list(prompt) for prompt in prompts],
-        list(answers),
-        ["?"] * len(answers),
-        rewards,
-        {"gsm8k": rewards > 1},
-    )
+def sampled(rewards, completions=ANSWERS, prompts=((5, 6), (5, 6), (7,), (7,))):
+    answers = []
+    for reward, completion, prompt in zip(rewards, completions, prompts):
+        scores = {"gsm8k": float(reward > 1)}
+        answers.append(Answer(ROW, list(prompt), completion, "?", float(reward), scores))
+    return answers
+
+
+def selected(rewards, completions=ANSWERS, logprobs_before=None, **options):
+    return select(sampled(rewards, completions), recipe(**options), logprobs_before)
 
 
 def recipe(mini_batch_size=1, **options):
@@ -54,13 +54,14 @@ def recipe(mini_batch_size=1, **options):
 
 
 def test_every_answer_is_trained_with_its_groups_advantage():
-    batch, _ = select(sampled([1, 0, 2, 2]), np.arange(2), recipe())
+    batch, _ = selected([1, 0, 2, 2])
     assert batch.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0], abs=1e-5)
     assert batch.tokens.tolist() == [[5, 6, 1, 2], [5, 6, 3, 0], [7, 4, 0, 0], [7, 1, 1, 1]]
     assert batch.mask.sum() == sum(len(answer.token_ids) for answer in ANSWERS)
-    assert batch.rollout_logprobs[batch.mask].tolist() == pytest.approx(
-        [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
-    )
+    logprobs = [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
+    assert batch.rollout_logprobs[batch.mask].tolist() == pytest.approx(logprobs)
+    masked, _ = selected([1, 0, 0, 3], mask_truncated_completions=True)
+    assert masked.mask.any(1).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +72,7 @@ def test_every_answer_is_trained_with_its_groups_advantage():
     ],
 )
 def test_advantages_go_by_their_options(options, advantages):
-    batch, _ = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(**options))
-    assert batch.advantages.tolist() == advantages
-
-
-def test_answers_that_were_cut_off_are_not_trained_where_that_is_asked():
-    batch, _ = select(sampled([1, 0, 0, 3]), np.arange(2), recipe(mask_truncated_completions=True))
-    assert batch.mask.any(1).tolist() == [True, True, False, False]
+    assert selected([1, 0, 0, 3], **options)[0].advantages.tolist() == advantages
 
 
 def before(old, reference):
@@ -94,31 +89,25 @@ def before(old, reference):
 )
 def test_kl_in_the_reward_costs_every_answer_its_tokens_before_the_group_is_compared(options):
     """0.5 nats a token by k1: answers of 2, 1, 1 and 3 tokens, the last two cut off."""
-    asked = recipe(
+    batch, metrics = selected(
+        [1, 0, 2, 2],
+        logprobs_before=before(-1.0, -1.5),
         kl_coefficient=0.2,
         kl_penalty="kl",
         use_kl_in_reward=True,
         norm_adv_by_std_in_grpo=False,
         **options,
     )
-    batch, metrics = select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, -1.5))
     assert batch.advantages[:4].tolist() == pytest.approx([0.45, -0.45, 0.1, -0.1])
     assert metrics == {"reward/kl": pytest.approx(0.5 * 7 / 4)}
     assert (batch.old_logprobs == -1).all() and batch.old_logprobs.shape == batch.mask.shape
     assert batch.mask.any(1)[2:4].all() == ("mask_truncated_completions" not in options)
     assert len(batch) == (6 if "mini_batch_size" in options else 4) and not batch.mask[4:].any()
-    assert select(sampled([1, 0, 2, 2]), np.arange(2), recipe(kl_coefficient=0.2))[1] == {}
-
-
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_kl_that_is_no_number_names_the_answer(value):
-    asked = recipe(kl_coefficient=0.2, use_kl_in_reward=True)
-    with pytest.raises(WorkerError, match=r"KL of the answer '\?' to '2\+2\?'"):
-        select(sampled([1, 0, 2, 2]), np.arange(2), asked, before(-1.0, value))
+    assert selected([1, 0, 2, 2], kl_coefficient=0.2)[1] == {}
 
 
 def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
-    batch, _ = select(sampled([1, 0, 0, 3]), np.array([1]), recipe(mini_batch_size=3))
+    batch, _ = select(sampled([1, 0, 0, 3])[2:], recipe(mini_batch_size=3), None)
     assert len(batch) == 6 and batch.tokens[:2].tolist() == [[7, 4, 0, 0], [7, 1, 1, 1]]
     assert batch.mask.sum(1).tolist() == [1, 3, 0, 0, 0, 0]
 
@@ -170,13 +159,9 @@ def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_t
         replace(answer, routes=np.full((tokens, 2, 2), (row, 7), dtype=np.uint8))
         for row, (answer, tokens) in enumerate(zip(ANSWERS, (3, 2, 1, 3)))
     ]
-    batch, _ = select(
-        sampled([1, 0, 2, 2], answers), np.arange(2), recipe(routing_replay="rollout")
-    )
-    assert (
-        batch.routes.shape == (4, batch.tokens.shape[1] - 1, 2, 2)
-        and batch.routes.dtype == np.uint8
-    )
+    batch, _ = selected([1, 0, 2, 2], answers, routing_replay="rollout")
+    width = batch.tokens.shape[1] - 1
+    assert batch.routes.shape == (4, width, 2, 2) and batch.routes.dtype == np.uint8
     for row, answer in enumerate(answers):
         assert np.array_equal(batch.routes[row, : batch.lengths[row] - 1], answer.routes)
     assert tokens_to_replay(batch, recipe()) == (batch.lengths - 1).sum()
@@ -184,9 +169,9 @@ def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_t
     assert tokens_to_replay(batch, recipe()) == 4
 
 
-def with_batch(answers, **options):
-    given = sampled([1, 0, 2, 2], answers)
-    return given, np.arange(2), recipe(**options), select(given, np.arange(2), recipe(**options))[0]
+def with_batch(completions, **options):
+    answers = sampled([1, 0, 2, 2], completions)
+    return answers, recipe(**options), select(answers, recipe(**options), None)[0]
 
 
 def test_the_tokens_to_train_are_counted_on_the_answers():
@@ -202,11 +187,10 @@ def test_the_tokens_to_train_are_counted_on_the_answers():
         WorkerError, match=r"1 of 2 answers .* none of the end tokens \[2\]: the first one's is 3"
     ):
         tokens_to_train(*with_batch(ANSWERS), ends={2})
-    given, kept, asked, batch = with_batch(ANSWERS)
+    answers, asked, batch = with_batch(ANSWERS)
     batch.mask[3, -1] = False
     with pytest.raises(WorkerError, match=r"^6 tokens were trained, and 7 were sampled and kept"):
-        tokens_to_train(given, kept, asked, batch, ends=())
+        tokens_to_train(answers, asked, batch, ends=())
+    wrong = replace(batch, advantages=np.float32([1, 0, 1, -1]))
     with pytest.raises(WorkerError, match=r"the advantages of 1 of 2 groups do not add up to 0"):
-        tokens_to_train(
-            given, kept, asked, replace(batch, advantages=np.float32([1, 0, 1, -1])), ends=()
-        )
+        tokens_to_train(answers, asked, wrong, ends=())

@@ -85,7 +85,7 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     monkeypatch.setattr(
         evaluate_module, "_sampler", lambda *_: lambda prompts, *_: asked.append(prompts) or 1 / 0
     )
-    what = evaluate_module.Evaluation(
+    what = evaluate_module.EvaluationJob(
         model=str(tmp_path / "model"), data=str(files["test"]), run=str(run.path)
     )
     with pytest.raises(ZeroDivisionError):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,53 +30,30 @@ The actor died because its node has died. Node Id: 153c309eef47de66697f
 @pytest.mark.parametrize(
     "rank_lives, said, blamed",
     [
-        (False, "", r"rank 0 \(pid \d+\) died"),
-        (True, "", r"rollout engine \(pid \d+\) died"),
-        (False, NODE_DIED, "one of Ray's own processes"),
+        (False, "", "rank 0 died"),
+        (True, "", "rollout engine died"),
+        (False, NODE_DIED, "one of Ray's own processes"),  # it takes the rank along
+        (True, None, "one of Ray's own processes"),  # a raylet that died a moment ago
     ],
-)  # it takes the rank along
+)
 def test_the_dead_is_named_rather_than_the_one_that_waited(monkeypatch, rank_lives, said, blamed):
-    """In a sync the rollout engine's call fails because a rank, whose weights it takes, is gone."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    processes = Processes([Named("rank 0")], [Named("rollout engine")])
-    processes.pids = {
-        "rank 0": os.getpid() if rank_lives else gone.pid,
-        "rollout engine": os.getpid(),
-    }
+    processes = Processes([Named("rank 0")], Named("rollout engine"))
+    rank = os.getpid() if rank_lives else gone.pid
+    processes.pids = {"rank 0": rank, "rollout engine": os.getpid()}
 
     def fail(reference):
-        raise ray.exceptions.RayActorError(error_msg=said)
+        raise ray.exceptions.RayActorError(error_msg=said) if said is not None else OSError("pipe")
 
     monkeypatch.setattr(ray, "wait", lambda pending, **_: (pending[:1], pending[1:]))
     monkeypatch.setattr(ray, "get", fail)
     with pytest.raises(WorkerError, match=f"^{blamed}"):
-        processes.gather({processes.rollouts[0]: "a call that takes the rank's weights"})
-
-
-def test_a_broken_pipe_is_rays_own_death(monkeypatch):
-    """Of a raylet that died a moment ago, here while it is asked which call failed first."""
-    asked = []
-
-    def wait(pending, **_):
-        asked.append(pending)
-        if len(asked) > 1:
-            raise OSError("Broken pipe")
-        return pending[:1], pending[1:]
-
-    def fail(reference):
-        raise ray.exceptions.ActorUnavailableError("Socket closed", None)
-
-    monkeypatch.setattr(ray, "wait", wait)
-    monkeypatch.setattr(ray, "get", fail)
-    processes = Processes([Named("rank 0")], [Named("rollout engine")])
-    with pytest.raises(WorkerError, match="^one of Ray's own processes"):
-        processes.gather({processes.rollouts[0]: "load"}, inputs={processes.ranks[0]: "send"})
-    assert len(asked) == 2
+        processes.gather({processes.rollout: "a call that takes the rank's weights"})
 
 
 def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch):
-    processes, fetched = Processes([], []), []
+    processes, fetched = Processes([], None), []
     calls = {Named("rank 0"): "a", Named("rank 1"): "b", Named("rank 2"): "c"}
     monkeypatch.setattr(ray, "wait", lambda pending, **_: (pending[-1:], pending[:-1]))
     monkeypatch.setattr(
@@ -88,32 +64,21 @@ def test_each_result_is_fetched_once_whatever_the_order_they_come_in(monkeypatch
 
 
 def test_a_dead_process_of_ray_is_not_taken_for_a_rank(tmp_path):
-    """Its workers go with it, and none of them is at fault."""
+    """Its workers go with it, and none of them is at fault. What Ray has not started is not waited
+    for: it says that its node died after a minute, or not at all.
+    """
     private_ray.start(num_cpus=1)
     try:
-        processes = Processes([Worker("rank 0", "threading", "Event", tmp_path / "0.log", {})], [])
-        processes.wait_until_ready()
+        worker = Worker("rank 0", "threading", "Event", tmp_path / "0.log", {})
+        processes = Processes([], worker)
+        processes.wait_until_ready()  # it has the processor
         [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
         raylet.kill()
         with pytest.raises(WorkerError, match="^one of Ray's own processes"):
-            processes.on_ranks(threading.Event.wait)
-    finally:
-        private_ray.stop()
-
-
-def test_a_process_that_ray_has_not_started_is_not_waited_for_when_ray_is_dead(tmp_path):
-    """Ray says that its node died after a minute, or not at all: its word would be the cause."""
-    private_ray.start(num_cpus=1)
-    try:
-        first, second = (
-            partial(Worker, f"rank {rank}", "collections", "Counter", tmp_path / f"{rank}.log", {})
-            for rank in range(2)
-        )
-        Processes([first()], []).wait_until_ready()  # it has the processor
-        [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
-        raylet.kill()
+            processes.on_rollout(threading.Event.wait)
+        second = Worker("rank 1", "collections", "Counter", tmp_path / "1.log", {})
         with pytest.raises(WorkerError, match="^one of Ray's own processes") as caught:
-            Processes([second()], []).wait_until_ready()
+            Processes([], second).wait_until_ready()
         assert isinstance(caught.value.__cause__, BrokenPipeError)
     finally:
         private_ray.stop()
@@ -131,12 +96,13 @@ def counters(folder, *names):
 
 
 def test_a_process_that_a_debugger_stops_is_waited_for(box, tmp_path):
-    processes = Processes(counters(tmp_path, "rank 0", "rank 1"), [])
+    ranks = counters(tmp_path, "rank 0", "rank 1")
+    processes = Processes(ranks[:1], ranks[1])
     processes.wait_until_ready()
     stopped = psutil.Process(processes.pids["rank 1"])
     stopped.suspend()
     threading.Timer(3, stopped.resume).start()  # longer than the driver waits between two looks
-    assert processes.on_ranks(Counter.total) == [0, 0]
+    assert processes.on_rollout(Counter.total) == 0
 
 
 class Unpicklable(ValueError):
@@ -179,21 +145,15 @@ def test_of_any_error_the_words_travel(fail, said, capsys):
 
 
 def test_what_fails_is_named_with_its_type_and_where_it_came_from_is_in_its_log(box, tmp_path):
-    """Rank 0 fails, and the call of the rollout engine that waits for its result with it."""
     rank, rollout = counters(tmp_path, "rank 0", "rollout engine")
-    processes = Processes([rank], [rollout])
+    processes = Processes([rank], rollout)
     processes.wait_until_ready()
-
-    def update_by(merged):
-        return processes.gather(processes.start_on_rollouts(Counter.update, merged), {rank: merged})
-
     with pytest.raises(WorkerError, match=r"^rank 0 failed: KeyError: .*\nIts log: .*rank 0\.log"):
-        update_by(rank.call(Counter.popitem))
+        processes.on_ranks(Counter.popitem)
     logs = [worker.log_file.read_text() for worker in (rank, rollout)]
     assert ["Traceback" in log for log in logs] == [True, False]
     with pytest.raises(WorkerError, match="^rollout engine failed: TypeError: "):
-        calls = processes.start_on_rollouts(Counter.update, 5)
-        processes.gather(calls, {rank: rank.call(Counter.total)})
+        processes.on_rollout(Counter.update, 5)
     psutil.Process(processes.pids["rank 0"]).kill()
-    with pytest.raises(WorkerError, match=r"^rank 0 \(pid \d+\) died"):
-        update_by(rank.call(Counter.total))
+    with pytest.raises(WorkerError, match="^rank 0 died"):
+        processes.on_ranks(Counter.total)

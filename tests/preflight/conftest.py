@@ -4,7 +4,7 @@ import copy
 import json
 import os
 import shutil
-import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -14,31 +14,11 @@ import pytest
 from mindspeed_qerl.ascend.contract import PINS, Report
 from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, Check, preflight
 from mindspeed_qerl.preflight.machine import ProbeError
-from mindspeed_qerl.preflight.software import PACKAGES as PACKAGES_OF_A_WORKER
 from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.packed import indexed_format
+from tests.fake_box.npu_smi import table
+from tests.fake_box.prepared import prepare
 
 NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"
-# As 910C boxes print it (vllm-project/vllm-ascend issues 2534 and 12980), two chips a card,
-# processes below.
-HEAD = """\
-+------------------------------------------------------------------------------------------------+
-| npu-smi 25.2.1                   Version: 25.2.1                                               |
-+---------------------------+---------------+----------------------------------------------------+
-| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
-| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
-+===========================+===============+====================================================+
-"""
-TAIL = """\
-+---------------------------+---------------+----------------------------------------------------+
-| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
-+===========================+===============+====================================================+
-| No running processes found in NPU 0                                                            |
-+===========================+===============+====================================================+
-| No running processes found in NPU 1                                                            |
-"""
-PROCESS = "| 0       1                 | 632268        | python3.1                | 197                     |\n"
 PACKAGES = {
     "torch": "2.7.1",
     "torch_npu": "2.7.1.post1",
@@ -51,28 +31,21 @@ PACKAGES = {
     "hydra-core": "1.3.2",
 }
 JEMALLOC = "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
-OPERATORS = "/upstream/vllm-ascend/vllm_ascend/vllm_ascend_C.cpython-311-aarch64-linux-gnu.so"
 CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_1"
+INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
+DRIVER = "/usr/local/Ascend/driver/version.info"
 SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}
 
 
 def npu_smi(
     count: int, health: dict[int, str] | None = None, used: dict[int, int] | None = None
 ) -> str:
-    rows = ""
-    for i in range(count):
-        state, memory = (health or {}).get(i, "OK"), (used or {}).get(i, 3416)
-        rows += (
-            f"| {i // 2}     Ascend910           | {state:<14}| 178.5       36                0    "
-            f"/ 0             |\n| {i % 2}     {i:<20}| 0000:{0x9D + i:02X}:00.0  | 0           "
-            f"0    / 0          {memory}/ 65536         |\n+{'-' * 96}+\n"
-        )
-    return HEAD + rows + TAIL
+    return table("910C", range(count), health or {}, used or {})
 
 
 def at_the_pin(package: str) -> Report:
     pin = PINS[package]
-    return Report(pin, Path("/upstream") / pin.title, [], pin.commit, pin.content, [])
+    return Report(pin, Path("/upstream") / pin.title, pin.content, [])
 
 
 @dataclass
@@ -80,42 +53,28 @@ class Box:
     """A machine in data: by default a healthy 910C box of 16 dies. Sizes in bytes."""
 
     smi: str | None = npu_smi(16)
-    davinci: int = 16
-    nodes: tuple[int, ...] = ()  # their numbers, if not 0, 1, ...
-    shut: dict[str, str] = field(default_factory=dict)  # device node -> why it cannot be opened
+    nodes: Sequence[int] = range(16)  # numbers of /dev/davinci*
+    shut: tuple[str, ...] = ()  # device nodes that cannot be opened
     acl: int | None = 16
-    ray: dict | None = None  # resources and nodes of a running cluster
-    raylets: dict[int, dict[str, str]] = field(default_factory=dict)  # pid -> environment
+    ray: dict | None = None  # what a running cluster has
     hangs: tuple[str, ...] = ()  # commands that never answer: a word of theirs
     shell: dict[str, str] = field(default_factory=dict)  # beside SHELL
     environment: dict[str, str] = field(default_factory=lambda: dict(SHELL))
-    folders: tuple[str, ...] = (CANN, ATB, OPERATORS)  # that are there
-    there: tuple[str, ...] = ()  # and these
-    plugins: tuple[str, ...] = ("ascend",)
+    there: tuple[str, ...] = ()  # more folders and files
     files: dict[str, str] = field(default_factory=dict)  # path -> content
-    listening: tuple[tuple[str, int], ...] = ()  # (host, port)
-    network: dict[str, list[str]] = field(
-        default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fe80::1"]}
-    )
-    room: float = 1500e9
+    listening: tuple[str, ...] = ()  # HOST:PORT
+    room: int = 1500 * 10**9
     shut_folders: tuple[str, ...] = ()  # that cannot be written
-    logical_cpus: int = 320
     limit: int = 65536
     shm: int = 500 * 10**9
     disk: int = 2 * 10**12
     left: float = 0.4  # of the disk of /tmp
-    taken: tuple[int, ...] = ()
-    executable: bool = True
-    commands: dict[str, str] = field(default_factory=dict)  # what others print
+    taken: tuple[int, ...] = ()  # ports
     without: str = ""  # a command that is not installed
     imported: str = "imported in 31 s\n"  # what the imports of a worker say
-    compiling: dict[int, dict[str, str]] = field(default_factory=dict)  # processes of ninja
-    cann: str | None = "8.5.0"
+    cann: str = "version=8.5.0"
     packages: dict[str, str | None] = field(default_factory=dict)  # other than PACKAGES
     reports: list[Report] = field(default_factory=lambda: [at_the_pin(package) for package in PINS])
-    importing: tuple[str, ...] = ("acl", *PACKAGES_OF_A_WORKER)
-
-    python_version = (3, 11)
 
     def __post_init__(self):
         self.environment |= self.shell
@@ -125,51 +84,37 @@ class Box:
         words = " ".join(command)
         self.asked.append((words, environment))
         if any(word in words for word in self.hangs):
-            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s", "timeout")
-        if command[0] == "npu-smi" and self.smi is not None:
-            return self.smi
+            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s", late=True)
         if "acl.rt.get_device_count" in words and self.acl is not None:
             assert "ASCEND_RT_VISIBLE_DEVICES" not in environment
-            return f"warnings of CANN\ndevices {self.acl}\n"
+            return f"warnings of CANN\nanswer {self.acl}\n"
         if "ray.init" in words and self.ray is not None:
-            return f"cluster {json.dumps(self.ray)}\n"
+            return f"answer {json.dumps(self.ray)}\n"
         if "importing" in words:
             return self.imported
-        commands = {"ninja": "1.13.0", "getent": "127.0.0.1  STREAM here\n", **self.commands}
-        if command[0] in commands and command[0] != self.without:
-            return commands[command[0]]
-        raise ProbeError(f"{command[0]} is not installed here", "missing")
+        commands = dict.fromkeys(("ninja", "make", "g++", "python3", "python3-config"), "1.13.0")
+        commands["npu-smi"] = self.smi
+        output = commands.get(command[0])
+        if output is None or command[0] == self.without:
+            raise ProbeError(f"{command[0]} is not installed here")
+        return output
 
     def glob(self, pattern):
-        if pattern.startswith("/dev/davinci"):
-            return [f"/dev/davinci{i}" for i in self.nodes or range(self.davinci)]
-        if pattern == f"{self.environment.get('ASCEND_HOME_PATH')}/*/ascend_*_install.info":
-            return ["ascend_toolkit_install.info"] if self.cann else []
-        there = (*self.folders, *self.there, JEMALLOC)
-        return [folder for folder in there if fnmatch(folder, pattern)]
+        there = (CANN, INSTALLED, ATB, *(f"/dev/davinci{die}" for die in self.nodes), *self.there)
+        return [path for path in there if fnmatch(path, pattern)]
 
     def read(self, path):
-        dies = self.nodes or range(self.davinci)
-        return {
-            "/etc/hccn.conf": "".join(f"address_{die}=192.168.20.{die}\n" for die in dies),
-            "ascend_toolkit_install.info": f"package_name=x\nversion={self.cann}\narch=aarch64\n",
-            **self.files,
-        }.get(path)
+        addresses = "".join(f"address_{die}=192.168.20.{die}\n" for die in self.nodes)
+        files = {"/etc/hccn.conf": addresses, INSTALLED: self.cann, DRIVER: "Version=25.5.0"}
+        if str(path) in files | self.files:
+            return (files | self.files)[str(path)]
+        return Path(path).read_text() if Path(path).is_file() else ""
 
     def version(self, distribution):
         return {**PACKAGES, **self.packages}.get(distribution)
 
-    def entry_points(self, group):
-        return self.plugins if group == "vllm.platform_plugins" else ()
-
-    def importable(self, name):
-        return self.acl is not None and name in self.importing
-
     def upstream(self):
         return self.reports
-
-    def checkout(self, package):
-        return next((report.root for report in self.reports if report.pin is PINS[package]), None)
 
     def disk_free(self, path):
         return self.shm if str(path) == "/dev/shm" else self.disk
@@ -178,51 +123,44 @@ class Box:
         return self.left
 
     def cpus(self):
-        return self.logical_cpus
+        return 320
 
     def open_files(self):
         return self.limit
 
-    def may_use(self):
-        return 320
-
     def threads(self):
-        return {"kernel.threads-max": 10**6}
+        return 10**6
 
     def user(self):
         return "root"
 
-    def listens(self, host, port):
-        return (host, port) in self.listening
+    def listens(self, address):
+        return address in self.listening
 
     def interfaces(self):
-        return self.network
-
-    def addresses(self):
-        return {each for addresses in self.network.values() for each in addresses}
+        return {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1", "fe80::1"]}
 
     def writable(self, path):
         return str(path) not in self.shut_folders
 
-    def closed(self, node):
-        return self.shut.get(node, "")
+    def opens(self, node):
+        return node not in self.shut
 
     def may_execute(self, path):
-        return self.executable
+        return True
 
     def memory(self):
-        return {"MemAvailable": int(self.room)}
+        return self.room, "MemAvailable"
 
-    def port_free(self, port):
+    def may_listen(self, host="", port=0):
         return port not in self.taken
 
-    def processes(self, name):
-        return {"raylet": self.raylets, "ninja": self.compiling}.get(name, {})
+    def runs(self, name):
+        return self.ray is not None or "ray.init" in self.hangs
 
 
-NO_NPU = dict(smi=None, davinci=0, acl=None, environment={})
-EIGHT = dict(smi=npu_smi(8), davinci=8, acl=8)
-RAYLET = {7: {"PATH": "/bin"}}
+NO_NPU = dict(smi=None, nodes=(), acl=None, environment={})
+EIGHT = dict(smi=npu_smi(8), nodes=range(8), acl=8)
 
 
 def cluster(
@@ -238,88 +176,15 @@ def cluster(
     }
 
 
-QWEN3_MOE = dict(
-    model_type="qwen3_moe",
-    num_hidden_layers=48,
-    hidden_size=2048,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    vocab_size=151936,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    norm_topk_prob=True,
-    tie_word_embeddings=False,
-    max_position_embeddings=40960,
-)
-# Of a file of Qwen3-30B-A3B for TP 1 PP 1 EP 16, bfloat16: the dense part, 3.09 GB, and a sixteenth
-# of the experts.
-SHARE = 6_720_000_000
-WEIGHTS = 61_100_000_000  # of the whole model
-
-
-def write_checkpoint(
-    folder: Path, names: list[str], tracker: str = "1", size: int = 4 * SHARE
-) -> None:
-    """By default large enough for any layout; holes take no room."""
-    iteration = "release" if tracker == "release" else f"iter_{int(tracker):07d}"
-    for name in names:
-        path = folder / iteration / name / "model_optim_rng.pt"
-        path.parent.mkdir(parents=True)
-        hole(path, size)
-        with zipfile.ZipFile(path, "a") as file:
-            file.writestr("data.pkl", name)
-    (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
-
-
-def write_packed(prefix: Path, rows: dict[str, list[list[int]]]) -> None:
-    for column, values in rows.items():
-        for ending, content in zip(("bin", "idx"), indexed_format(values)):
-            file = Path(f"{prefix}_packed_{column}_document.{ending}")
-            file.unlink(missing_ok=True)
-            file.write_bytes(content)
-
-
-def hole(file: Path, size: int) -> None:
-    with open(file, "wb") as empty:
-        empty.truncate(size)
-
-
 @pytest.fixture(scope="session")
 def template(tmp_path_factory):
     """Folder and resolved config of a run whose model, data and base weights are there."""
     folder = tmp_path_factory.mktemp("ready")
+    files = prepare(NAME, folder, rows={"train": 80, "test": 10})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MODELS", str(folder / "models"))
-        patch.setenv("DATA", str(folder / "data"))
-        raw = compose(NAME, [f"run.root={folder / 'runs'}"])
-    model = Path(raw["megatron_training"]["tokenizer_name_or_path"])
-    model.mkdir(parents=True)
-    for name, content in (
-        ("config.json", QWEN3_MOE),
-        ("tokenizer.json", {}),
-        ("tokenizer_config.json", {"chat_template": "..."}),
-        ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "model-1.safetensors"}}),
-    ):
-        (model / name).write_text(json.dumps(content))
-    hole(model / "model-1.safetensors", WEIGHTS)
-    train = Path(raw["megatron_training"]["data_path"])
-    train.parent.mkdir(parents=True)
-    write_packed(
-        train, {"input_ids": [[1, 2, 3 + i] for i in range(80)], "labels": [[i] for i in range(80)]}
-    )
-    source = folder / "source"
-    source.mkdir()
-    for split, numbers in (("train", range(80)), ("test", range(80, 90))):
-        rows = [{"question": f"{n}+4?", "answer": f"It is\n#### {n + 4}"} for n in numbers]
-        (source / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    convert(source, Path(raw["task"]["test_file"]).parent)
-    ranks = [f"mp_rank_00_{i:03d}" for i in range(16)]
-    write_checkpoint(Path(raw["actor_config"]["load"]), ranks, size=SHARE)
-    return folder, raw
+        for variable, place in files.items():
+            patch.setenv(variable, place)
+        return folder, compose(NAME, [f"run.root={folder / 'runs'}"])
 
 
 @pytest.fixture

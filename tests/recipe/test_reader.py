@@ -55,6 +55,14 @@ def put(raw, key, value):
     raw[last] = value
 
 
+def refusal(raw, **values):
+    for key, value in values.items():
+        put(raw, key.replace("__", "."), value)
+    with pytest.raises(ConfigError) as error:
+        checked(raw)
+    return str(error.value)
+
+
 def test_the_quickstart_says_what_it_does(raw):
     recipe, found = checked(raw)
     assert (
@@ -98,7 +106,7 @@ def test_a_measured_profile_multiplies_what_the_config_says(raw, tmp_path):
     assert recipe.noise.factors == (("post_attention@0", 2.0), ("0", 1.5), ("1", 0.5))
     assert recipe.data_files["aqn_multipliers"] == str(file)  # so its hash is in the run directory
     file.write_text("{0: 1.5")
-    with pytest.raises(ConfigError, match="is neither YAML nor JSON: .*profile.json:1: expected"):
+    with pytest.raises(ConfigError, match="aqn: while parsing a flow mapping"):
         checked(raw)
     file.write_text('{"0": 1.5}')
     put(raw, "aqn.enabled", False)
@@ -110,7 +118,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     put(raw, "generate_config.dtype", "bfloat16")
     (warning,) = checked(raw)[1].warnings
     # 0.00089 and 0.0005, the last two of ten stages
-    assert "sigma is below 0.0009 in 8 of 40 steps (first in step 33)" in warning
+    assert "sigma is below 0.0009 in 8 of 40 steps" in warning
     put(raw, "aqn.sigma_end", 0.001)
     assert checked(raw)[1].warnings == []
 
@@ -118,33 +126,40 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("aqn.restart_every", "epochs", "restart_every must be an integer >= 1, not 'epochs'"),
+        ("aqn.restart_every", "epochs", "restart_every = 'epochs' must be integers >= 1"),
         ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
-        ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3] must be dict"),
+        ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3]: Input should be a valid dictionary"),
         (
             "aqn.multipliers_file",
             "/nowhere/profile.json",
             "No such file or directory: '/nowhere/profile.json'",
         ),
-        ("aqm", {}, "unknown section 'aqm', did you mean 'aqn'"),
+        ("aqm", {}, "unknown key 'aqm', did you mean 'aqn'"),
+        ("megatron_training.train_itrs", 4, "did you mean 'megatron_training.train_iters'"),
+        ("megatron_trainin", {"lr": 4}, "did you mean 'megatron_training'"),
+        ("lora_rank", 8, "unknown key 'lora_rank', did you mean 'megatron_training.lora_r'"),
+        ("megatron_training.learning_rate", 1e-5, "did you mean 'actor_config.lr'"),
+        ("beta", 0.1, "did you mean 'rl_config.init_kl_coef'"),
+        ("generate_config.temprature", 1, "'generate_config.sampling_config.temperature'"),
+        ("qwertyuiop", 1, "unknown key 'qwertyuiop'"),
         (
             "megatron_training.lora_rank",
             32,
-            "unknown key in megatron_training: 'lora_rank', did you mean 'lora_r'",
+            "unknown key 'megatron_training.lora_rank', did you mean 'megatron_training.lora_r'",
         ),
         ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'; known: auto"),
-        ("aqn.schedule", "expo", "aqn.schedule: unknown schedule 'expo'"),
+        ("aqn.schedule", "expo", "aqn.schedule = 'expo': Input should be"),
         (
             "rl_config.lora_r",
             1,
-            "unknown key in rl_config: 'lora_r', did you mean 'megatron_training.lora_r'",
+            "unknown key 'rl_config.lora_r', did you mean 'megatron_training.lora_r'",
         ),
-        ("aqn.sigma_start", -1.0, "sigma_start must be a finite number >= 0"),
-        ("aqn.enabled", "yes", "aqn.enabled = 'yes' must be bool"),
+        ("aqn.sigma_start", -1.0, "sigma_start = -1.0 must be above 0"),
+        ("aqn.enabled", "yes", "aqn.enabled = 'yes': Input should be a valid boolean"),
         (
             "megatron_training.lora_target_modules",
             ["linear_qkv", "q_proj"],
-            "megatron_training.lora_target_modules: unknown targets 'q_proj'",
+            "megatron_training.lora_target_modules.1 = 'q_proj': Input should be 'linear_qkv', ",
         ),
         ("megatron_training.lora_target_modules", [], "lora_target_modules is empty"),
         (
@@ -157,7 +172,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             [1.0, 2.0],
             "1 verifier_function and 2 verifier_weight must be lists, as long as each other",
         ),
-        ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1 must be at least 2"),
+        ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1: Input should be greater"),
         (
             "rl_config.mini_batch_size",
             12,
@@ -166,31 +181,22 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         (
             "rl_config.actor_resource.num_npus",
             3,
-            (
-                "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups: "
-                "Megatron-LM megatron/core/parallel_state.py"
-            ),
+            "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups:",
         ),
         (
             "rl_config.filter_groups_train_batch_size",
             0,
-            "filter_groups_train_batch_size = 0 must be at least 1",
+            "filter_groups_train_batch_size = 0: Input should be greater than or equal to 1",
         ),
         (
             "rl_config.use_kl_in_reward",
             True,
-            (
-                "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing "
-                "off the rewards"
-            ),
+            "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing",
         ),
         (
             "rl_config.max_prompt_length",
             120,
-            (
-                "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds "
-                "generate_config.max_model_len = 128"
-            ),
+            "max_prompt_length = 120 plus sampling max_tokens = 24 exceeds",
         ),
         ("actor_config.tensor_model_parallel_size", 4, "2 KV heads cannot be divided by TP 4"),
         (
@@ -206,11 +212,13 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         (
             "megatron_training.num_layer_list",
             "1,one",
-            "num_layer_list = '1,one' must be whole numbers",
+            "num_layer_list = '1,one': must be whole numbers",
         ),
-        ("actor_config.lr", "fast", "actor_config.lr = 'fast' must be float"),
-        ("actor_config.lr", float("nan"), "actor_config.lr = nan must be"),
-        ("generate_config.sampling_config.temperature", 0.0, "temperature = 0.0 must be above 0"),
+        ("actor_config.lr", "fast", "actor_config.lr = 'fast': Input should be a valid number"),
+        ("actor_config.lr", float("nan"), "actor_config.lr = nan: Input should be a finite"),
+        ("generate_config.sampling_config.temperature", 0.0, "temperature = 0.0: Input should be"),
+        ("rl_config.ref_dispatch_size", 0, "rl_config.ref_dispatch_size = 0: Input"),
+        ("emulate_npu", "yes", "emulate_npu = 'yes': Input should be a valid boolean"),
         (
             "task.train_file",
             "no/such.parquet",
@@ -218,15 +226,19 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         ),
         ("eval", [1], "section eval = [1] must be a mapping"),
         ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
-        ("megatron_training.train_iters", True, "train_iters = True must be int"),
+        ("megatron_training.train_iters", True, "train_iters = True: Input should be"),
         ("rl_config", 5, "section rl_config = 5 must be a mapping"),
-        ("rl_config.actor_resource", {"num_npu": 2}, "did you mean 'num_npus'"),
+        (
+            "rl_config.actor_resource",
+            {"num_npu": 2},
+            "did you mean 'rl_config.actor_resource.num_npus'",
+        ),
         (
             "rl_config.verifier_function",
             [["gsm8k"]],
-            "rl_config.verifier_function[0] = ['gsm8k'] must be str",
+            "rl_config.verifier_function.0 = ['gsm8k']: Input should be a valid string",
         ),
-        ("rl_config.verifier_weight", ["x"], "rl_config.verifier_weight[0] = 'x' must be float"),
+        ("rl_config.verifier_weight", ["x"], "rl_config.verifier_weight.0 = 'x': Input should be"),
         (
             "generate_config.sampling_config",
             3,
@@ -234,32 +246,24 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         ),
         ("aqn.targets", [], "targets is empty; to run without noise, use aqn=off"),
         ("aqn.exclude", "x", "unknown AQN target 'x'"),
-        ("eval.temperature", 0.0, "it must be above 0, or 0 (greedy) with 1 sample"),
+        ("eval.temperature", 0.0, "(greedy) needs eval.samples_per_problem = 1"),
         ("actor_config.min_lr", 1.0, "must not be below actor_config.min_lr = 1.0"),
         ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
+        ("generate_config.infer_tensor_parallel_size", 2, "the local engine runs it at 1 only"),
         (
-            "generate_config.infer_tensor_parallel_size",
-            4,
-            "num_key_value_heads = 2 is no multiple of 4",
+            "hardware_error",
+            {"gaussian_std": 5},
+            "hardware_error.gaussian_std = 5: Input should be less than 1",
         ),
-        (
-            "generate_config.infer_tensor_parallel_size",
-            4,
-            "moe_intermediate_size = 64 is no multiple of 128; vLLM's CPU backend pads",
-        ),
-        ("hardware_error", {"gaussian_std": 5}, "hardware_error.gaussian_std = 5 must be below 1"),
         (
             "rollout_quantization",
             {"format": "nvfp4", "lora": "besides"},
-            "rollout_quantization.lora: unknown lora 'besides', did you mean 'beside'?",
+            "rollout_quantization.lora = 'besides': Input should be 'merged' or 'beside'",
         ),
     ],
 )
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
-    put(raw, key, value)
-    with pytest.raises(ConfigError) as error:
-        checked(raw)
-    assert message in str(error.value)
+    assert message in refusal(raw, **{key: value})
 
 
 def test_a_fault_says_which_rule_and_which_key(raw):
@@ -282,7 +286,7 @@ def test_a_fault_says_which_rule_and_which_key(raw):
     assert recipe.optimizer.lr == Optimizer().lr
     assert {(fault.rule, fault.key) for fault in found.faults} == {
         ("value", "actor_config.lr"),
-        ("unknown", "rl_config.kl_penalty"),
+        ("value", "rl_config.kl_penalty"),
         ("unknown", "aqn.sigma"),
         ("missing", "generate_config.sampling_config.max_tokens"),
         ("value", "model.tiny_qwen3_moe"),
@@ -300,7 +304,7 @@ def test_a_fault_says_which_rule_and_which_key(raw):
     [
         (
             {"rollout_correction.method": "sequence_tis", "algorithm.loss_mode": "cispo"},
-            "CISPO weighs each token by a",
+            "would undo CISPO's bound of each token",
         ),
         (
             {"rl_config.token_level_loss": True, "algorithm.loss_agg_mode": "seq-mean-token-sum"},
@@ -308,10 +312,7 @@ def test_a_fault_says_which_rule_and_which_key(raw):
         ),
         (
             {"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 25},
-            (
-                "overlong_buffer = 25 with overlong_buffer_enable must be between 1 and sampling "
-                "max_tokens = 24"
-            ),
+            "overlong_buffer = 25 with overlong_buffer_enable must be between 1 and sampling",
         ),
         (
             {
@@ -319,34 +320,21 @@ def test_a_fault_says_which_rule_and_which_key(raw):
                 "rl_config.overlong_buffer": 4,
                 "rl_config.rollout_max_tokens": 30,
             },
-            (
-                "rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens = "
-                "24, or left out"
-            ),
+            "rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens =",
         ),
         (
             {
                 "rl_config.filter_groups_enable": True,
                 "rl_config.filter_groups_train_batch_size": 64,
             },
-            (
-                "64 prompts cannot come from filter_groups_max_batches = 1 batches of "
-                "megatron_training.global_batch_size = 32"
-            ),
+            "64 prompts cannot come from filter_groups_max_batches = 1 batches of",
         ),
         (
             {
                 "rl_config.filter_groups_enable": True,
                 "rl_config.filter_groups_train_batch_size": 24,
             },
-            (
-                "filter_groups_train_batch_size = 24 prompts must be a multiple of "
-                "rl_config.mini_batch_size = 32"
-            ),
-        ),
-        (
-            {"rl_config.filter_groups_enable": True, "rl_config.n_samples_per_prompt": 1},
-            "must be at least 2",
+            "filter_groups_train_batch_size = 24 prompts must be a multiple of",
         ),
         (
             {
@@ -355,33 +343,23 @@ def test_a_fault_says_which_rule_and_which_key(raw):
                 "aqn.enabled": True,
                 "aqn.restart_every": "epoch",
             },
-            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: how many",
+            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: the steps of",
         ),
         (
             {
                 "rollout_quantization": {"format": "nvfp4", "lora": "beside"},
                 "generate_config.dtype": "bfloat16",
             },
-            (
-                "rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets "
-                "base and adapter as one weight"
-            ),
+            "rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets",
         ),
         (
             {"rl_config.filter_groups_enable": True, "rl_config.filter_groups_metric": "acc"},
-            (
-                "rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'. "
-                "Known: gsm8k_strict"
-            ),
+            "rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'.",
         ),
     ],
 )
 def test_options_that_exclude_each_other(raw, values, message):
-    for key, value in values.items():
-        put(raw, key, value)
-    with pytest.raises(ConfigError) as error:
-        checked(raw)
-    assert message in str(error.value)
+    assert message in refusal(raw, **values)
 
 
 def test_what_the_algorithm_takes_where_a_key_is_left_out(raw):
@@ -398,12 +376,8 @@ def test_what_the_algorithm_takes_where_a_key_is_left_out(raw):
 
 
 def test_all_faults_are_named_at_once(raw):
-    put(raw, "actor_config.lr", -1)
-    put(raw, "rl_config.verifier_function", ["nope"])
-    put(raw, "eval.evry", 3)
-    with pytest.raises(ConfigError) as error:
-        checked(raw)
-    assert len(str(error.value).splitlines()) == 3
+    faults = refusal(raw, actor_config__lr=-1, rl_config__verifier_function=["nope"], eval__evry=3)
+    assert len(faults.splitlines()) == 3
 
 
 def test_the_actor_inherits_from_megatron_training_as_upstream_does(raw):
@@ -426,18 +400,11 @@ def test_upstream_keys_without_a_use_here_are_told_apart_from_misspelt_ones(raw)
     }
 
 
-def test_foreign_hardware_is_for_one_engine_and_no_copies(raw):
-    put(raw, "generate_config.infer_tensor_parallel_size", 2)
-    assert checked(raw)[0].layout.infer_tp == 2
-    put(raw, "hardware_error.rollout", "gaussian")
+def test_foreign_hardware_is_for_no_copies(raw):
     put(raw, "hardware_error.training", "gaussian")
     put(raw, "actor_config.tensor_model_parallel_size", 2)
-    put(raw, "actor_config.expert_model_parallel_size", 1)
-    with pytest.raises(ConfigError) as error:
-        checked(raw)
-    assert "in a single engine only; set it to 1" in str(
-        error.value
-    ) and "which would drift apart" in str(error.value)
+    faults = refusal(raw, actor_config__expert_model_parallel_size=1)
+    assert "which would drift apart" in faults
 
 
 @pytest.mark.parametrize(
@@ -449,7 +416,7 @@ def test_foreign_hardware_is_for_one_engine_and_no_copies(raw):
             {"num_experts": ..., "num_local_experts": 7},
             "7 experts cannot be divided by TP 1 x EP 2 = 2",
         ),
-        ({"num_experts": "8"}, "num_experts = '8' in config.json must be a whole number"),
+        ({"num_experts": "8"}, "'num_experts' expected int, got str"),
         (
             {"max_position_embeddings": 64},
             "max_model_len = 128, and max_position_embeddings = 64 in .*max_model_len=64",
@@ -474,47 +441,30 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
 
 
 @pytest.mark.parametrize(
-    "name, change, engines, message",
+    "name, change, message",
     [
         (
             "mxfp4",
             {"hidden_size": 80},
-            1,
             "'mxfp4': the model's hidden_size = 80 is no multiple of its blocks of 32",
         ),
         (
             "nvfp4",
             {"head_dim": 20, "num_attention_heads": 2},
-            1,
             "num_attention_heads x head_dim = 40 is no multiple of",
         ),
-        ("nvfp4", {"hidden_size": 80}, 1, None),
-        ("fp8", {"hidden_size": 80}, 1, None),
-        ("mxfp8", {}, 1, None),
-        ("nvfp4", {"moe_intermediate_size": 64, "head_dim": 8}, 2, None),
-        (
-            "mxfp8",
-            {"moe_intermediate_size": 64, "head_dim": 8},
-            2,
-            (
-                "a rank's part of the model's num_attention_heads x head_dim = 32 is no multiple "
-                "of its blocks of 32 inputs"
-            ),
-        ),
+        ("nvfp4", {"hidden_size": 80}, None),
+        ("fp8", {"hidden_size": 80}, None),
+        ("mxfp8", {}, None),
     ],
 )
-def test_blocks_of_a_format_fill_the_inputs_of_every_layer(
-    raw, tmp_path, name, change, engines, message
-):
+def test_blocks_of_a_format_fill_the_inputs_of_every_layer(raw, tmp_path, name, change, message):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **change}))
     put(raw, "rollout_quantization", {"format": name})
-    put(raw, "generate_config.infer_tensor_parallel_size", engines)
     if message is None:
         assert checked(raw)[0].quantization.format == name
         return
-    with pytest.raises(ConfigError) as error:
-        checked(raw)
-    assert message in str(error.value)
+    assert message in refusal(raw)
 
 
 @pytest.mark.parametrize("mode", ["record", "rollout"])
@@ -533,9 +483,7 @@ def test_a_model_without_experts_has_no_routes_to_replay(raw, tmp_path, mode):
     put(raw, "algorithm.routing_replay", "none")
     assert not checked(raw)[0].layout.ep > 1
     put(raw, "algorithm.routing_replay", "rolout")
-    with pytest.raises(
-        ConfigError, match="unknown routing_replay 'rolout', did you mean 'rollout'"
-    ):
+    with pytest.raises(ConfigError, match="'rolout': Input should be 'none', 'record' or"):
         checked(raw)
 
 
@@ -561,8 +509,3 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(raw, capsys):
         "unknown engine 'lokal', did you mean 'local'? Known: local, mindspeed_rl"
         in capsys.readouterr().err
     )
-
-
-def test_the_labelled_folder_of_a_run_can_be_given_on_the_command_line():
-    folder = "runs/tiny/2026-11-22_14-03-59_aqn=off_seed1"
-    assert compose("grpo_tiny_moe_cpu", [f"run.resume={folder}"])["run"]["resume"] == folder

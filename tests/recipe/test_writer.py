@@ -64,11 +64,7 @@ def test_what_was_changed_in_the_recipe_is_what_is_written():
 def test_every_field_of_the_recipe_is_a_part_or_a_plain_value():
     from mindspeed_qerl.recipe.types import Recipe
 
-    assert {field.name for field in fields(Recipe)} - set(PARTS) == {
-        "engine",
-        "emulate_npu",
-        "sections",
-    }
+    assert {field.name for field in fields(Recipe)} - set(PARTS) == {"engine", "sections"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

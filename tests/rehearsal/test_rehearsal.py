@@ -13,7 +13,7 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
-from mindspeed_qerl.layout.memory import estimate, terms
+from mindspeed_qerl.layout.memory import estimate
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
@@ -28,6 +28,9 @@ from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehears
 from mindspeed_qerl.tasks.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "upstream"))
+from measure import terms
+
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
 FEW = ["rehearsal.enabled=true", "rehearsal.layers=6", "engine=local"]
 
@@ -92,7 +95,7 @@ def test_what_the_blocks_of_a_format_fill_they_fill_in_the_narrow_model(composed
     for format in ("nvfp4", "mxfp4", "int8_w8a8"):
         raw = composed(name, f"rollout_quantization={format}")
         if format == "int8_w8a8" and plan_to_rehearse(*read(raw)).shape.moe:
-            with pytest.raises(ConfigError, match="int8 experts"):
+            with pytest.raises(ConfigError, match="int8_w8a8' with experts"):
                 prepare(*read(raw))
         else:
             assert prepare(*read(raw))[0].quantization.format == format
@@ -163,7 +166,7 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
     for fault in (
         "experts_by_training_ranks",
         "did you mean 'gsm8k'",
-        "did you mean 'linear_qkv'",
+        "Input should be 'linear_qkv'",
         "rehearsal.steps = 0",
         "nowhere.parquet",
     ):
@@ -174,10 +177,10 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be a whole number"),
+        ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be written without a point"),
         ("rl_config.epochs=2", "upstream moves the schedule on in every epoch"),
-        ("task.prompt=plain", "task.prompt = 'plain' must be 'chat'"),
-        ("hardware_error.rollout=gaussian", "hardware_error.rollout = 'gaussian' must be none"),
+        ("task.prompt=plain", "task.prompt must be left out"),
+        ("hardware_error.rollout=gaussian", "hardware_error.rollout must be left out"),
     ],
 )
 def test_what_the_engine_of_npus_refuses(composed, override, message):
@@ -189,25 +192,6 @@ def test_what_the_engine_of_npus_refuses(composed, override, message):
                 )
             )
         )
-
-
-def test_a_verifier_of_upstreams_is_left_to_upstream(composed):
-    """On the local engine, which lacks it, the others score; the report says so."""
-    for names, left in (
-        ("[acc]", (("gsm8k", 1.0),)),
-        ("[gsm8k_strict,acc]", (("gsm8k_strict", 0.5),)),
-    ):
-        weights = "[1.0]" if names == "[acc]" else "[0.5,0.5]"
-        small, _ = prepare(
-            *read(
-                composed(
-                    "grpo_qwen25_7b_gsm8k_8npu",
-                    f"rl_config.verifier_function={names}",
-                    f"rl_config.verifier_weight={weights}",
-                )
-            )
-        )
-        assert small.task.verifiers == left and [*local.validate(small)] == []
 
 
 def test_upstream_without_the_emulation_cannot_be_rehearsed(composed):
@@ -222,7 +206,7 @@ def test_layers_that_no_stage_could_have(composed):
     ):
         prepare(*read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=4")))
     with pytest.raises(
-        ConfigError, match="rehearsal.layers = 'some' must be int, or 'fewest' or 'all'$"
+        ConfigError, match="rehearsal.layers.* = 'some': Input should be 'fewest' or 'all'"
     ):
         read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=some"))[
             1
@@ -317,7 +301,6 @@ def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages
         "linear_fc1": 128 * stages,
         "linear_fc2": 128 * stages,
     }
-    assert facts["peak_memory_gib"] > 1
 
 
 # What two emulated NPUs allocated (tests/upstream/test_rehearsal.py), TP 2, vLLM TP 1 x EP 2,

@@ -70,11 +70,8 @@ def test_what_bfloat16_may_be_is_warned_of(k3, given, is_warned):
 
 def test_the_bound_of_k3_tells_a_missing_temperature_from_rounding():
     torch.manual_seed(0)
-    logits, tokens, mask = (
-        3 * torch.randn(64, 9, 40),
-        torch.randint(0, 40, (64, 9)),
-        torch.ones(64, 9).bool(),
-    )
+    logits, tokens = 3 * torch.randn(64, 9, 40), torch.randint(0, 40, (64, 9))
+    mask = torch.ones(64, 9).bool()
     sampled = token_logprobs(logits, tokens, 0.7)
     for temperature, is_fault in ((0.7, False), (1.0, True)):
         trained = token_logprobs(logits + 1e-6 * torch.randn_like(logits), tokens, temperature)
@@ -88,17 +85,13 @@ def test_k3_of_noisy_logits_is_foretold_by_the_sensitivity(certainty):
     nothing.
     """
     torch.manual_seed(0)
-    logits, tokens, mask = (
-        torch.randn(400, 50, 40),
-        torch.randint(0, 40, (400, 50)),
-        torch.ones(400, 50).bool(),
-    )
+    logits, tokens = torch.randn(400, 50, 40), torch.randint(0, 40, (400, 50))
+    mask = torch.ones(400, 50).bool()
     logits.scatter_add_(2, tokens[..., None], torch.full((400, 50, 1), float(certainty)))
     noisy = token_logprobs(logits + 0.01 * torch.randn_like(logits), tokens, 1.0)
-    found = mismatch(noisy, token_logprobs(logits, tokens, 1.0), mask)
-    assert (
-        0.5 < found["mismatch/k3"].value() / (0.01**2 * found["mismatch/sensitivity"].value()) < 1
-    )
+    metrics = mismatch(noisy, token_logprobs(logits, tokens, 1.0), mask)
+    k3, sensitivity = (metrics[f"mismatch/{name}"].value() for name in ("k3", "sensitivity"))
+    assert 0.5 < k3 / (0.01**2 * sensitivity) < 1
 
 
 @pytest.mark.parametrize(
@@ -132,9 +125,9 @@ def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
 
 @pytest.mark.parametrize("trained, is_fault", [(20, False), (18, True), (10, True), (22, True)])
 def test_trained_tokens_are_those_that_were_sampled(trained, is_fault):
-    fault = checks.tokens_fault(trained, sampled=10, epochs=2)
+    fault = checks.tokens_fault(trained, 10, epochs=2, verb="replayed")
     assert (fault is not None) == is_fault
-    assert not fault or f"{trained} tokens were trained, and 10 were sampled" in fault
+    assert not fault or f"{trained} tokens were replayed, and 10 were sampled" in fault
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "rloo"])
@@ -174,9 +167,9 @@ STEADY = [(0.05, 0.052), (0.05, 0.048), (0.03, 0.03), (0.03, 0.031)]
         (0.03, [(e, 1.3 * m) for e, m in STEADY], "has 1.31 of the std"),
         (0.03, [(e, 0.6 * m) for e, m in STEADY], "aqn.sigma_start"),
         (0.03, [(e, 0.6 * m) for e, m in STEADY[:3]], None),  # too few to judge
-        (0.03, [*STEADY, (5e-4, 2e-5)], None),
+        (0.03, [*STEADY, (5e-4, 2e-5)], None),  # swallowed by bfloat16, at a schedule's end
     ],
-)  # swallowed by bfloat16, at the end of a schedule
+)
 def test_noise_is_judged_in_each_step_and_over_the_run(sigma, seen, said):
     fault = checks.noise_fault(sigma, 0.03, seen)
     assert said in fault if said else fault is None
@@ -189,12 +182,8 @@ def test_rounding_to_bfloat16_is_within_the_bound_of_a_step():
     for weight in (0.3, 1.0, 1.5, 6.0):
         for sigma in np.geomspace(2e-4, 0.1, 30):
             clean = torch.full((20_000,), weight).bfloat16()
-            measured = (
-                ((clean + sigma * torch.randn(len(clean))).bfloat16().double() - clean.double())
-                .std()
-                .item()
-            )
-            shares.append(measured / sigma)
+            noisy = (clean + sigma * torch.randn(len(clean))).bfloat16()
+            shares.append((noisy.double() - clean.double()).std().item() / sigma)
     assert min(shares) < 0.01 and 1.1 < max(shares) < 1.2 < checks.MOST_NOISE_OF_A_STEP
 
 
@@ -288,27 +277,12 @@ def test_arithmetic_of_other_hardware_explains_a_mismatch_and_bfloat16_is_warned
 
 
 def test_the_warning_of_uneven_weights_comes_once():
-    of_run, corrected = checks_of(), checks_of(correction="token_tis")
-    said = [
-        of_run.check(step, values | {"mismatch/effective_sample_size": size}, 20)
-        for step, values, size in (
-            (1, VALUES, 0.1),
-            (11, NOISY, 0.9),
-            (12, NOISY, 0.4),
-            (13, NOISY, 0.3),
-        )
-    ]
-    assert said[:2] == [[], []] and said[3] == []
-    assert "effective sample size is 40% of the tokens" in said[2][0]
-    assert corrected.check(11, NOISY | {"mismatch/effective_sample_size": 0.1}, 20) == []
-
-
-def test_the_noise_before_a_resume_is_judged_with_what_follows():
-    rows = [
-        {"step": 4, "aqn/expected_std": 0.0, "aqn/measured_std": 0.0},
-        {"step": 5, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04},
-        {"step": 6},
-    ]
-    of_run = StepChecks(None, 5, routed=True)
-    of_run.resume(rows)
-    assert of_run.noise == [(0.05, 0.04)]
+    plain, corrected = checks_of(), checks_of(correction="token_tis")
+    steps = ((1, VALUES, 0.1), (11, NOISY, 0.9), (12, NOISY, 0.4), (13, NOISY, 0.3))
+    warnings = []
+    for step, values, size in steps:
+        values = values | {"mismatch/effective_sample_size": size}
+        warnings += plain.check(step, values, 20)
+        assert corrected.check(step, values, 20) == []
+    assert len(warnings) == 1
+    assert "effective sample size is 40% of the tokens" in warnings[0]

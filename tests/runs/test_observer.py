@@ -144,6 +144,7 @@ def test_a_resumed_run_knows_the_noise_of_its_steps(observer, tmp_path):
     recipe = observer().recipe
     recipe.run = Run(resume="it")
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"step": 1, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}\n')
+    noise = '{"step": 2, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}'
+    rows.write_text('{"step": 1, "aqn/expected_std": 0.0}\n' + noise + "\n")
     resumed = RunObserver(recipe, SimpleNamespace(metrics_file=rows), None, None, epoch=7)
     assert resumed.checks.noise == [(0.05, 0.04)]

@@ -85,11 +85,7 @@ def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):
     )
     assert test[10].where in fault and "leak:0" in fault and "set task.allow_overlap=true" in fault
     faults, [warning] = check_rows(train + disguised, test, ["gsm8k"], allow_overlap=True)
-    assert (
-        not faults
-        and warning.startswith("20 of 60 test questions are training questions too")
-        and "allow_overlap = true" in warning
-    )
+    assert not faults and warning.startswith("20 of 60 test questions are training questions too")
 
 
 def conversation(*contents):
@@ -131,54 +127,26 @@ def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
             verifiers=[("by_level:reward", 1.0)],
             allow_overlap=False,
         )
-        with pytest.raises(RewardError, match="takes 'level', and .* no such column"):
+        with pytest.raises(RewardError, match="missing a required argument: 'level'"):
             check_task(task, train and [row_of(train)])
     assert check_task(task, [row_of(with_level | {"prompt": "q"})]) == ([], [])
 
 
 def test_repeated_rows_are_counted(rows):
     train, test = rows
-    faults, [warning] = check_rows(train + train[:20] * 19 + train[20:21], test, ["gsm8k"])
-    assert not faults
-    assert warning.startswith(
-        "881 training rows hold 500 different questions: 1 is there 2 times, 20 are there 20 "
-        "times, the first "
-    )
-
-
-def test_swapped_files_are_asked_about(rows):
-    train, test = rows
-    assert check_rows(test, train, ["gsm8k"]) == (
+    assert check_rows(train + train[:20] * 19, test, ["gsm8k"]) == (
         [],
-        ["the test file has more rows (500) than the training file (60): are they swapped?"],
+        ["880 training rows hold 500 different questions"],
     )
 
 
-def test_gold_answers_that_are_no_integers_are_shown(rows):
+def test_gold_answers_that_are_no_numbers_are_named(rows):
     train, test = rows
-    points = [
-        with_answer(train[0], "1.234"),
-        with_answer(train[1], "-7.0"),
-        with_answer(train[2], "2/3"),
-        *train[3:],
-    ]
-    faults, [warning] = check_rows(points, test, ["gsm8k_strict"])
-    assert not faults
-    assert warning.startswith(
-        f"2 of 500 training rows have an answer that is no integer: '1.234' ({train[0].where}), "
-        "'2/3'"
-    )
     words = [with_answer(row, "Paris") for row in test[:5]] + test[5:]
-    [fault], warnings = check_rows(train, words, ["gsm8k"])
-    assert (
-        fault.startswith("5 of 60 test rows have an answer that is no number: 'Paris'")
-        and fault.count("Paris") == 3
-    )
-    assert "convert the file with tools/convert_gsm8k.py" in fault and not warnings
-    assert check_rows(points, words, ["my_module:my_reward"]) == (
-        [],
-        [],
-    )  # another reward reads any answer
+    faults, warnings = check_rows(train, words, ["gsm8k"])
+    assert len(faults) == 3 and not warnings
+    assert faults[0].startswith(f"{test[0].where}: not a number: 'Paris'")
+    assert check_rows(train, words, ["my_module:my_reward"]) == ([], [])
 
 
 @pytest.fixture
@@ -194,7 +162,7 @@ def tokenizer():
 @pytest.mark.parametrize("chat", [False, True])
 def test_prompts_without_a_fault_are_silent(folder, tokenizer, chat):
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat" if chat else "plain", 96)
-    faults, warnings = check_prompts(task, tokenizer, chat)
+    faults, warnings = check_prompts(task, tokenizer)
     assert (
         not faults and bool(warnings) == chat
     )  # the instruction's words are none of the tiny vocabulary
@@ -203,22 +171,12 @@ def test_prompts_without_a_fault_are_silent(folder, tokenizer, chat):
 def test_a_template_that_ignores_the_question_is_refused(folder, tokenizer):
     tokenizer.chat_template = "{% for m in messages %}<eos>Tom has 3 apples.{% endfor %}"
     task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
-    [fault], warnings = check_prompts(task, tokenizer, True)
+    [fault], warnings = check_prompts(task, tokenizer)
     assert (
-        "become the same 7 token ids: the chat template loses the question" in fault
+        "become the same 7 token ids: the tokenizer, or its chat template, loses" in fault
         and not warnings
     )
     assert f"({task.rows[1].where}) and '{task.rows[0].question[:20]}" in fault
-
-
-def test_a_template_that_cuts_the_question_is_refused(folder, tokenizer):
-    tokenizer.chat_template = "{% for m in messages %}<eos>{{ m.content[7:] }}{% endfor %}"
-    task = Prompts(folder / "train_chat.parquet", tokenizer, "chat", 96)
-    [fault], _ = check_prompts(task, tokenizer, True)
-    assert fault.startswith(
-        f"{task.rows[0].where}: the chat template loses the question. The question is "
-    )
-    assert repr(tokenizer.decode(task.prompts[0]))[:60] in fault
 
 
 def test_a_tokenizer_that_does_not_know_the_words_is_a_warning(tmp_path, tokenizer):
@@ -231,23 +189,10 @@ def test_a_tokenizer_that_does_not_know_the_words_is_a_warning(tmp_path, tokeniz
     )
     task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
     assert task.prompts[1] == task.prompts[2]
-    assert check_prompts(task, tokenizer, False) == (
+    assert check_prompts(task, tokenizer) == (
         [],
         ["2 of 3 prompts hold words that the tokenizer does not know: is it the right one?"],
     )
-
-
-def test_a_tokenizer_may_change_the_case(tmp_path):
-    from tokenizers import normalizers
-
-    tokenizer = build_tokenizer()
-    # what it gives back is another text
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("apples", "books")
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom has 3 apples.", "answer": "3"}\n')
-    task = Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
-    assert "books" in tokenizer.decode(task.prompts[0]) and check_prompts(
-        task, tokenizer, False
-    ) == ([], [])
 
 
 def test_too_long_prompts_are_counted_of_all(folder, tokenizer):
@@ -259,9 +204,6 @@ def test_too_long_prompts_are_counted_of_all(folder, tokenizer):
     assert (
         task.left_out("evaluation")
         == f"{left} of 60 evaluation prompts are longer than {lengths[9]} tokens and are left out"
-    )
-    assert (
-        Prompts(folder / "test_chat.parquet", tokenizer, "plain", 96).left_out("evaluation") == ""
     )
 
 
@@ -281,14 +223,11 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
     "template, words",
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
         ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-        ("{{ messages[0].content | shout }}", "No filter named 'shout'"),
-        ("{{ messages.nothing.content }}", "has no attribute 'nothing'"),
         ("{% for m in messages %}", "Unexpected end of template"),
-        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
         (7, "TypeError"),
-        ({"default": "{{ 1 / 0 }}"}, "ZeroDivisionError"),
+        (None, "chat_template is not set"),
+        ({"tool_use": "a", "rag": "b"}, "no default"),
     ],
 )
 def test_any_error_of_a_template_is_the_templates(tmp_path, tokenizer, template, words):
@@ -296,9 +235,7 @@ def test_any_error_of_a_template_is_the_templates(tmp_path, tokenizer, template,
     tokenizer.chat_template = template
     with pytest.raises(ConfigError) as error:
         Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
-    assert str(error.value).startswith(
-        f"{tmp_path}/a.jsonl:1: the tokenizer's chat template refuses its messages: "
-    )
+    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:1: the chat template of ")
     assert words in str(error.value)
 
 
@@ -311,21 +248,14 @@ def test_of_named_templates_the_default_is_taken(tmp_path, tokenizer):
         Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path / "named"), "chat", 96).prompts
         == alone
     )
-    tokenizer.chat_template = {"tool_use": "a", "rag": "b"}
-    with pytest.raises(
-        ConfigError, match="has the chat templates tool_use, rag, and none called default: give"
-    ):
-        Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
-    assert Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96).total == 1
 
 
-@pytest.mark.parametrize("templates", ['[{"template": "a"}]', "[7]", '[["default", "a"]]'])
-def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer, templates):
+def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"chat_template": json.loads(templates)})
+        json.dumps(json.loads(file.read_text()) | {"chat_template": [{"template": "a"}]})
     )
     with pytest.raises(
         ConfigError, match="has no tokenizer that transformers can read: (Key|Type)Error: "

@@ -2,7 +2,6 @@
 with its row.
 """
 
-import asyncio
 import copy
 import runpy
 import subprocess
@@ -19,8 +18,8 @@ import torch
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k import verifier
-from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_reward
-from mindspeed_qerl.tasks.rows import Row, row_of
+from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_rewards
+from mindspeed_qerl.tasks.rows import row_of
 
 REPO = Path(__file__).resolve().parents[2]
 ROWS = [
@@ -41,15 +40,9 @@ def test_a_reward_gets_decoded_texts_answers_and_rows():
     assert seen == [(TEXTS, ["0", "1", "2", "3"], [row.columns for row in ROWS])]
 
 
-def test_a_reward_cannot_change_the_rows_of_the_next_call():
-    def reward(responses, answers, rows):
-        return [float(row.pop("level")) for row in rows]
-
-    assert (
-        call_reward("mine", reward, TEXTS, ROWS).tolist()
-        == call_reward("mine", reward, TEXTS, ROWS).tolist()
-        == [0, 1, 2, 3]
-    )
+def gives(value):
+    """A reward that returns `value`."""
+    return lambda responses, answers, rows: value
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def test_a_reward_cannot_change_the_rows_of_the_next_call():
     ],
 )
 def test_any_list_of_numbers_will_do(given):
-    scores = call_reward("mine", lambda *_: given, TEXTS, ROWS)
+    scores = call_reward("mine", gives(given), TEXTS, ROWS)
     assert scores.dtype == np.float64 and scores.tolist() == [1.0, 0.5, 1.0, 0.0]
 
 
@@ -94,16 +87,12 @@ def bad_row(responses, answers, rows):
     return [1 / (row["level"] - 2) for row in rows]
 
 
-def together(responses, answers, rows):
-    if len(rows) > 1:
-        raise RuntimeError("too many")
-    return [0.0]
-
-
-ROW = {
-    i: f"row {i} (data.jsonl:{i + 1}): question 'question {i}', answer '{i}', response {TEXTS[i]!r}"
-    for i in range(4)
-}
+ROW = [
+    f"data.jsonl:{i + 1}: question 'question {i}', answer '{i}', response {text!r}"
+    for i, text in enumerate(TEXTS)
+]
+LENGTH = "for 4 responses, and must return a list with one number for each"
+FINITE = "which is not a finite number, for"
 
 
 @pytest.mark.parametrize(
@@ -111,43 +100,21 @@ ROW = {
     [
         (
             bad_row,
-            (
-                "raised ZeroDivisionError: division by zero "
-                f"(test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), on {ROW[2]}"
-            ),
+            f"test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), on 4 responses, the first: "
+            + ROW[0],
         ),
-        (together, f", on 4 responses together, and on none of them alone; the first is {ROW[0]}"),
-        (
-            lambda responses, answers: [],
-            "takes (responses, answers), and is called as f(responses, answers, rows), ",
-        ),
-        (
-            lambda *_: [0.0] * 3,
-            f"returned 3 scores for 4 responses, and must return one for each; {ROW[3]} has none",
-        ),
-        (lambda *_: [0.0] * 5, "returned 5 scores for 4 responses, and must return one for each"),
-        (
-            lambda *_: [],
-            f"returned 0 scores for 4 responses, and must return one for each; {ROW[0]} has none",
-        ),
-        (lambda *_: None, "returned None (NoneType) instead of a list of 4 numbers"),
-        (lambda *_: 0.5, "returned 0.5 (float) instead of a list of 4 numbers"),
-        (lambda *_: "0101", "returned '0101' (str) instead of a list"),
-        (lambda *_: dict.fromkeys(range(4), 1.0), "(dict) instead of a list"),
-        (lambda *_: {0, 1, 2, 3}, "(set) instead of a list"),
-        (lambda *_: [0, 1, "1", 0], f"returned '1', which is not a finite number, for {ROW[2]}"),
-        (lambda *_: [0, None, 1, 0], f"returned None, which is not a finite number, for {ROW[1]}"),
-        (
-            lambda *_: [0, 1, 0, float("nan")],
-            f"returned nan, which is not a finite number, for {ROW[3]}",
-        ),
-        (
-            lambda *_: [float("-inf"), 1, 0, 0],
-            f"returned -inf, which is not a finite number, for {ROW[0]}",
-        ),
-        (lambda *_: [0, 10**400, 0, 0], "which is not a finite number, for row 1"),
-        (lambda *_: [0, [1, 2], 0, 0], "returned [1, 2], which is not a finite number"),
-        (lambda *_: (1 / n for n in (1, 2, 0, 1)), "raised ZeroDivisionError"),
+        (gives([0.0] * 3), f"returned [0.0, 0.0, 0.0] {LENGTH}"),
+        (gives([0.0] * 5), LENGTH),
+        (gives(None), f"returned None {LENGTH}"),
+        (gives("0101"), f"returned '0101' {LENGTH}"),
+        (gives(dict.fromkeys(range(4), 1.0)), LENGTH),
+        (gives([0, 1, "1", 0]), f"returned '1', {FINITE} {ROW[2]}"),
+        (gives([0, None, 1, 0]), f"returned None, {FINITE} {ROW[1]}"),
+        (gives([0, 1, 0, float("nan")]), f"returned nan, {FINITE} {ROW[3]}"),
+        (gives([float("-inf"), 1, 0, 0]), f"returned -inf, {FINITE} {ROW[0]}"),
+        (gives([0, 10**400, 0, 0]), f"{FINITE} {ROW[1]}"),
+        (gives([0, [1, 2], 0, 0]), f"returned [1, 2], {FINITE}"),
+        (gives(1 / n for n in (1, 2, 0, 1)), "raised ZeroDivisionError: division by zero"),
     ],
 )
 def test_every_failure_is_named_with_its_row(reward, message):
@@ -159,8 +126,8 @@ def test_every_failure_is_named_with_its_row(reward, message):
 def test_long_texts_are_cut_in_the_message():
     row = row_of({"prompt": "q" * 5000, "answer": "a"})
     with pytest.raises(RewardError) as error:
-        call_reward("mine", lambda *_: [None], ["r" * 100_000], [row])
-    assert "r" * 197 + "..." in str(error.value) and len(str(error.value)) < 700
+        call_reward("mine", gives([None]), ["r" * 100_000], [row])
+    assert "r" * 199 in str(error.value) and len(str(error.value)) < 700
 
 
 VERL = {
@@ -221,22 +188,14 @@ class RightLater(Right):
         return super().__call__(completions, **kwargs)
 
 
-def by_name(rows, answers, responses):
-    return [float(said == f"#### {gold}") for said, gold in zip(responses, answers)]
-
-
 class JudgedLater:
     async def __call__(self, solution_str, ground_truth):
         return float(solution_str.endswith(ground_truth))
 
 
-def by_place(completions, ground_truths, rows):
-    return by_name(rows, ground_truths, completions)
-
-
 class InOurs:
     def __call__(self, texts, golds, rows):
-        return by_name(rows, golds, texts)
+        return [float(text == f"#### {gold}") for text, gold in zip(texts, golds)]
 
 
 @pytest.mark.parametrize(
@@ -249,10 +208,8 @@ class InOurs:
         (right_later, TRL),
         (right_with_default, TRL),
         (partial(right_with_default, weight=1.0), TRL),
-        (by_name, TRL),
         (InOurs(), VERL),
         (JudgedLater(), VERL),
-        (by_place, VERL),
     ],
 )
 def test_a_reward_is_called_by_its_parameters(reward, columns):
@@ -310,63 +267,41 @@ def test_completions_are_texts_where_the_prompt_is():
         ["4"],
         [row_of({"prompt": "2+2?", "answer": 4, "level": 1, "completion": "4"})],
     )
-    assert seen == [(["2+2?"], ["4"], {"answer": [4], "level": [1]})]
+    columns = {"prompt": ["2+2?"], "answer": [4], "level": [1], "completion": ["4"]}
+    assert seen == [(["2+2?"], ["4"], columns)]
 
 
 def test_a_class_is_made_once_and_gets_texts(modules, monkeypatch):
     monkeypatch.setitem(
-        sys.modules, "orms", SimpleNamespace(Right=Right, RightLater=RightLater, Bare=Row)
+        sys.modules, "orms", SimpleNamespace(Right=Right, RightLater=RightLater, Bare=partial)
     )
     for name in ("orms:Right", "orms:RightLater"):
         assert call_reward(name, load_reward(name), SAID, [row_of(TRL)] * 2).tolist() == [1, 0]
         assert load_reward(name).__self__ is load_reward(name).__self__
-    with pytest.raises(
-        ConfigError, match=r"Bare in orms is a class, and Bare\(\) failed: TypeError"
-    ):
+    with pytest.raises(ConfigError, match=r"'orms:Bare' cannot be loaded: TypeError"):
         load_reward("orms:Bare")
 
 
 @pytest.mark.parametrize(
     "reward, columns, words",
     [
-        (
-            lambda prompts, responses, answer: [],
-            TRL,
-            "takes (prompts, responses, answer), and is called as f(responses, ",
-        ),
-        (
-            lambda completion, answer, gold: [],
-            TRL,
-            "takes (completion, answer, gold), and is called as",
-        ),
-        (
-            lambda completion_ids, **kwargs: [],
-            TRL,
-            "takes (completion_ids, **kwargs), and is called as",
-        ),
-        (lambda *args, **kwargs: [], TRL, "takes (*args, **kwargs), and is called as"),
-        (lambda **kwargs: [], TRL, "takes (**kwargs), and is called as"),
-        (lambda queries, prompts, labels: [], TRL, "takes (queries, prompts, labels), and"),
-        (
-            lambda responses, answers, rows, extra: [],
-            TRL,
-            "takes (responses, answers, rows, extra), and is called as",
-        ),
-        (lambda a, b, c, d: [], TRL, "takes (a, b, c, d), and is called as"),
-        (
-            lambda completions, answer: [],
-            TRL,
-            "'answer', and a row has no such column, but prompt, solution. It can take",
-        ),
-        (lambda completions, completion_ids, **kwargs: [], TRL, "takes 'completion_ids', and"),
-        (judged, TRL, "takes 'data_source', and a row has no such column"),
-        (judged_together, TRL, "takes 'data_sources', and a row has no such column"),
+        (lambda prompts, responses, answer: [], TRL, "(prompts, responses, answer): not one of"),
+        (lambda completion, answer, gold: [], TRL, "(completion, answer, gold): not one of"),
+        (lambda completion_ids, **kwargs: [], TRL, "(completion_ids, **kwargs): not one of"),
+        (lambda *args, **kwargs: [], TRL, "(*args, **kwargs): not one of the forms"),
+        (lambda responses, answers: [], TRL, "(responses, answers): not one of the forms"),
+        (lambda a, b, c, d: [], TRL, "missing a required argument: 'd'"),
+        (lambda completions, answer: [], TRL, "missing a required argument: 'answer'"),
+        (lambda completions, completion_ids: [], TRL, "a required argument: 'completion_ids'"),
+        (judged, TRL, "missing a required argument: 'data_source'"),
+        (judged_together, TRL, "missing a required argument: 'data_sources'"),
     ],
 )
 def test_what_fits_no_form_is_refused(reward, columns, words):
     with pytest.raises(RewardError) as error:
         call_reward("mine", reward, SAID, [row_of(columns)] * 2)
     assert str(error.value).startswith("verifier 'mine' takes ") and words in str(error.value)
+    assert str(error.value).endswith("Columns that all rows have: prompt, solution")
 
 
 def test_a_column_that_a_later_row_lacks_is_found_before_the_start(modules):
@@ -374,9 +309,9 @@ def test_a_column_that_a_later_row_lacks_is_found_before_the_start(modules):
         "def reward(completions, level):\n    return [0.0] * len(level)\n"
     )
     rows = [*ROWS, row_of({"prompt": "q", "answer": "a"}, "data.jsonl:5")]
-    try_reward("of_level:reward", ROWS)
-    with pytest.raises(RewardError, match="takes 'level', and data.jsonl:5 has no such column"):
-        try_reward("of_level:reward", rows)
+    try_rewards([("of_level:reward", 1.0)], ROWS)
+    with pytest.raises(RewardError, match="argument: 'level'.* all rows have: answer, prompt"):
+        try_rewards([("of_level:reward", 1.0)], [*rows, ROWS[0]])
 
 
 def change(responses, answers, rows):
@@ -412,33 +347,11 @@ def test_what_a_reward_changes_no_other_answer_sees(reward):
     assert row == row_of(VERL)
 
 
-class Panic(BaseException):
-    """As pyo3's, which is no Exception either."""
-
-
-@pytest.mark.parametrize(
-    "error",
-    [SystemExit("usage"), Panic("out of range"), asyncio.CancelledError("late"), GeneratorExit()],
-)
-def test_whatever_a_reward_raises_is_its_own(error):
+def test_an_exit_in_a_reward_is_its_failure():
     def reward(responses, answers, rows):
-        raise error
+        raise SystemExit("usage")
 
-    with pytest.raises(
-        RewardError, match=f"'mine' raised {type(error).__name__}: {error} .*on row 0"
-    ):
-        call_reward("mine", reward, TEXTS, ROWS)
-
-
-def test_an_interrupt_stays_one():
-    pressed = iter([KeyboardInterrupt()])  # once: the reward itself has no fault
-
-    def reward(responses, answers, rows):
-        for interrupt in pressed:
-            raise interrupt
-        return [0.0] * len(rows)
-
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RewardError, match="'mine' raised SystemExit: usage .*on 4 responses"):
         call_reward("mine", reward, TEXTS, ROWS)
 
 
@@ -453,15 +366,15 @@ def odd(completions, level, **kwargs):
 """)
     total, each = score([("by_task:even", 1.0), ("by_task:odd", 2.0)], TEXTS, ROWS)
     assert total.tolist() == [1, 6, 1, 6] and each["by_task:odd"].tolist() == [0, 3, 0, 3]
-    with pytest.raises(RewardError, match="None, and so no reward at all, for row 1 "):
+    with pytest.raises(RewardError, match="None, and so no reward at all, for data.jsonl:2"):
         score([("by_task:even", 1.0)], TEXTS, ROWS)
     with pytest.raises(
         RewardError, match="'by_task:ours' returned None, which is not a finite number"
     ):
         score([("gsm8k", 1.0), ("by_task:ours", 1.0)], TEXTS, ROWS)
-    try_reward("by_task:even", ROWS, may_skip=True)
-    with pytest.raises(RewardError, match="returned None, which is not a finite number"):
-        try_reward("by_task:even", ROWS)
+    try_rewards([("by_task:even", 1.0), ("by_task:odd", 1.0)], ROWS)
+    with pytest.raises(RewardError, match="None, and so no reward at all"):
+        try_rewards([("by_task:even", 1.0)], ROWS)
 
 
 MODULE = """
@@ -504,48 +417,19 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
             "gsm8k_strikt",
             (
                 "unknown verifier 'gsm8k_strikt', did you mean 'gsm8k_strict'? Known: gsm8k, "
-                "gsm8k_strict."
+                "gsm8k_strict. Your own is written module:function"
             ),
         ),
-        (
-            "code",
-            (
-                "unknown verifier 'code'. Known: gsm8k, gsm8k_strict. Your own is written "
-                "module:function"
-            ),
-        ),
-        (
-            "package.inner.my_reward",
-            "Known: gsm8k, gsm8k_strict. Your own is written package.inner:my_reward",
-        ),
-        (
-            "own_rewards.py:my_reward",
-            (
-                "'own_rewards.py' is not a module. Write it as in an import, "
-                "my_package.my_module:my_reward"
-            ),
-        ),
-        ("./own_rewards:my_reward", "'./own_rewards' is not a module. Write it as in an import"),
-        (":my_reward", "'' is not a module"),
-        (
-            "no_such:f",
-            (
-                "no module 'no_such'. Start from the folder that holds it (this is FOLDER), or put "
-                "that folder on PYTHONPATH"
-            ),
-        ),
-        ("package.other:f", "no module 'package.other'"),
-        ("nowhere.inner:f", "no module 'nowhere'"),
-        ("needs:f", "its module needs one that is missing: No module named 'no_such_package'"),
-        ("broken:f", "importing broken failed: ZeroDivisionError: division by zero (broken.py:3)"),
-        ("unfinished:f", "importing unfinished failed: SyntaxError: invalid syntax"),
-        ("script:f", "importing script failed: SystemExit: usage"),
-        (
-            "own_rewards:my_rewards",
-            "unknown function in FOLDER/own_rewards.py: 'my_rewards', did you mean 'my_reward'?",
-        ),
-        ("own_rewards:", "unknown function in FOLDER/own_rewards.py: ''"),
-        ("own_rewards:limit", "limit in FOLDER/own_rewards.py is of type int, no function"),
+        ("own_rewards.py:my_reward", "No module named 'own_rewards.py'"),
+        (":my_reward", "cannot be loaded: ValueError: Empty module name"),
+        ("no_such:f", "No module named 'no_such'. It is written as in an import"),
+        ("package.other:f", "looked for in this folder (FOLDER) and on PYTHONPATH"),
+        ("needs:f", "No module named 'no_such_package'"),
+        ("broken:f", "'broken:f' cannot be loaded: ZeroDivisionError: division by zero"),
+        ("unfinished:f", "SyntaxError: invalid syntax (unfinished.py, line 1)"),
+        ("script:f", "SystemExit: usage"),
+        ("own_rewards:my_rewards", "unknown function 'my_rewards', did you mean 'my_reward'?"),
+        ("own_rewards:limit", "unknown function 'limit'"),
     ],
 )
 def test_what_is_wrong_with_a_name(modules, name, words):
@@ -573,19 +457,10 @@ def test_a_script_of_another_folder_finds_the_reward_too(modules):
 
 
 def test_a_reward_is_tried_with_an_answer_and_an_empty_response(modules):
-    try_reward("own_rewards:my_reward", ROWS)
-    try_reward("gsm8k", ROWS[:1])
-    with pytest.raises(
-        RewardError,
-        match=r"needs_text' raised ZeroDivisionError.*row 1 .*response ''. \(It was tried "
-        r"before the start",
-    ):
-        try_reward("own_rewards:needs_text", ROWS)
-    with pytest.raises(
-        RewardError,
-        match=r"'gsm8k' raised ValueError: not a number: 'Paris'.* on row 0 \(towns.jsonl:1\)",
-    ):
-        try_reward(
-            "gsm8k",
-            [row_of({"prompt": "The capital of France?", "answer": "Paris"}, "towns.jsonl:1")],
-        )
+    try_rewards([("own_rewards:my_reward", 1.0)], ROWS)
+    try_rewards([("gsm8k", 1.0)], ROWS[:1])
+    with pytest.raises(RewardError, match="needs_text' raised ZeroDivisionError"):
+        try_rewards([("own_rewards:needs_text", 1.0)], ROWS)
+    towns = [row_of({"prompt": "The capital of France?", "answer": "Paris"}, "towns.jsonl:1")]
+    with pytest.raises(RewardError, match="ValueError: not a number: 'Paris'.*: towns.jsonl:1"):
+        try_rewards([("gsm8k", 1.0)], towns)

@@ -11,17 +11,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import yaml
-from reference import expert_name
+from reference import expert_name, unpacked
 
-from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.lora.adapters import lora_layers
 from mindspeed_qerl.recipe.reader import read
-from mindspeed_qerl.recipe.types import Layout, Recipe
+from mindspeed_qerl.recipe.types import Layout
 
 
 def main(config: Path, model: str, folder: Path, dtype: str) -> None:
@@ -47,7 +45,7 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
         [response.tolist() for response in dock["responses"]],
         [logprobs.tolist() for logprobs in dock["rollout_log_prob"]],
         torch.stack([advantages[0] for advantages in dock["advantages"]]).numpy(),
-        routes_of(dock, recipe) if recipe.algorithm.routing_replay == "rollout" else None,
+        list(map(unpacked, dock["routes"])) if "routes" in dock else None,
     )
     batch.mask[[not trained.item() for trained in dock["trained"]]] = False
     gradients, step = {}, trainer.optimizer.step
@@ -76,17 +74,6 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
             ):
                 stacked[expert] = part.T
     torch.save({"metrics": metrics, "gradients": whole}, folder / f"local_{dtype}.pt")
-
-
-def routes_of(dock: dict, recipe: Recipe) -> list[np.ndarray]:
-    """Of each answer [length - 1, layers, top_k]."""
-    routers = read_shape(recipe.model.path).routers
-    return [
-        np.frombuffer(row.numpy()[3:].tobytes(), np.uint8)[: row[:3].prod()].reshape(
-            -1, len(routers.layers), routers.top_k
-        )
-        for row in dock["routes"]
-    ]
 
 
 if __name__ == "__main__":

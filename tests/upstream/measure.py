@@ -1,4 +1,4 @@
-"""What a rank really allocates where the planner has a formula (layout/memory.py:terms): KV cache,
+"""What a rank really allocates where the planner has a formula (`terms`): KV cache,
 what is offloaded and what stays, the weight sync, int8 copies. On emulated NPUs, whose memory is
 the host's: only tensors count.
 
@@ -20,6 +20,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from mindspeed_qerl.layout.memory import Memory
 
 
 class LiveBytes(TorchDispatchMode):
@@ -44,6 +46,22 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         return sum(size for _, size in self._made.values())
+
+
+def terms(memory: Memory) -> dict[str, int]:
+    """Bytes of what a rehearsal measures as well here."""
+    update = {part.name: part.bytes for part in memory.moments["update"]}
+    sizes = {"KV cache of a token": memory.kv_token}
+    sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW")}
+    sizes |= {"frozen base": 0, "vLLM's weights": 0, "sync buffers": 0}
+    for part in memory.moments["weight sync"]:
+        name = "frozen base" if part.kind == "training weights" else part.kind
+        if name in sizes:
+            sizes[name] += part.bytes
+    for part in memory.moments["rollout"]:
+        if part.name == "int8 copies":
+            sizes[part.name] = part.bytes
+    return sizes
 
 
 def storages(values: Any) -> Iterator[torch.UntypedStorage]:

@@ -4,9 +4,7 @@ import json
 import os
 import queue
 import socket
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import ray
 import torch
@@ -81,14 +79,6 @@ def error_of(start, *arguments):
         return f"{type(error).__name__}: {error}"
 
 
-with ThreadPoolExecutor(
-    50
-) as pool:  # a message that comes before its subscription is sent again after a second
-    arrived = list(
-        pool.map(
-            lambda _: error_of(start_pair, BoundZmqServer, drawn_ports()), range(int(sys.argv[1]))
-        )
-    )
 ports = drawn_ports()
 with socket.socket() as taken:
     taken.bind(
@@ -113,7 +103,6 @@ print(
     "RESULT",
     json.dumps(
         {
-            "arrived": arrived,
             "upstream": of_upstream,
             "ours": ours,
             "interfaces": interfaces,

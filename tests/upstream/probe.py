@@ -3,10 +3,10 @@ folder.
 
     python probe.py CONFIG.yaml FOLDER
 
-FOLDER/full.pt holds {"full", "adapters", "zero"} (reference.py). Written: rank{r}.pt with the
-rank's place, its training weights, vLLM's weights after a sync with zero adapters, with the given
-ones and with noise, and the gradients of the update, what each of some cycles of waking up and
-falling asleep left; experience.pt with the transfer dock's content at the end of the iteration.
+FOLDER/full.pt holds {"full", "adapters"} (reference.py). Written: rank{r}.pt with the rank's place,
+its training weights, vLLM's weights after a sync without noise and with it, the gradients of the
+update, what each of some cycles of waking up and falling asleep left; experience.pt with the
+transfer dock's content at the end of the iteration.
 """
 
 import sys
@@ -41,6 +41,10 @@ def dock_trainer():
     return DockTrainer
 
 
+def copied(tensors):
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
 def probe_classes():
     """Our worker and trainer with a few more methods; they must be made after upstream can be
     imported.
@@ -73,22 +77,21 @@ def probe_classes():
                 layers * state.get_pipeline_model_parallel_rank(),
             )
 
-        def load(self, folder, zero):
-            content = torch.load(folder / "full.pt", weights_only=False)
-            adapters = content["zero"] if zero else content["adapters"]
+        def load(self):
+            content = torch.load(FOLDER / "full.pt", weights_only=False)
             for name, parameter in self._parameters().items():
-                value = shard(name, content["full"], adapters, self._place())
+                value = shard(name, content["full"], content["adapters"], self._place())
                 assert value.shape == parameter.shape, (name, value.shape, parameter.shape)
                 parameter.data.copy_(value)
             self.optimizer.reload_model_params()
 
+        def _copied(self):
+            return copied(self._parameters())
+
         def synced(self, noise_step):
             self.inference_model.noise_step = noise_step
             self.sharding_manager.enter_infer_mode()
-            weights = {
-                name: parameter.detach().clone()
-                for name, parameter in self.inference_model.model.named_parameters()
-            }
+            weights = copied(dict(self.inference_model.model.named_parameters()))
             self.sharding_manager.exit_infer_mode()
             self.actor_offloader.onload_param()
             return weights
@@ -130,29 +133,19 @@ def probe_classes():
             self.actor_offloader.onload_param()
             return found
 
-        def look(self, folder):
+        def look(self):
             """The syncs; then keep the gradients of the coming update."""
-            self.seen = {"place": self._place(), "rank": self._rank}
-            self.load(folder, zero=True)
-            self.seen["vllm_zero"] = self.synced(None)
-            self.load(folder, zero=False)
-            self.seen["train"] = {
-                name: parameter.detach().clone() for name, parameter in self._parameters().items()
-            }
-            self.seen["vllm"] = self.synced(None)
-            self.seen["vllm_noisy"] = self.synced(1)
+            self.load()
+            self.seen = {"place": self._place(), "rank": self._rank, "train": self._copied()}
+            self.seen["vllm"], self.seen["vllm_noisy"] = self.synced(None), self.synced(1)
             steps = {"clean": None, "noisy": 1}
             steps |= {"clean again": None, "other noise": 2, "noisy again": 1}
             self.seen["cycles"] = {name: self.cycle(step) for name, step in steps.items()}
-            self.seen["train_after"] = {
-                name: parameter.detach().clone() for name, parameter in self._parameters().items()
-            }
-            apply = (
-                self.inference_model.injector.apply
-            )  # the noise of step 1, where it is on: the policy that samples
-            self.inference_model.injector.apply = lambda step: apply(
-                step + 1
-            )  # is not the one that is trained
+            self.seen["train_after"] = self._copied()
+            # the noise of step 1, where it is on: the policy that samples is not the one that is
+            # trained
+            apply = self.inference_model.injector.apply
+            self.inference_model.injector.apply = lambda step: apply(step + 1)
             self.seen["rollouts"] = []
             rollout, sample = self.inference_model, self.inference_model.sample
 
@@ -168,11 +161,8 @@ def probe_classes():
             step = self.optimizer.step
 
             def keep_gradients():
-                gradients = {
-                    name: parameter.main_grad.detach().clone()
-                    for name, parameter in self._parameters().items()
-                    if parameter.requires_grad
-                }
+                trained = {n: p for n, p in self._parameters().items() if p.requires_grad}
+                gradients = copied({name: p.main_grad for name, p in trained.items()})
                 result = step()
                 # of the first update, when the policy is still the old one
                 self.seen.setdefault("gradients", gradients)
@@ -181,18 +171,18 @@ def probe_classes():
 
             self.optimizer.step = keep_gradients
 
-        def save_seen(self, folder):
-            torch.save(self.seen, folder / f"rank{self._rank}.pt")
+        def save_seen(self):
+            torch.save(self.seen, FOLDER / f"rank{self._rank}.pt")
 
     class ProbeTrainer(DockTrainer):
         def fit(self, data_iters):
             # the first step has no noise by its schedule
             self.observer.checks.check = lambda *_: []
-            self.on_ranks("look", FOLDER)
+            self.on_ranks("look")
             super().fit(data_iters)
 
         def log_metrics(self, metrics, iteration):
-            self.on_ranks("save_seen", FOLDER)
+            self.on_ranks("save_seen")
             super().log_metrics(metrics, iteration)
 
     return ProbeWorker, ProbeTrainer

@@ -7,19 +7,38 @@ the format of the whole tensors in the files; log-probs beside transformers with
 """
 
 import json
-import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch_npu  # noqa: F401
-import w8a8
-from ascend_rollout import Case, answers, prompts
+from ascend_rollout import Case, Served
+from torch.nn.functional import linear
+
+from mindspeed_qerl.quantization.formats import FORMATS
 
 INT8 = "int8_w8a8"
 BY_INPUT = ("o_proj.weight", "down_proj.weight")
+
+
+class Linear(torch.nn.Module):
+    """W8A8 as a formula: in and out in the input's dtype, in between float64. parts: of the inputs,
+    each of which a rank rounds by a scale of its own.
+    """
+
+    def __init__(self, integers, scale, bias: torch.Tensor | None, parts: int = 1):
+        super().__init__()
+        self.integers, self.scale, self.parts = integers.double(), scale.double()[:, 0], parts
+        self.bias = 0.0 if bias is None else bias.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.bias
+        chunks = (wide.chunk(self.parts, -1) for wide in (x.double(), self.integers))
+        for part, integers in zip(*chunks, strict=True):
+            scale = part.abs().amax(-1, keepdim=True) / 127
+            out = out + linear((part / scale).round(), integers) * self.scale * scale
+        return out.to(x.dtype)
 
 
 def linears(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -31,94 +50,43 @@ def rounded_twin(folder: str, dtype: torch.dtype, format: str, tp: int) -> torch
     """transformers with the format's weights, and for int8 its formula."""
     from transformers import AutoModelForCausalLM
 
-    from mindspeed_qerl.quantization.formats import FORMATS
-
     twin = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     ).eval()
     for name, weight in linears(dict(twin.named_parameters())).items():
         if format == INT8:
             scale = weight.detach().float().abs().amax(1, keepdim=True) / 127
-            module = twin.get_submodule(name.removesuffix(".weight"))
-            integers = (weight.detach().float() / scale).round()
-            twin.set_submodule(
-                name.removesuffix(".weight"),
-                w8a8.Linear(
-                    {"weight": integers, "weight_scale": scale},
-                    None if module.bias is None else module.bias.double(),
-                    tp if name.endswith(BY_INPUT) else 1,
-                ),
-            )
+            integers, parts = (weight.detach().float() / scale).round(), 1
+            if name.endswith(BY_INPUT):
+                parts = tp
+            module = name.removesuffix(".weight")
+            bias = twin.get_submodule(module).bias
+            twin.set_submodule(module, Linear(integers, scale, bias, parts))
         elif format:
             weight.data.copy_(FORMATS[format].weight(weight.detach().bfloat16()).bfloat16())
     return twin
 
 
-def by_twin(twin: torch.nn.Module, found: list, case: Case, replica: int) -> list:
-    """The same answers, with the twin's log-probs."""
-    scored = []
-    for ids, (tokens, _) in zip(prompts(case, replica), found):
-        with torch.no_grad():
-            of_tokens = (
-                twin(torch.tensor([ids + tokens]))
-                .logits[0, len(ids) - 1 : -1]
-                .float()
-                .log_softmax(-1)
-            )
-        scored.append((tokens, of_tokens.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()))
-    return scored
-
-
-def distance(found: list, other: list) -> list[float]:
-    """Of the log-probs of the same tokens."""
-    return [
-        abs(ours - theirs)
-        for (_, of_ours), (_, of_theirs) in zip(found, other, strict=True)
-        for ours, theirs in zip(of_ours, of_theirs, strict=True)
-    ]
-
-
-def of_layers(layers, methods: dict) -> dict[str, list[float]]:
-    """The share of each layer's outputs, on random tokens, that are the formula's of its int8
-    weights to the last bit of bfloat16, and the same of the layer with its own method. (Where an
-    input is a tie, which half of amax is, the float32 and the float64 of the scale decide, and a
-    token's outputs move.)
-    """
-    found: dict[str, list[float]] = {"of_layers": [], "of_layers_unquantised": []}
-    for _, layer, weights in layers:
-        x = torch.randn(
-            7, layer.weight.shape[1], generator=torch.Generator().manual_seed(3)
-        ).bfloat16()
-        method, bias = layer.quant_method, layer.bias
-        integers, scale = method.copy.weight.t(), method.copy.weight_scale[:, None]
-        expected = w8a8.Linear(
-            {"weight": integers, "weight_scale": scale}, None if bias is None else bias.double()
-        )(x)
-        for key, of_method in (("of_layers", method), ("of_layers_unquantised", methods[layer])):
-            found[key].append((of_method.apply(layer, x, bias) == expected).float().mean().item())
-    return found
+def gathered(value):
+    """That of each rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def together(parts: dict[str, torch.Tensor], tp: int) -> dict[str, torch.Tensor]:
     """The weights of all ranks, of the tensors that tensor parallel ranks share joined."""
-    of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, parts)
-    found = {}
-    for name in {name for of_rank in of_ranks for name in of_rank}:
-        holders = [of_rank[name] for of_rank in of_ranks if name in of_rank]
+    ranks, whole = gathered(parts), {}
+    for name in set().union(*ranks):
+        held = [rank[name] for rank in ranks if name in rank]
         dim = int(f"{name}.weight".endswith(BY_INPUT))
-        found[f"{name}.weight"] = (
-            holders[0] if ".experts." in name else torch.cat(holders[:tp], dim)
-        )
-    return found
+        whole[f"{name}.weight"] = held[0] if ".experts." in name else torch.cat(held[:tp], dim)
+    return linears(whole)
 
 
-def main(case: Case, folder: str, results: Path) -> None:
-    dist.init_process_group("hccl")
-    replica = int(os.environ["RANK"]) // case.tp
-    os.environ["VLLM_DP_RANK"] = str(replica)
+def main(case: Case, folder: str, results: str) -> None:
+    served, report = Served(case, folder), {}
     from safetensors.torch import load_file
-    from vllm import LLM
 
     from mindspeed_qerl.ascend.proof import held_layers, held_weights
     from mindspeed_qerl.ascend.quantized import (
@@ -127,86 +95,58 @@ def main(case: Case, folder: str, results: Path) -> None:
         set_method,
         used_weights,
     )
-    from mindspeed_qerl.quantization.formats import FORMATS
     from mindspeed_qerl.quantization.weights import weight_errors
-    from mindspeed_qerl.recipe.types import Quantization
 
-    engine = LLM(
-        folder,
-        dtype=case.dtype,
-        enforce_eager=True,
-        max_model_len=1200,
-        max_num_seqs=4,
-        seed=0,
-        skip_tokenizer_init=True,
-        gpu_memory_utilization=0.3,
-        distributed_executor_backend="external_launcher",
-        enable_expert_parallel="moe" in case.family,
-        tensor_parallel_size=case.tp,
-        additional_config={"ascend_scheduler_config": {"enabled": True}},
-    )
-    model = engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
-    files = linears(load_file(Path(folder) / "model.safetensors"))
+    model, files = served.model, linears(load_file(Path(folder) / "model.safetensors"))
     synced = {name: weight.clone() for name, weight in held_weights(model)}
-    ask = partial(answers, engine, case, replica)
-    plain, report = ask()[0], {}
-    twin = partial(rounded_twin, folder, tp=case.tp)
-    unrounded = twin(torch.float32, "")
-    for format in case.quantised.split(","):
-        quantized = QuantizedModel(model, Quantization(format))
+    plain, unrounded = served.answers()[0], rounded_twin(folder, torch.float32, "", case.tp)
+    for format in case.formats:
+        quantized = QuantizedModel(model, format)
         quantized.quantize()
-        engine.reset_prefix_cache()
-        found = ask()[0]
+        answers = served.answers()[0]
         exact, half = (
-            by_twin(twin(dtype, format), found, case, replica)
+            rounded_twin(folder, dtype, format, case.tp)
             for dtype in (torch.float32, torch.bfloat16)
         )
-        whole = linears(
-            together({name: weight.clone() for name, weight in used_weights(model)}, case.tp)
-        )
-        expected = {
-            name: FORMATS[format].weight(weight).to(whole[name].dtype)
-            for name, weight in files.items()
+        whole = together({name: weight.clone() for name, weight in used_weights(model)}, case.tp)
+        unequal = []
+        for name, weight in files.items():
+            expected = FORMATS[format].weight(weight).to(whole[name].dtype)
+            if not torch.equal(expected, whole[name]):
+                unequal.append(name)
+        squares = {
+            key: value for rank in gathered(quantized.squares) for key, value in rank.items()
         }
-        squares = [None] * dist.get_world_size()
-        dist.all_gather_object(squares, quantized.squares)
-        parts = {key: value for of_rank in squares for key, value in of_rank.items()}
-        of_report = report[format] = {
-            "unequal": [name for name in expected if not torch.equal(expected[name], whole[name])],
-            "missing": sorted(expected.keys() ^ whole.keys()),
-            "worst": distance(found, exact),
-            "own": distance(half, exact),
-            "unmatched": distance(found, by_twin(unrounded, found, case, replica)),
-            "errors": weight_errors((name, value) for (name, _), value in parts.items()),
+        methods = [getattr(module, "quant_method", None) for module in model.modules()]
+        found = report[format] = {
+            "unequal": unequal,
+            "missing": sorted(files.keys() ^ whole.keys()),
+            "worst": served.distance(answers, exact).tolist(),
+            "own": served.distance(answers, half, exact).tolist(),
+            "unmatched": served.distance(answers, unrounded).tolist(),
+            "errors": weight_errors((name, value) for (name, _), value in squares.items()),
             "unlike": quantized.unlike(synced),
-            "int8_layers": sum(
-                isinstance(getattr(module, "quant_method", None), Int8Linear)
-                for module in model.modules()
-            ),
+            "int8_layers": sum(isinstance(method, Int8Linear) for method in methods),
         }
-        if format == INT8:
-            of_report |= of_layers(held_layers(model), quantized.methods)
         # planted: one weight that is not rounded, on this rank alone; one layer on its own method
         planted = [name for name in synced if name.endswith("_proj")][-1 - dist.get_rank()]
         _, layer, weights = next(entry for entry in held_layers(model) if planted in entry[2])
+        method, before = layer.quant_method, weights[planted].clone()
         if format == INT8:
-            method = layer.quant_method
             set_method(layer, quantized.methods[layer])
-            of_report["planted"] = [sorted(weights), sorted(quantized.unlike(synced))]
+            found["planted"] = [sorted(weights), sorted(quantized.unlike(synced))]
             set_method(layer, method)
         else:
-            before = weights[planted].clone()
             weights[planted].copy_(synced[planted])
-            of_report["planted"] = [[planted], quantized.unlike(synced)]
+            found["planted"] = [[planted], quantized.unlike(synced)]
             weights[planted].copy_(before)
-        of_report["unlike_after"] = quantized.unlike(synced)
+        found["unlike_after"] = quantized.unlike(synced)
         quantized.free()
         for name, weight in held_weights(model):
             weight.copy_(synced[name])
-        engine.reset_prefix_cache()
-        of_report["plain_again"] = ask()[0] == plain
-    (results / f"{os.environ['RANK']}.json").write_text(json.dumps(report))
+        found["plain_again"] = served.answers()[0] == plain
+    served.write(results, report)
 
 
 if __name__ == "__main__":
-    main(Case(**json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3]))
+    main(Case(**json.loads(sys.argv[1])), *sys.argv[2:])

@@ -22,6 +22,30 @@ SCALING = ALPHA / R
 COLUMN = ("linear_qkv", "linear_fc1")  # split over their output
 ROW = ("linear_proj", "linear_fc2")  # split over their input
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+# Hugging Face's name -> Megatron's, of what is one tensor in both; below a layer, and outside.
+IN_LAYER = {
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+}
+OUTSIDE = {
+    "model.embed_tokens.weight": "embedding.word_embeddings.weight",
+    "model.norm.weight": "decoder.final_layernorm.weight",
+    "lm_head.weight": "output_layer.weight",
+}
+FC1 = {"mlp": "mlp.linear_fc1", "mlp.shared_expert": "mlp.shared_experts.linear_fc1"}
+# what is made of an answer's routes before they are replayed
+CHANGES = {
+    "replayed": lambda routes: routes,
+    "shifted": lambda routes: np.roll(routes, 1, axis=0),
+    "swapped": lambda routes: routes[:, ::-1],
+}
 
 
 @dataclass(frozen=True)
@@ -37,67 +61,39 @@ class Place:
 
 def full_weights(model) -> dict[str, torch.Tensor]:
     """Full training weights of a transformers model (4.57: experts are modules), in its dtype."""
-    hf, config, full = model.state_dict(), model.config, {}
-    groups = config.num_key_value_heads
-    full["embedding.word_embeddings.weight"] = hf["model.embed_tokens.weight"]
-    full["decoder.final_layernorm.weight"] = hf["model.norm.weight"]
-    full["output_layer.weight"] = hf["lm_head.weight"]
-
-    def interleave(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(
-            0, 1
-        )
-
+    hf, config = model.state_dict(), model.config
+    full = {megatron: hf[name] for name, megatron in OUTSIDE.items()}
     for i in range(config.num_hidden_layers):
         source, target = f"model.layers.{i}.", f"decoder.layers.{i}."
+        layer = {name.removeprefix(source): hf[name] for name in hf if name.startswith(source)}
         for kind in ("weight", "bias"):
-            if f"{source}self_attn.q_proj.{kind}" in hf:
-                full[f"{target}self_attention.linear_qkv.{kind}"] = interleave(
-                    [hf[f"{source}self_attn.{p}_proj.{kind}"] for p in "qkv"]
-                )
-        names = {
-            "self_attn.o_proj": "self_attention.linear_proj",
-            "input_layernorm": "input_layernorm",
-            "post_attention_layernorm": "pre_mlp_layernorm",
-            "self_attn.q_norm": "self_attention.q_layernorm",
-            "self_attn.k_norm": "self_attention.k_layernorm",
-            "mlp.down_proj": "mlp.linear_fc2",
-            "mlp.gate": "mlp.router",
-            "mlp.shared_expert.down_proj": "mlp.shared_experts.linear_fc2",
-        }
-        for ours, theirs in names.items():
-            if f"{source}{ours}.weight" in hf:
-                full[f"{target}{theirs}.weight"] = hf[f"{source}{ours}.weight"]
-        for ours, theirs in {
-            "mlp": "mlp.linear_fc1",
-            "mlp.shared_expert": "mlp.shared_experts.linear_fc1",
-        }.items():
-            if f"{source}{ours}.gate_proj.weight" in hf:
-                full[f"{target}{theirs}.weight"] = torch.cat(
-                    [hf[f"{source}{ours}.{p}_proj.weight"] for p in ("gate", "up")]
-                )
-        if f"{source}mlp.shared_expert_gate.weight" in hf:
-            full[f"{target}mlp.shared_experts.gate_weight"] = hf[
-                f"{source}mlp.shared_expert_gate.weight"
-            ]
-        if f"{source}mlp.experts.0.gate_proj.weight" in hf:
-            experts = [
-                {p: hf[f"{source}mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")}
-                for e in range(config.num_experts)
-            ]
-            full[f"{target}mlp.experts.weight1"] = torch.stack(
-                [torch.cat([e["gate"], e["up"]]).t() for e in experts]
-            )
-            full[f"{target}mlp.experts.weight2"] = torch.stack([e["down"].t() for e in experts])
+            if f"self_attn.q_proj.{kind}" in layer:
+                parts = [layer[f"self_attn.{part}_proj.{kind}"] for part in "qkv"]
+                grouped = [part.unflatten(0, (config.num_key_value_heads, -1)) for part in parts]
+                rows = torch.cat(grouped, 1).flatten(0, 1)
+                full[f"{target}self_attention.linear_qkv.{kind}"] = rows
+        for name, megatron in IN_LAYER.items():
+            if name in layer:
+                full[target + megatron] = layer[name]
+        for module, megatron in FC1.items():
+            if f"{module}.gate_proj.weight" in layer:
+                parts = [layer[f"{module}.{part}_proj.weight"] for part in ("gate", "up")]
+                full[f"{target}{megatron}.weight"] = torch.cat(parts)
+        if "mlp.experts.0.gate_proj.weight" in layer:
+            up, down = [], []
+            for e in range(config.num_experts):
+                expert = [layer[f"mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up", "down")]
+                up.append(torch.cat(expert[:2]).t())
+                down.append(expert[2].t())
+            full[f"{target}mlp.experts.weight1"] = torch.stack(up)
+            full[f"{target}mlp.experts.weight2"] = torch.stack(down)
     return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
 def random_adapters(
-    full: dict[str, torch.Tensor], zero: bool = False
+    full: dict[str, torch.Tensor],
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """float32 adapters of bfloat16 values on all four targets; with `zero` B is zero, as at the
-    start of training.
-    """
+    """float32 adapters of bfloat16 values on all four targets."""
     generator, adapters = torch.Generator().manual_seed(5), {}
 
     def draw(*shape: int) -> torch.Tensor:
@@ -106,9 +102,9 @@ def random_adapters(
     for name, weight in full.items():
         if re.search(r"mlp\.experts\.weight[12]$", name):
             experts, inputs, outputs = weight.shape
-            adapters[name] = draw(experts, inputs, R), draw(experts, R, outputs) * (not zero)
+            adapters[name] = draw(experts, inputs, R), draw(experts, R, outputs)
         elif name.endswith(".weight") and name.split(".")[-2] in COLUMN + ROW:
-            adapters[name] = draw(R, weight.shape[1]), draw(weight.shape[0], R) * (not zero)
+            adapters[name] = draw(R, weight.shape[1]), draw(weight.shape[0], R)
     return adapters
 
 
@@ -119,23 +115,9 @@ def delta(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def to_hf(full: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
     """The inverse of `full_weights`, differentiable."""
-    hf = {
-        "model.embed_tokens.weight": full["embedding.word_embeddings.weight"],
-        "model.norm.weight": full["decoder.final_layernorm.weight"],
-        "lm_head.weight": full["output_layer.weight"],
-    }
+    hf = {name: full[megatron] for name, megatron in OUTSIDE.items()}
     groups, heads = config.num_key_value_heads, config.num_attention_heads
-    names = {
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-        "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-        "mlp.router.weight": "mlp.gate.weight",
-        "mlp.shared_experts.linear_fc2.weight": "mlp.shared_expert.down_proj.weight",
-        "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
-    }
+    names = {megatron: name for name, megatron in IN_LAYER.items()}
     for name, tensor in full.items():
         match = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
         if not match:
@@ -146,27 +128,17 @@ def to_hf(full: dict[str, torch.Tensor], config) -> dict[str, torch.Tensor]:
         elif rest.startswith("self_attention.linear_qkv"):
             grouped = tensor.view(groups, heads // groups + 2, -1, *tensor.shape[1:])
             kind = rest.rpartition(".")[2]
-            for part, rows in zip("qkv", (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])):
+            for part, rows in zip("qkv", grouped.tensor_split([-2, -1], 1)):
                 hf[f"{layer}self_attn.{part}_proj.{kind}"] = rows.reshape(-1, *tensor.shape[1:])
         elif rest.endswith("linear_fc1.weight"):
             module = "mlp.shared_expert" if "shared" in rest else "mlp"
-            hf[f"{layer}{module}.gate_proj.weight"], hf[f"{layer}{module}.up_proj.weight"] = (
-                tensor.chunk(2)
-            )
-        elif rest == "mlp.experts.weight1":
-            for e, weight in enumerate(tensor):
-                gate, up = weight.t().chunk(2)
-                (
-                    hf[f"{layer}mlp.experts.{e}.gate_proj.weight"],
-                    hf[f"{layer}mlp.experts.{e}.up_proj.weight"],
-                ) = gate, up
-        elif rest == "mlp.experts.weight2":
-            hf |= {
-                f"{layer}mlp.experts.{e}.down_proj.weight": weight.t()
-                for e, weight in enumerate(tensor)
-            }
+            for part, weight in zip(("gate", "up"), tensor.chunk(2)):
+                hf[f"{layer}{module}.{part}_proj.weight"] = weight
         else:
-            raise AssertionError(f"{name} has no place in the Hugging Face model")
+            parts = {"mlp.experts.weight1": ("gate", "up"), "mlp.experts.weight2": ("down",)}[rest]
+            for e, weight in enumerate(tensor):
+                for part, share in zip(parts, weight.t().chunk(len(parts))):
+                    hf[f"{layer}mlp.experts.{e}.{part}_proj.weight"] = share
     return hf
 
 
@@ -299,6 +271,14 @@ def log_probs(
     return torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1].gather(
         1, ids[0, len(prompt) :, None]
     )[:, 0]
+
+
+def unpacked(row: torch.Tensor) -> np.ndarray:
+    """The routes in a row of the dock [tokens but the last, layers, top_k], of which the first
+    numbers are their own shape.
+    """
+    content = np.frombuffer(row.numpy()[3:].tobytes(), np.uint8)
+    return content[: row[:3].prod()].reshape(*row[:3])
 
 
 def drawn(answer) -> tuple[list[int], list[float]]:

@@ -96,6 +96,21 @@ FAMILIES = {
         ),
     ),
 }
+# of a model, for Megatron
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "padded_vocab_size",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+    "n_shared_experts",
+)
 # aqn.targets auto
 NOISY_NORMS = {
     "qwen2": 2 * LAYERS + 1,
@@ -259,28 +274,17 @@ def make_config(
             no_load_rng=True,
         ),
         rl_config=dict(
-            guarantee_order=True,
             blocking=True,
             use_integrated_worker=True,
             share_backbone=True,
-            use_remove_padding=False,
             actor_update_dispatch_size=answers // train_dp,
-            adv_estimator="group_norm",
-            kl_penalty="low_var_kl",
             kl_ctrl_type="fixed",
             init_kl_coef=0.001,
-            mini_batch_size=4,
             max_prompt_length=100,
-            epochs=1,
-            clip_ratio=0.2,
-            entropy_coeff=0.0,
             shuffle_mini_batch=False,
             n_samples_per_prompt=samples,
             rule_reward=True,
             log_max_throughput=False,
-            verifier_function=["gsm8k"],
-            verifier_weight=[1.0],
-            num_cpus_for_local_task=1,
             num_cpus_for_placement_group=1,
             actor_resource=dict(num_npus=npus),
         ),
@@ -290,13 +294,11 @@ def make_config(
             offload_train_grad=True,
             offload_train_param=True,
             infer_tensor_parallel_size=infer_tp,
-            infer_pipeline_parallel_size=1,
             infer_expert_parallel_size=infer_ep,
             enable_expert_parallel=infer_ep > 1,
             max_num_seqs=8,
             max_model_len=160,
             max_num_batched_tokens=160,
-            dtype="bfloat16",
             gpu_memory_utilization=0.1,
             enforce_eager=True,
             sampling_config=dict(
@@ -306,7 +308,6 @@ def make_config(
                 top_p=1.0,
                 top_k=-1,
                 min_p=0.0,
-                temperature=1.0,
                 detokenize=False,
             ),
         ),
@@ -324,6 +325,31 @@ def make_config(
     return config
 
 
+def shrink(family: str, model: str) -> dict[str, Any]:
+    """Overrides of a shipped config, to a tiny model, four ranks and short answers; nothing else of
+    it changes.
+    """
+    shape = FAMILIES[family][2]
+    recompute = {"megatron_training.recompute_num_layers": LAYERS}
+    return {
+        **{f"model.{model}.{key}": shape[key] for key in SIZES if key in shape},
+        **(recompute if "moe" in family else {}),
+        "rl_config.actor_resource.num_npus": 4,
+        "megatron_training.train_iters": 2,
+        "megatron_training.global_batch_size": 8,
+        "rl_config.mini_batch_size": 8,
+        "rl_config.n_samples_per_prompt": 4,
+        "rl_config.max_prompt_length": 100,
+        "megatron_training.seq_length": 128,
+        "generate_config.max_model_len": 128,
+        "generate_config.max_num_batched_tokens": 128,
+        "generate_config.max_num_seqs": 8,
+        "generate_config.sampling_config.max_tokens": 12,
+        "aqn.num_stages": 2,
+        "eval.n_problems": 6,
+    }
+
+
 def environment(upstream: Path, *folders: Path) -> dict[str, str]:
     """This process's environment with the checkouts on PYTHONPATH, and this one, whatever is
     installed; and `folders`.
@@ -332,9 +358,9 @@ def environment(upstream: Path, *folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONUNBUFFERED": "1"}
 
 
-def emulated(upstream: Path, npus: int = 1) -> dict[str, str]:
-    """The environment of a program of upstream's on emulated NPUs."""
-    variables, stand_ins = environment(upstream), emulation.environment(npus)
+def emulated(upstream: Path, npus: int = 1, *kind: str) -> dict[str, str]:
+    """The environment of a program of upstream's on emulated NPUs, of that kind and CANN."""
+    variables, stand_ins = environment(upstream), emulation.environment(npus, *kind)
     path = os.pathsep.join([str(emulation.STAND_INS), variables["PYTHONPATH"]])
     return {**variables, **stand_ins, "PYTHONPATH": path, "IS_MULTIMODAL": "False"}
 

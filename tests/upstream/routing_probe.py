@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from probe import FOLDER, dock_trainer, main, probe_classes
+from reference import CHANGES
 
 FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
 
@@ -43,38 +44,38 @@ def routing_classes():
                 return found
 
             AscendRecorder.take = taken
-            if FAULT == "uninstalled":
-                routing.RoutedPasses.around = lambda passes, forward_backward: forward_backward
+            replaying = routing.RoutedPasses.around
+
+            def around(passes, schedule):
+                passes.schedule = schedule
+                return schedule if FAULT == "uninstalled" else replaying(passes, schedule)
+
+            routing.RoutedPasses.around = around
 
         def compute_log_prob(self):
             state, engine = self.parallel_state, self.actor_hybrid
             compute, routers = engine.compute_log_prob, engine.train_actor.routes.routers
 
-            def changed(batch, change):
-                rows = [
-                    routing.pack(change(routing.unpack(row, routers)))
-                    for row in batch[routing.COLUMN]
-                ]
-                return {
-                    **batch,
-                    routing.COLUMN: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-                }
+            def computed(batch, change):
+                rows = [change(routing.unpack(row, routers)) for row in batch[routing.COLUMN]]
+                column = torch.nn.utils.rnn.pad_sequence(map(routing.pack, rows), batch_first=True)
+                return compute({**batch, routing.COLUMN: column})[0]
+
+            def native(batch):
+                """Without what replays: the routers choose by themselves."""
+                actor = engine.train_actor
+                replaying, actor.forward_backward_func = (
+                    actor.forward_backward_func,
+                    actor.routes.schedule,
+                )
+                logprobs = compute(batch)[0]
+                actor.forward_backward_func = replaying
+                return logprobs
 
             def variants(batch):
-                seen = {
-                    name: batch[name] for name in ("input_ids", "prompt_length", "response_length")
-                }
-                if routing.COLUMN in batch:
-                    seen["native"] = {
-                        name: column for name, column in batch.items() if name != routing.COLUMN
-                    }
-                    seen["shifted"] = changed(
-                        batch, lambda routes: routes[[-1, *range(len(routes) - 1)]]
-                    )
-                    seen["swapped"] = changed(batch, lambda routes: routes[:, ::-1])
-                    seen["replayed"] = dict(batch)
-                    for name in ("native", "shifted", "swapped", "replayed"):
-                        seen[name] = compute(seen[name])[0]
+                seen = {"input_ids": batch["input_ids"], "native": native(dict(batch))}
+                for name, change in CHANGES.items():
+                    seen[name] = computed(batch, change)
                 first = state.get_tensor_model_parallel_rank() == 0
                 if first and state.is_pipeline_last_stage(ignore_virtual=True):
                     torch.save(seen, FOLDER / f"dp{state.get_data_parallel_rank()}.pt")
@@ -86,7 +87,7 @@ def routing_classes():
 
     class RoutingTrainer(dock_trainer()):
         def fit(self, data_iters):
-            self.on_ranks("load", FOLDER, False)
+            self.on_ranks("load")
             super().fit(data_iters)
 
     return RoutingWorker, RoutingTrainer

@@ -8,7 +8,6 @@ import pytest
 from checkpoints import write_base_checkpoint
 from rehearsal import ROOT, environment, finished, make_config, run_engine, run_python
 
-from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 
@@ -57,37 +56,3 @@ def test_greedy_answers_are_those_of_the_run(family, layout, upstream, tiny, tmp
         summary = json.loads((folder / "summary.json").read_text())
         of_run = [row for row in read_jsonl(run.eval_file) if row["step"] == step]
         assert summary["greedy"]["accuracy"] == of_run[0]["accuracy"] and summary["step"] == step
-
-
-def test_what_cannot_be_served_is_refused(upstream, tiny, tmp_path, monkeypatch):
-    config = make_config("qwen3", *tiny("qwen3"), tmp_path)
-    run = RunDirectory.create(
-        tmp_path / "runs", "a_run", config=config, command=["cli"], seed=1, data_files={}
-    )
-    random = evaluate(run, upstream, "--step", "0")
-    assert (
-        random.returncode == 1
-        and "has no actor_config.load: the base weights were random" in random.stderr
-    )
-    config["actor_config"]["load"] = "base"
-    run = RunDirectory.create(
-        tmp_path / "runs", "another", config=config, command=["cli"], seed=1, data_files={}
-    )
-    foreign = evaluate(run, upstream, "--step", "0", "--hardware-error", "gaussian")
-    assert foreign.returncode == 1 and "add --no-emulate-npu" in foreign.stderr
-    quantised = RunDirectory.create(
-        tmp_path / "runs",
-        "quantised",
-        command=["cli"],
-        seed=1,
-        data_files={},
-        config=config | {"rollout_quantization": {"format": "nvfp4", "evaluation": True}},
-    )
-    rounded = evaluate(quantised, upstream, "--step", "0", "--tensor-parallel-size", "1")
-    assert (
-        rounded.returncode == 1
-        and "(leave them out: --quantization none) are modelled on" in rounded.stderr
-    )
-    alone = evaluate(run, tmp_path, "--step", "0")
-    assert alone.returncode == 1 and "Put upstream's checkouts on PYTHONPATH" in alone.stderr
-    assert not (run.path / "evaluations").exists()

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from mindspeed_qerl.ascend.contract import definitions
 from mindspeed_qerl.recipe import keys
 
 CLASSES = {
@@ -21,26 +22,18 @@ UNREAD = {"advantage_whiten", "beta", "do_sample", "tokenizer_name_or_path", "us
 
 def initialiser(upstream, section):
     file, name = CLASSES[section]
-    tree = ast.parse((upstream / "MindSpeed-RL" / "mindspeed_rl" / "config_cls" / file).read_text())
-    return next(
-        method
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == name
-        for method in node.body
-        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
-    )
+    folder = upstream / "MindSpeed-RL" / "mindspeed_rl" / "config_cls"
+    return definitions(ast.parse((folder / file).read_text()), f"{name}.__init__")[0]
 
 
 def defaults(upstream, section):
     """Key -> upstream's default, ... where it is no literal."""
     found = {}
-    assignments = [
-        node for node in ast.walk(initialiser(upstream, section)) if isinstance(node, ast.Assign)
-    ]
-    for target, value in ((node.targets[0], node.value) for node in assignments):
+    for node in ast.walk(initialiser(upstream, section)):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
         if isinstance(target, ast.Attribute) and target.attr not in found:
             try:
-                found[target.attr] = ast.literal_eval(value)
+                found[target.attr] = ast.literal_eval(node.value)
             except ValueError:
                 found[target.attr] = ...
     return found
@@ -73,70 +66,65 @@ def test_a_key_that_may_be_left_out_is_harmless_in_upstream(upstream):
             decision = keys.TABLE[section][key]["mindspeed_rl"]
             if key == "moe_token_dispatcher_type":
                 assert default is None  # then Megatron's own is taken, below
-            elif decision.default:
-                assert decision.default == (default,), key
-            elif decision.kind == "only" and default not in (None, *decision.allowed):
+            elif decision.default is not ...:
+                assert decision.default == default, key
+            elif decision.only and default not in (None, *decision.only):
                 unread.add(key)
     assert unread == UNREAD
     arguments = (upstream / "Megatron-LM" / "megatron" / "training" / "arguments.py").read_text()
     taken = re.search(r"'--moe-token-dispatcher-type'.*?default='(\w+)'", arguments, re.DOTALL)[1]
-    assert keys.TABLE["megatron"]["moe_token_dispatcher_type"]["mindspeed_rl"].default == (taken,)
+    assert keys.TABLE["megatron"]["moe_token_dispatcher_type"]["mindspeed_rl"].default == taken
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "advantage_whiten",
-        "num_samples_per_step",
-        "tp_split_expert",
-        "verifier_parallel",
-        "verifier_timeout",
-    ],
+UNREAD_KEYS = (
+    "advantage_whiten",
+    "num_samples_per_step",
+    "tp_split_expert",
+    "verifier_parallel",
+    "verifier_timeout",
 )
+
+
+@pytest.mark.parametrize("key", UNREAD_KEYS)
 def test_a_key_that_nothing_reads(key, upstream):
     root = upstream / "MindSpeed-RL"
-    files = {*(root / "cli").rglob("*.py"), *(root / "mindspeed_rl").rglob("*.py")} - {
-        *root.rglob("rl_config.py")
-    }
+    files = {*(root / "cli").rglob("*.py"), *(root / "mindspeed_rl").rglob("*.py")}
+    files -= {*root.rglob("rl_config.py")}
     assert len(files) > 100
     assert not [file for file in files if re.search(rf"\b{key}\b", file.read_text())]
 
 
 @pytest.mark.parametrize(
-    "file, words",
+    "file, words, are_there",
     [
         (
             "models/loss/grpo_actor_loss_func.py",
-            ("clip_higher", "clip_ratio_low", "token_level_loss", "beta"),
+            "clip_higher clip_ratio_low token_level_loss beta",
+            False,
         ),
         (
             "trainer/grpo_trainer_hybrid.py",
-            ("kl_ctrl.update", "use_kl_in_reward", "apply_kl_penalty", "filter_groups"),
+            "kl_ctrl.update use_kl_in_reward apply_kl_penalty filter_groups",
+            False,
         ),
-        ("workers/integrated_worker.py", ("kl_ctrl", "use_kl_in_reward")),
-        ("workers/actor_hybrid_worker.py", ("kl_ctrl.update", "do_sample")),
+        ("workers/integrated_worker.py", "kl_ctrl use_kl_in_reward", False),
+        ("workers/actor_hybrid_worker.py", "kl_ctrl.update do_sample", False),
+        # the honoured options of the loss and the reward, where they are read
+        (
+            "models/loss/grpo_actor_loss_func.py",
+            '["clip_ratio"] ["kl_ctrl"] ["entropy_coeff"] ["kl_penalty"]',
+            True,
+        ),
+        (
+            "models/rule_verifier.py",
+            (
+                "rl_config.overlong_buffer_enable rl_config.overlong_buffer_penalty_factor "
+                "rl_config.rollout_max_tokens"
+            ),
+            True,
+        ),
     ],
 )
-def test_what_the_grpo_path_does_not_read(file, words, upstream):
+def test_what_the_grpo_path_reads_and_does_not(file, words, are_there, upstream):
     text = (upstream / "MindSpeed-RL" / "mindspeed_rl" / file).read_text()
-    assert not [word for word in words if word in text]
-
-
-def test_what_the_grpo_path_does_read(upstream):
-    """The honoured options of the loss and the reward, where they are read."""
-    root = upstream / "MindSpeed-RL" / "mindspeed_rl"
-    loss = (root / "models" / "loss" / "grpo_actor_loss_func.py").read_text()
-    reward = (root / "models" / "rule_verifier.py").read_text()
-    assert all(
-        f'meta_info["{key}"]' in loss
-        for key in ("clip_ratio", "kl_ctrl", "entropy_coeff", "kl_penalty")
-    )
-    overlong = (
-        "overlong_buffer_enable",
-        "overlong_buffer",
-        "overlong_buffer_penalty_factor",
-        "rollout_max_tokens",
-    )
-    assert all(f"rl_config.{key}" in reward for key in overlong)
-    for name in keys.TABLE["rl_config"]["kl_penalty"]["mindspeed_rl"].allowed:
-        assert f'kl_penalty == "{name}"' in (root / "utils" / "compute.py").read_text()
+    assert {word in text for word in words.split()} == {are_there}

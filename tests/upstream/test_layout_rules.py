@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,11 +30,6 @@ FROM_CONTAINER = {
     "stages_hold_whole_infer_tp_groups",
     "layers_by_pp",
 }
-# Random plans of each comparison.
-PLANS = [
-    pytest.param(3000, id="3,000 plans"),
-    pytest.param(10_000, id="10,000 plans", marks=pytest.mark.full),
-]
 # Rules of training that Megatron's arguments, its model's config and its groups say nothing of: for
 # which plans (None: all), and who does, or what would come of it.
 UNSEEN = {
@@ -68,15 +64,9 @@ LINES = json.loads(
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_each_rule_cites_a_line_that_is_there(rule, upstream):
     repository, path, line = re.split("[ :]", rule.source)
+    root = upstream / repository
     if repository == "vllm":
-        spec = importlib.util.find_spec("vllm")
-        if spec is None:
-            pytest.skip("vLLM is not installed")
-        root = Path(spec.submodule_search_locations[0]).parent
-    else:
-        root = upstream / repository
-        if repository == "vllm-ascend" and not root.is_dir():
-            pytest.skip("no checkout of vllm-ascend")
+        root = Path(importlib.util.find_spec("vllm").submodule_search_locations[0]).parent
     assert (root / path).read_text().splitlines()[int(line) - 1].strip() == LINES[rule.name]
 
 
@@ -125,9 +115,9 @@ def sampled(draw: random.Random) -> Plan:
     )
 
 
-def ask(program: str, plans: list[dict], upstream: Path, folder: Path) -> list[str]:
+def ask(program: str, plans: Iterable[dict], upstream: Path, folder: Path) -> list[str]:
     """What upstream says to each plan: "" for yes, else its error."""
-    (folder / "plans.json").write_text(json.dumps(plans))
+    (folder / "plans.json").write_text(json.dumps(list(plans)))
     words = ["-c", program, folder / "plans.json", folder / "said.json"]
     result = run_python(words, emulated(upstream, 16), folder)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -156,8 +146,7 @@ def compare(plans: list[Plan], said: list[str], names: set[str]) -> None:
     assert min(verdicts.values()) > 100, verdicts
 
 
-@pytest.mark.parametrize("count", PLANS)
-def test_validate_rl_args_agrees(count, upstream, tmp_path):
+def test_validate_rl_args_agrees(upstream, tmp_path):
     """MindSpeed-RL's validate_rl_args says no exactly where a rule that cites it is broken."""
     program = """
 import json, sys
@@ -192,16 +181,12 @@ for p in json.load(open(sys.argv[1])):
 json.dump(said, open(sys.argv[2], "w"))
 """
     draw = random.Random(1)
-    plans = [sampled(draw) for _ in range(count)]
-    compare(
-        plans,
-        ask(program, [plain(plan) for plan in plans], upstream, tmp_path),
-        FROM_VALIDATE_RL_ARGS,
-    )
+    plans = [sampled(draw) for _ in range(3000)]
+    said = ask(program, map(plain, plans), upstream, tmp_path)
+    compare(plans, said, FROM_VALIDATE_RL_ARGS)
 
 
-@pytest.mark.parametrize("count", PLANS)
-def test_weight_container_agrees(count, upstream, tmp_path):
+def test_weight_container_agrees(upstream, tmp_path):
     """The container's _validate_parallel_config, its TP groups and its layer list say no exactly
     where a rule that cites them is broken.
     """
@@ -235,15 +220,13 @@ json.dump(said, open(sys.argv[2], "w"))
     draw = random.Random(2)
     plans = [
         plan
-        for plan in (sampled(draw) for _ in range(count))
+        for plan in (sampled(draw) for _ in range(3000))
         if plan.layout.world % (plan.layout.tp * plan.layout.pp) == 0
         # the container lets a mixture without moe_tp_extend_ep pass at EP 1, and copies no experts
         # then (:189): our rule refuses it
         and not (plan.shape.moe and not plan.layout.tp_extend_ep and plan.layout.ep == 1)
     ]
-    compare(
-        plans, ask(program, [plain(plan) for plan in plans], upstream, tmp_path), FROM_CONTAINER
-    )
+    compare(plans, ask(program, map(plain, plans), upstream, tmp_path), FROM_CONTAINER)
 
 
 def trained(draw: random.Random) -> Plan:
@@ -357,8 +340,7 @@ def is_unseen(rule: str, plan: Plan) -> bool:
     return only is None or only(plan)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1000, id="1,000 plans"), PLANS[1]])
-def test_megatron_agrees(count, upstream, tmp_path):
+def test_megatron_agrees(upstream, tmp_path):
     """validate_args as MindSpeed and MindSpeed-LLM have it, the model's config and Megatron's
     groups say no exactly where a rule of training is broken that is not UNSEEN; and each of those
     is broken by plans that they accept.
@@ -433,8 +415,8 @@ json.dump(said, open(answers, "w"))
 """
     )
     draw = random.Random(3)
-    plans = [trained(draw) for _ in range(count)]
-    said = ask(program, [arguments(plan) for plan in plans], upstream, tmp_path)
+    plans = [trained(draw) for _ in range(1000)]
+    said = ask(program, map(arguments, plans), upstream, tmp_path)
     verdicts, unseen = Counter(), Counter()
     for plan, error in zip(plans, said, strict=True):
         faults = {fault.rule for fault in broken(plan, TRAINING)}
@@ -446,4 +428,4 @@ json.dump(said, open(answers, "w"))
         verdicts["refused" if error else "refused by us only" if faults else "accepted"] += 1
         unseen.update(faults if not error else ())
     print(dict(verdicts), dict(unseen))
-    assert min(verdicts.values()) > count / 20 and unseen.keys() == UNSEEN.keys()
+    assert min(verdicts.values()) > 50 and unseen.keys() == UNSEEN.keys()

@@ -32,7 +32,7 @@ def expected(algorithm: Algorithm, correction: Correction):
     )
     total, metrics = loss(inputs, algorithm, correction)
     (total / denominator(mask, algorithm)).backward()
-    return total.item() / denominator(mask, algorithm), leaf.grad, metrics
+    return total.item() / denominator(mask, algorithm).item(), leaf.grad, metrics
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,11 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
-from rehearsal import CHECKOUTS, emulated, run_python
+from rehearsal import CHECKOUTS, emulated, make_tokenizer, run_python
 
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.gsm8k.prompts import INSTRUCTION
 from mindspeed_qerl.tasks.packed import check_data_path, convert_packed
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -78,82 +76,26 @@ def packed_files(prefix, field):
     ]
 
 
-def prompts(prefix):
-    """The rows of input_ids, each an array."""
-    tokens, index = packed_files(prefix, "input_ids")
-    lengths = np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), offset=34)
-    return np.split(np.frombuffer(tokens, "<i4"), np.cumsum(lengths)[:-1])
-
-
-def save_tokenizer(directory, texts):
-    """A byte-level BPE with the special tokens and the chat template of Qwen3, for a conversation
-    of one user turn.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    reserved = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=reserved,
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    wrapped.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    wrapped.save_pretrained(directory)
-    return wrapped
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(folder with chat/, packed/ and tokenizer/, the training split as packed, the tokenizer)."""
     folder = tmp_path_factory.mktemp("made")
     problems = make_problems(split_pairs(0.1, 0)[0], 60, "train")
-    write_problems(folder / "train.jsonl", problems)
-    with open(folder / "train.jsonl", "a", encoding="utf-8") as file:
+    (folder / "raw").mkdir()
+    for split in ("train", "test"):
+        write_problems(folder / "raw" / f"{split}.jsonl", problems)
+    with open(folder / "raw" / "train.jsonl", "a", encoding="utf-8") as file:
         file.write(
             json.dumps(
                 {"question": "Wie viele Äpfel kosten 5€?\nUnd 6€?", "answer": "#### -1,234,567"}
             )
             + "\n"
         )
-    tokenizer = save_tokenizer(folder / "tokenizer", [problem.question for problem in problems])
-    convert(folder / "train.jsonl", folder / "chat")
-    [packed] = convert_packed(folder / "train.jsonl", folder / "packed", folder / "tokenizer")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    convert(folder / "raw", folder / "chat")
+    packed, _ = convert_packed(folder / "raw", folder / "packed", folder / "tokenizer")
     return folder, packed, tokenizer
-
-
-def test_labels_are_those_of_upstreams_preprocessor(made, tmp_path):
-    """From the jsonl we write: the same labels, byte for byte; its prompts lack our instruction and
-    begin with an empty thought.
-    """
-    folder, packed, tokenizer = made
-    preprocess(
-        folder / "chat" / "train.jsonl",
-        tmp_path / "upstream",
-        folder / "tokenizer",
-        "prompt_type=qwen3",
-    )
-    assert packed_files(packed.data_path, "labels") == packed_files(tmp_path / "upstream", "labels")
-    for our_prompt, their_prompt in zip(
-        prompts(packed.data_path), prompts(tmp_path / "upstream"), strict=True
-    ):
-        bare = tokenizer.decode(our_prompt).replace(f" {INSTRUCTION}", "")
-        assert tokenizer.decode(their_prompt) == bare + "<think>\n\n</think>\n\n"
 
 
 @pytest.mark.parametrize(
@@ -184,7 +126,7 @@ def test_prompts_are_those_of_upstreams_preprocessor(made, tmp_path, prompt_type
 
 
 def test_upstreams_data_set_reads_our_rows(made, tmp_path):
-    """Row by row, without those that `dropped` counts; and it cannot read what `check_data_path`
+    """Row by row, without those that `report` counts; and it cannot read what `check_data_path`
     refuses.
     """
     folder, packed, tokenizer = made
@@ -210,7 +152,8 @@ def test_upstreams_data_set_reads_our_rows(made, tmp_path):
         for row in (row.columns for row in read_rows(folder / "chat" / "train_chat.parquet"))
     ]
     kept = [(prompt, answer) for prompt, answer in expected if len(prompt) < limit]
-    assert len(kept) == len(expected) - packed.dropped(limit) < len(expected)
+    left_out = len(expected) - len(kept)
+    assert f"MindSpeed-RL leaves out {left_out:,}\n" in packed.report(limit) and left_out > 0
     assert [(row["input_ids"], tokenizer.decode(row["labels"])) for row in rows] == kept
     assert unreadable == list(map(str, refused))
     for copy in refused:

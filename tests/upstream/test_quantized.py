@@ -14,11 +14,11 @@ from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 SERVED = [
-    Case("qwen2", "bfloat16", quantised="nvfp4,mxfp4,int8_w8a8"),
-    Case("qwen3", "bfloat16", tp=2, quantised="nvfp4,mxfp4,int8_w8a8"),
-    Case("qwen3_moe", "bfloat16", dp=2, quantised="nvfp4"),
-    Case("qwen3_moe", "bfloat16", tp=2, dp=2, quantised="nvfp4"),
-    Case("qwen2_moe", "bfloat16", dp=2, quantised="nvfp4"),
+    Case("qwen2", "bfloat16", formats=("nvfp4", "mxfp4", "int8_w8a8")),
+    Case("qwen3", "bfloat16", tp=2, formats=("nvfp4", "mxfp4", "int8_w8a8")),
+    Case("qwen3_moe", "bfloat16", dp=2, formats=("nvfp4",)),
+    Case("qwen3_moe", "bfloat16", tp=2, dp=2, formats=("nvfp4",)),
+    Case("qwen2_moe", "bfloat16", dp=2, formats=("nvfp4",)),
 ]
 
 
@@ -53,7 +53,7 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
     model = make(Case(case.family, case.dtype), models)
     ranks = run_case(case, model, upstream, str(HERE / "quantized_ranks.py"))
     weights = load_file(model / "model.safetensors")
-    for format in case.quantised.split(","):
+    for format in case.formats:
         for rank in ranks:
             found = rank[format]
             worst, own, unmatched = (fmean(found[key]) for key in ("worst", "own", "unmatched"))
@@ -65,8 +65,7 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
             )
             assert found["unequal"] == found["missing"] == []  # bit for bit
             assert max(found["worst"]) < 3 * max(found["own"]) and worst < 2 * own
-            # Qwen2's int8 activations fall otherwise with a last bit of bfloat16: there of_layers
-            # alone tells
+            # Qwen2's int8 activations fall otherwise with a last bit of bfloat16
             if (case.family, format) != ("qwen2", "int8_w8a8"):
                 assert unmatched > 2 * worst
             assert found["errors"] == pytest.approx(relative_errors(weights, format), rel=1e-4)
@@ -75,13 +74,6 @@ def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
             assert planted == named and planted
             assert found["int8_layers"] == (4 * LAYERS if format == "int8_w8a8" else 0)
             assert found["plain_again"]
-            if format == "int8_w8a8":
-                print(
-                    f"outputs of layers that are the formula's: {min(found['of_layers']):.3f} or "
-                    "more; of layers that are not quantised "
-                    f"{max(found['of_layers_unquantised']):.3f} or less"
-                )
-                assert min(found["of_layers"]) > 0.9 and max(found["of_layers_unquantised"]) < 0.5
 
 
 def start(family, layout, format, folder, upstream, tiny, *fault, **changes):

@@ -40,6 +40,6 @@ def test_a_changed_upstream_file(upstream, tiny, tmp_path):
     assert result.returncode == 1
     assert "upstream does not fit" in result.stderr and "MindSpeed-LLM in " not in result.stderr
     assert (
-        "changed mindspeed_rl/models/rollout/vllm_engine.py:1 (whole): our engine extends it"
+        "changed mindspeed_rl/models/rollout/vllm_engine.py (whole): our engine extends it"
         in result.stderr
     )

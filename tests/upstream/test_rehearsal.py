@@ -6,9 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from measure import terms
 from rehearsal import LAYERS, NOISY_NORMS, finished, make_config, run_engine, run_script
 
-from mindspeed_qerl.layout.memory import estimate, settings_of, terms
+from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -60,8 +61,6 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     assert left_by_vllm() <= before
 
     assert run.status()["state"] == "finished" and run.status()["step"] == 3
-    noisy = re.findall(r"AQN step (\d): Applied noise to (\d+) RMSNorm layers", result.stdout)
-    assert noisy == [("2", str(NOISY_NORMS[family])), ("3", str(NOISY_NORMS[family]))]
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2, 3]
     lora = run.facts()["lora"]
     assert {target: entry["parameters"] for target, entry in lora.items()} == lora_parameters(

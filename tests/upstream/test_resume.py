@@ -23,11 +23,7 @@ DYNAMIC = {
     "algorithm": {"routing_replay": "rollout"},
 }
 GSPO = {
-    "algorithm": {
-        "loss_mode": "gspo",
-        "loss_agg_mode": "seq-mean-token-mean",
-        "routing_replay": "record",
-    },
+    "algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean"},
     "rl_config.mini_batch_size": 2,
     "rollout_correction": {"method": "token_tis"},
     "rollout_quantization": {"format": "nvfp4"},

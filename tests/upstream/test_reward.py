@@ -1,6 +1,4 @@
-"""Our verifier function in place of upstream's: ours, a user's and upstream's by name, weights, and
-errors instead of silence.
-"""
+"""Our verifier function in place of upstream's: weights, a user's own, errors instead of silence."""
 
 import json
 
@@ -25,8 +23,6 @@ for responses, labels, names, weights, packed in cases:
         answers.append(reward.verifier(responses, data, config, data_path=data_path if packed else None))
     except ValueError as error:
         answers.append(f"{type(error).__name__}: {error}")
-config = SimpleNamespace(verifier_function=["base_acc"], verifier_weight=[1.0])
-answers.append(rule_verifier.verifier([RIGHT, "7"], {"labels": ["7", "7"]}, config)[0])
 
 process = reward.QeRLRuleReward.__ray_actor_class__.__new__(reward.QeRLRuleReward.__ray_actor_class__)
 reward.RuleReward.__ray_actor_class__.initialize = lambda self, *arguments: answers.append(len(arguments))
@@ -61,7 +57,6 @@ def fails(responses, answers, rows):
 def seen(responses, answers, rows):
     return [float(row == {"answer": "7"}) for row in rows]
 """
-RIGHT = "<think>3+4</think><answer>\\boxed{7}</answer>"
 
 
 @pytest.fixture(scope="module")
@@ -80,47 +75,25 @@ def answers(upstream, tmp_path_factory):
     )
     cases = [
         (["#### 7", "#### 8", "it is 7"], ["7 ", " 7", "7"], ["gsm8k_strict"], [1.0], False),
-        ([RIGHT, "#### 7"], ["7", "7"], ["gsm8k", "base_acc"], [0.5, 2.0], False),
+        (["#### 7", "it is 7"], ["7", "7"], ["gsm8k", "gsm8k_strict"], [0.5, 2.0], False),
         (["#### 7"], ["7"], ["gsm8c"], [1.0], False),
         (["#### 7"], None, ["gsm8k"], [1.0], False),
         (["#### 7", "#### 7"], ["7", " "], ["gsm8k"], [1.0], False),
         (["7", "two words"], ["0", "1 "], ["own_reward:levels"], [0.5], True),
         (["x"], ["7"], ["own_reward:seen"], [1.0], False),
         (["a", "b"], ["0", "1"], ["own_reward:fails"], [1.0], True),
-        ([RIGHT, "#### 7"], ["0", "0"], ["base_acc", "gsm8k"], [1.0, 1.0], True),
         (["a"], ["2"], ["own_reward:levels"], [1.0], True),
     ]
-    script = SCRIPT.replace("RIGHT", repr(RIGHT))
-    result = run_python(["-c", script, json.dumps([cases, data_path])], emulated(upstream), folder)
-    [line] = [line for line in result.stdout.splitlines() if line.startswith("ANSWERS")] or [
-        result.stderr[-2000:]
-    ]
-    return json.loads(line.removeprefix("ANSWERS"))
+    result = run_python(["-c", SCRIPT, json.dumps([cases, data_path])], emulated(upstream), folder)
+    assert "ANSWERS" in result.stdout, result.stderr[-2000:]
+    return json.loads(result.stdout.split("ANSWERS")[1])
 
 
-def test_labels_arrive_with_spaces(answers):
-    assert answers[0] == [[1.0, 0.0, 0.0], {"gsm8k_strict_rewards/mean": [1.0, 0.0, 0.0]}]
-
-
-def test_ours_and_upstreams_are_weighted_and_summed(answers):
-    scores, metrics = answers[1]
-    assert metrics["base_acc_rewards/mean"] == [1.0, 0.0] == answers[10]
-    assert scores == [
-        0.5 * ours + 2.0 * theirs
-        for ours, theirs in zip(metrics["gsm8k_rewards/mean"], metrics["base_acc_rewards/mean"])
-    ]
-    assert metrics["gsm8k_rewards/mean"][1] == 1.0
-
-
-def test_an_unknown_name_is_an_error_with_the_known_ones(answers):
-    assert "unknown verifier 'gsm8c', did you mean 'gsm8k'? Known: acc, acc_for_dapo" in answers[2]
-
-
-def test_missing_labels_are_an_error(answers):
-    assert answers[3].startswith(
-        "ConfigError: 1 responses with 0 labels: the data needs the column `labels`"
-    )
-    assert answers[4].startswith("ConfigError: label 1 of 2 is empty: pack the data again")
+def test_rewards_are_weighted_and_summed(answers):
+    strict, both = answers[:2]  # labels arrive with spaces
+    assert strict == [[1.0, 0.0, 0.0], {"gsm8k_strict_rewards/mean": [1.0, 0.0, 0.0]}]
+    means = {"gsm8k_rewards/mean": [1.0, 1.0], "gsm8k_strict_rewards/mean": [1.0, 0.0]}
+    assert both == [[2.5, 0.5], means]
 
 
 def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
@@ -128,28 +101,25 @@ def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
     assert answers[6][0] == [1.0], "without packed rows, a row is what is known of it"
 
 
-def test_its_exception_names_the_row(answers):
-    assert answers[7].startswith(
-        "RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero "
-        "(own_reward.py:5), on row 1 ("
-    )
-    assert "question 'What?', answer 'two words', response 'b'" in answers[7]
-
-
-def test_upstreams_verifiers_get_the_answers_of_packed_rows(answers):
-    assert answers[8] == [
-        [2.0, 1.0],
-        {"base_acc_rewards/mean": [1.0, 0.0], "gsm8k_rewards/mean": [1.0, 1.0]},
-    ]
-    assert answers[9].startswith(
-        "ConfigError: label '2' is not the number of one of the 2 packed rows"
-    )
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (2, "ConfigError: rl_config.verifier_function: unknown verifier 'gsm8c', did you mean"),
+        (3, "ConfigError: 1 responses with 0 labels: the data needs the column `labels`"),
+        (4, "ConfigError: label '' is neither an answer nor the number"),
+        (7, "RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero"),
+        (7, "own_reward.py:5), on 2 responses, the first: "),
+        (8, "ConfigError: label '2' is neither an answer nor the number of a packed row"),
+    ],
+)
+def test_what_is_wrong_is_an_error(number, words, answers):
+    assert words in answers[number]
 
 
 def test_the_reward_process_puts_it_in_upstreams_place(answers):
-    assert answers[11:13] == [3, [0.0, 10.0]]
+    assert answers[9:11] == [3, [0.0, 10.0]]
 
 
 def test_a_reward_process_ends_with_its_own_share(answers):
     """Upstream's takes more until all answers are taken: two nodes' processes seldom end together."""
-    assert answers[13] == [[4, 5], [6, 7]]
+    assert answers[11] == [[4, 5], [6, 7]]

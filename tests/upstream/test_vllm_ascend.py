@@ -3,14 +3,11 @@ clean and with noise on the norms, on every path that its selectors choose.
 """
 
 import pytest
-from ascend_rollout import CASES, FLASHCOMM, PREFETCH, UNSUMMED, Case, make, run_case
+from ascend_rollout import CASES, FLASHCOMM, PREFETCH, UNSUMMED, make, run_case
 
 FLOAT32 = 2e-5  # log-probs of a hundred products each, rounded on their way through two layers
-EAGER = [
-    "NPUModelRunner",
-    False,
-    0,
-]  # no runner of torchair's graphs, no ACL graph, nothing compiled
+# no runner of torchair's graphs, no ACL graph, nothing compiled
+EAGER = ["NPUModelRunner", False, 0]
 
 
 @pytest.fixture(scope="module")
@@ -23,25 +20,26 @@ def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
     ranks = run_case(case, make(case, models), upstream)
     for rank in ranks:
         assert rank["package"] == str(upstream / "vllm-ascend" / "vllm_ascend" / "__init__.py")
-        norm = "AscendQuantRMSNorm" if case.quantised == "W8A8_DYNAMIC" else "AscendRMSNorm"
-        assert norm in rank["classes"] and "RMSNorm" not in rank["classes"]
-        for worst, own in ((rank["worst"], rank["own"]), (rank["worst_noisy"], rank["own_noisy"])):
+        assert "AscendRMSNorm" in rank["classes"] and "RMSNorm" not in rank["classes"]
+        for worst, own in (rank["clean"], rank["noisy"]):
             # two computations in bfloat16, and transformers' own distance from float32
             assert worst < (FLOAT32 if case.dtype == "float32" else 3 * own)
-        assert rank["unmatched"] > 2 * rank["worst_noisy"]  # from transformers without the noise
-        assert rank["clean_again"]
-        assert EAGER == rank["graphs"]
+        assert rank["unmatched"] > 2 * rank["noisy"][0]  # from transformers without the noise
+        assert rank["clean_again"] and rank["graphs"] == EAGER
         assert operators(case) <= set(rank["operators"])
         assert (rank["cached"] >= 128) == bool(case.shared)
         # linear weights with CANN 8.3 in half precision, expert weights always
         half_83 = case.dtype == "bfloat16" and case.cann.startswith("8.3")
-        assert bool(rank["in_blocks"]) == bool(case.nz and (half_83 or "moe" in case.family))
-        assert rank["bytes_moved"] == bool(
-            rank["in_blocks"]
-        )  # a sync that writes plain bytes into them is seen
-    if "moe" in case.family:
+        assert bool(rank["in_blocks"]) == bool(case.nz and (half_83 or case.moe))
+        # a sync that writes plain bytes into them is seen
+        assert rank["bytes_moved"] == bool(rank["in_blocks"])
+    if case.moe:
         check_routes(case, ranks)
-        assert set(ranks[0]["methods"]) & expected_methods(case), ranks[0]["methods"]
+        # by which tokens go to experts (worker/model_runner_v1.py:1861-1890)
+        methods = {"ALLGATHER", "NAIVE_MULTICAST"}
+        if case.soc == "910C" and case.tp * case.dp > 1:
+            methods = {"MC2", "ALLTOALL"}
+        assert set(ranks[0]["methods"]) & methods, ranks[0]["methods"]
 
 
 def check_routes(case, ranks: list[dict]) -> None:
@@ -51,11 +49,7 @@ def check_routes(case, ranks: list[dict]) -> None:
     """
     for rank in ranks:
         routes = rank["routes"]
-        print(
-            f"\n{case}: "
-            + ", ".join(f"{name} {routes[name]:.1e}" for name in ("recorded", "shifted", "swapped"))
-            + f" below the weakest expert of transformers, of {routes['tokens']} tokens"
-        )
+        print(f"\n{case}: routes below the weakest expert of transformers, {routes}")
         assert routes["tokens"] > 50
         assert routes["recorded"] < 1e-4
         if case.dtype == "float32":  # two experts of eight
@@ -64,38 +58,14 @@ def check_routes(case, ranks: list[dict]) -> None:
         assert all("Were they read from a prefix cache" in fault for fault in routes["faults"])
 
 
-def expected_methods(case) -> set[str]:
-    """By which tokens go to experts (worker/model_runner_v1.py:1861-1890)."""
-    return (
-        {"MC2", "ALLTOALL"}
-        if case.soc == "910C" and case.tp * case.dp > 1
-        else {"ALLGATHER", "NAIVE_MULTICAST"}
-    )
-
-
 def operators(case) -> set[str]:
-    """What runs only where the variables or the quantisation of `case` are acted upon."""
+    """What runs only where the variables of `case` are acted upon."""
     if case.variables == FLASHCOMM:  # and its fused product with CANN 8.3
         return {"reduce_scatter", "npu_mm_reduce_scatter_base"}
-    quantised = {
-        "W8A8": {"npu_add_rms_norm_quant"},
-        "W8A8_DYNAMIC": {"npu_add_rms_norm", "npu_dynamic_quant"},
-    }
-    return (
-        {"npu_prefetch"}
-        if case.variables == PREFETCH
-        else quantised.get(case.quantised, {"npu_rms_norm"})
-    )
-
-
-def test_graphs_are_captured_where_they_are_not_refused(upstream, models):
-    """What generate_config.enforce_eager, which the settings ask for, turns off."""
-    case = Case("qwen3", "bfloat16", eager=False)
-    assert [rank["graphs"] for rank in run_case(case, make(case, models), upstream)] == [
-        ["NPUModelRunner", True, 3]
-    ]
+    return {"npu_prefetch"} if case.variables == PREFETCH else {"npu_rms_norm"}
 
 
 def test_the_parts_of_a_shared_expert_stay_apart_on_a_910c(upstream, models):
     """Why layout/rules.py refuses it; the day this fails, the rule goes."""
-    assert min(rank["worst"] for rank in run_case(UNSUMMED, make(UNSUMMED, models), upstream)) > 0.1
+    ranks = run_case(UNSUMMED, make(UNSUMMED, models), upstream)
+    assert min(rank["clean"][0] for rank in ranks) > 0.1

@@ -37,19 +37,19 @@ class _Characters(dict):
     def __missing__(self, code: int) -> str:
         character = chr(code)
         category = unicodedata.category(character)
-        if category == "Nd":
+        if character in _SAME_AS:
+            read = _SAME_AS[character]
+        elif category == "Nd":
             read = str(unicodedata.decimal(character))
         elif category[0] == "L":
             read = character
         else:
-            of_category = _OF_CATEGORY.get(category, _OF_CATEGORY.get(category[0], UNKNOWN))
-            read = _SAME_AS.get(character, of_category)
+            read = _OF_CATEGORY.get(category, _OF_CATEGORY.get(category[0], UNKNOWN))
         self[code] = read
         return read
 
 
-# these apostrophes are letters in Unicode
-_CHARACTERS = _Characters({ord(letter): "'" for letter in "\u02b9\u02bb\u02bc"})
+_CHARACTERS = _Characters()
 _FOREIGN = re.compile(r"[^\x00-\x7f]+")
 _SPACES = re.compile("  +")
 _SPACE_COMMAND = r"(?:(?:thin|med|thick|neg|en|hair|nobreak)?space|q?quad)(?![a-zA-Z]) ?"

@@ -1,6 +1,5 @@
 """Conversion: what is written, and that nothing is written when something is wrong."""
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -34,15 +33,12 @@ def snapshot(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def name_of(line):
-    return Path(line.split("  ")[0]).name
-
-
-def test_files_and_summary(tmp_path):
+def test_files_and_counts(tmp_path):
     big = {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"}
     written = convert(write_raw(tmp_path / "raw", train=[ROW, big]), tmp_path / "new" / "out")
     out = tmp_path / "new" / "out"
-    assert sorted(path.name for path in out.iterdir()) == sorted(map(name_of, written)) == NAMES
+    assert sorted(path.name for path in out.iterdir()) == NAMES
+    assert written == {"train": 2, "test": 1}
     assert [row.columns for row in read_rows(out / "train_chat.parquet")] == [
         {
             "messages": chat_messages(ROW["question"]),
@@ -62,12 +58,6 @@ def test_files_and_summary(tmp_path):
         {"problem": ROW["question"], "answer": "7"},
         {"problem": "500*2?", "answer": "1000"},
     ]
-    for line in written:
-        content = (out / name_of(line)).read_bytes()
-        assert line == (
-            f"{out / name_of(line)}  {2 if 'train' in line else 1} rows  {len(content):,} bytes  "
-            f"sha256 {hashlib.sha256(content).hexdigest()}"
-        )
 
 
 TURN = {"role": "user", "content": "3+4? Think."}
@@ -113,28 +103,6 @@ def test_rows_of_verl_and_trl(tmp_path, published, question, answer, solution):
         "answer": answer,
         "solution": solution,
     }
-    if "####" not in solution:
-        with pytest.raises(
-            ValueError, match="no published solution, whose steps can be counted: '7'"
-        ):
-            convert(tmp_path / "raw", tmp_path / "few", max_steps=2)
-
-
-@pytest.mark.parametrize(
-    "published, words",
-    [
-        ({"prompt": [TURN], "solution": "seven"}, "not a number: 'seven'"),
-        ({"prompt": [TURN]}, "column 'answer' is missing; the row has prompt"),
-        (
-            {"prompt": [TURN, {"role": "assistant", "content": "7"}], "answer": "7"},
-            "column 'prompt' ends with a turn of",
-        ),
-    ],
-)
-def test_bad_rows_of_others_name_their_line(tmp_path, published, words):
-    with pytest.raises(ValueError) as error:
-        convert(write_raw(tmp_path / "raw", train=[ROW, published]), tmp_path / "out")
-    assert f"train.jsonl:2: {words}" in str(error.value)
 
 
 def test_same_input_same_bytes(tmp_path):
@@ -145,47 +113,27 @@ def test_same_input_same_bytes(tmp_path):
     assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
 
 
-def test_one_file_is_one_split(tmp_path):
-    raw = write_raw(tmp_path / "raw")
-    convert(raw / "test.jsonl", tmp_path / "out")
-    assert sorted(snapshot(tmp_path / "out")) == ["test.jsonl", "test_chat.parquet"]
-    (raw / "test.jsonl").rename(raw / "questions.jsonl")
-    with pytest.raises(
-        ValueError, match=r"cannot tell the split of .*questions.jsonl: name the file train\*.jsonl"
-    ):
-        convert(raw / "questions.jsonl", tmp_path / "other")
-
-
 @pytest.mark.parametrize(
     "bad, words",
     [
         ({"question": "q"}, "column 'answer' is missing"),
-        ({"question": "q", "answer": "no hashes"}, "no '#### n'"),
+        ({"question": "q", "answer": "no hashes"}, "not a number: 'no hashes'"),
         ('{"question": ', "invalid JSON"),
-        ("", "empty line"),
-        ("[1]", "got list"),
     ],
 )
-@pytest.mark.parametrize("earlier", [False, True])
-def test_bad_row_names_its_line_and_changes_nothing(tmp_path, bad, words, earlier):
-    out = tmp_path / "deep" / "out"
-    if earlier:
-        convert(write_raw(tmp_path / "first"), out)
-    before = snapshot(out) if earlier else None
+def test_bad_row_names_its_line_and_changes_nothing(tmp_path, bad, words):
     raw = write_raw(tmp_path / "raw", test=[ROW, bad, ROW])
     with pytest.raises(ValueError) as error:
-        convert(raw, out)
-    assert f"{raw / 'test.jsonl'}:2: " in str(error.value) and words in str(error.value)
-    assert snapshot(out) == before if earlier else not (tmp_path / "deep").exists()
+        convert(raw, tmp_path / "out")
+    assert f"{raw / 'test.jsonl'}:2: {words}" in str(error.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("failure", [OSError("disk full"), KeyboardInterrupt()])
-@pytest.mark.parametrize("earlier", [False, True])
-def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure, earlier):
+def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure):
     out = tmp_path / "deep" / "out"
-    if earlier:
-        convert(write_raw(tmp_path / "first"), out)
-    before = snapshot(out) if earlier else None
+    convert(write_raw(tmp_path / "raw"), out)
+    before = snapshot(out)
 
     def fails_half_way(path, content):
         path.write_text("half a li")
@@ -194,25 +142,15 @@ def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure, e
     monkeypatch.setattr(Path, "write_bytes", fails_half_way)
     with pytest.raises(type(failure)):
         convert(write_raw(tmp_path / "raw", train=[ROW, ROW]), out)
-    assert snapshot(out) == before if earlier else not (tmp_path / "deep").exists()
+    assert snapshot(out) == before
 
 
 def test_input_is_never_replaced(tmp_path):
     raw = write_raw(tmp_path / "raw")
     before = snapshot(raw)
-    with pytest.raises(ValueError, match="train.jsonl is input and output"):
+    with pytest.raises(ValueError, match="raw is input and output"):
         convert(raw, tmp_path / "raw" / ".." / "raw")
     assert snapshot(raw) == before
-
-
-def test_output_in_the_way(tmp_path):
-    raw = write_raw(tmp_path / "raw")
-    with pytest.raises(ValueError, match="is a file: name a folder"):
-        convert(raw, raw / "train.jsonl")
-    (tmp_path / "out" / "test.jsonl").mkdir(parents=True)
-    with pytest.raises(ValueError, match="test.jsonl is in the way"):
-        convert(raw, tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["test.jsonl"]
 
 
 def test_missing_or_empty_split(tmp_path):
@@ -220,7 +158,7 @@ def test_missing_or_empty_split(tmp_path):
     with pytest.raises(ValueError, match="no test rows"):
         convert(raw, tmp_path / "out")
     (raw / "test.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match="no test rows in"):
+    with pytest.raises(FileNotFoundError, match="no test.jsonl or test.parquet"):
         convert(raw, tmp_path / "out")
 
 
@@ -229,14 +167,13 @@ def test_tool(tmp_path):
     arguments = ["--input", raw, "--output", tmp_path / "out"]
     done = run_tool("convert_gsm8k", *arguments, "--max-steps", 1)
     assert done.returncode == 0, done.stderr
-    digest = hashlib.sha256((tmp_path / "out" / "train_chat.parquet").read_bytes()).hexdigest()
-    assert digest in done.stdout and len(done.stdout.splitlines()) == 4
+    assert f"{tmp_path / 'out'}: 1 rows of train\n" in done.stdout
     done = run_tool("convert_gsm8k", *arguments, "--max-steps", 0)
-    assert done.returncode == 1 and "has at most 0 steps; the fewest are 1" in done.stderr
+    assert done.returncode == 1 and "no train rows, or none of so few steps" in done.stderr
     write_raw(raw, train=[ROW, {"question": "q", "answer": "none"}])
     done = run_tool("convert_gsm8k", *arguments)
     assert done.returncode == 1 and done.stdout == ""
-    assert f"convert_gsm8k: {raw / 'train.jsonl'}:2: column 'answer': no '#### n'" in done.stderr
+    assert f"convert_gsm8k: {raw / 'train.jsonl'}:2: not a number: 'none'" in done.stderr
     assert run_tool("convert_gsm8k", "--input", raw).returncode == 2
 
 
@@ -259,9 +196,7 @@ def test_problems_of_few_steps(tmp_path, most, kept):
 
 def test_no_problem_of_so_few_steps(tmp_path):
     raw = write_raw(tmp_path / "raw", test=[{"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"}])
-    with pytest.raises(
-        ValueError, match="raw: no test problem has at most 1 steps; the fewest are 2"
-    ):
+    with pytest.raises(ValueError, match="raw: no test rows, or none of so few steps"):
         convert(raw, tmp_path / "out", max_steps=1)
     assert not (tmp_path / "out").exists()
 

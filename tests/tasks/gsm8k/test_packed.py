@@ -2,7 +2,6 @@
 writer.
 """
 
-import hashlib
 import json
 import random
 import sys
@@ -137,21 +136,14 @@ def check_split(split, packed, tokenizer_dir, chat_file):
         assert tokenizer.decode(label) == row["answer"] and not set(label) & set(
             tokenizer.all_special_ids
         )
-    assert (
-        packed.prompt_lengths == prompts.sequence_lengths.tolist()
-        and packed.prompts_with_unknown == 0
-    )
+    assert packed.prompt_lengths == prompts.sequence_lengths.tolist()
     return [prompt.tolist() for prompt in prompts]
 
 
 def test_every_row_reads_back(tmp_path, raw, bpe):
     packed = convert_packed(raw, tmp_path / "new" / "out", bpe)
     convert(raw, tmp_path / "chat")
-    assert (
-        sorted(Path(line.split("  ")[0]).name for split in packed for line in split.files)
-        == sorted(snapshot(tmp_path / "new" / "out"))
-        == NAMES
-    )
+    assert sorted(snapshot(tmp_path / "new" / "out")) == NAMES
     for split, one in zip(("train", "test"), packed, strict=True):
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
         prompts = check_split(split, one, bpe, chat_file)
@@ -178,30 +170,19 @@ def test_bytes_are_those_of_megatrons_writer(tmp_path):
         )
 
 
-def test_one_file_is_one_split_and_bytes_repeat(tmp_path, raw, bpe):
-    convert_packed(raw, tmp_path / "both", bpe)
-    [test] = convert_packed(raw / "test.jsonl", tmp_path / "one", bpe)
-    convert_packed(raw / "test.jsonl", tmp_path / "one", bpe)  # again, over the first
-    assert test.data_path == tmp_path / "one" / "gsm8k_test"
-    assert (
-        snapshot(tmp_path / "one").items() < snapshot(tmp_path / "both").items()
-        and len(snapshot(tmp_path / "one")) == 4
-    )
+def test_bytes_repeat(tmp_path, raw, bpe):
+    convert_packed(raw, tmp_path, bpe)
+    before = snapshot(tmp_path)
+    convert_packed(raw, tmp_path, bpe)  # over the first
+    assert snapshot(tmp_path) == before
 
 
-def test_problems_of_few_steps(tmp_path, raw, bpe):
-    [train] = convert_packed(raw / "train.jsonl", tmp_path / "packed", bpe, max_steps=0)
-    convert(raw / "train.jsonl", tmp_path / "chat", max_steps=0)
-    assert len(check_split("train", train, bpe, tmp_path / "chat" / "train_chat.parquet")) == 2, (
-        "the unusual ones"
-    )
-
-
-def test_dropped_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
-    [test] = convert_packed(raw / "test.jsonl", tmp_path, bpe)
+def test_the_report_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
+    _, test = convert_packed(raw, tmp_path, bpe)
     longest = max(test.prompt_lengths)
-    assert test.dropped(longest + 1) == 0 and test.dropped(1) == 15
-    assert test.dropped(longest) == test.prompt_lengths.count(longest)
+    count = test.prompt_lengths.count(longest)
+    for limit, dropped in ((longest + 1, 0), (1, 15), (longest, count)):
+        assert f"MindSpeed-RL leaves out {dropped}\n" in test.report(limit)
 
 
 def half_written(path, data):
@@ -214,29 +195,29 @@ def half_written(path, data):
 @pytest.mark.parametrize(
     "fault, error, message",
     [
-        ("bad row", ValueError, "test.jsonl:16: column 'answer': no '#### n'"),
+        ("bad row", ValueError, "test.jsonl:16: not a number: 'none'"),
         (
             "no chat template",
             ValueError,
-            "has no chat template, so a question cannot become a prompt: give an instruct",
+            "train: the chat template of .* makes no prompt of it: .*chat_template is not set",
         ),
         (
             "template fails",
             ValueError,
-            "train row 1: the tokenizer.s chat template refuses its messages: no templates here",
+            "train: the chat template of .*: no templates here",
         ),
         (
             "answers change",
             ValueError,
-            r"train row \d+: the tokenizer turns the answer '\d\d' into .* and that back into '\d \d'",
+            r"the tokenizer turns the label '\d\d' into .* and that back into '\d \d'",
         ),
-        ("no directory", FileNotFoundError, "no directory .*nowhere: --tokenizer is the directory"),
+        ("no directory", ValueError, "nowhere has no tokenizer that transformers can read"),
         ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
         ("disk full", OSError, "disk full"),
         (
             "foreign field",
             ValueError,
-            "gsm8k_test_packed_attention_mask_document.idx was not written by this tool",
+            "gsm8k_test_packed_attention_mask_document.idx would be read as a part",
         ),
     ],
 )
@@ -245,7 +226,7 @@ def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, 
     source.mkdir()
     for split in ("train", "test"):
         (source / f"{split}.jsonl").write_bytes((raw / f"{split}.jsonl").read_bytes())
-    convert_packed(raw / "train.jsonl", output, bpe)
+    convert_packed(raw, output, bpe)
     if fault == "bad row":
         with open(source / "test.jsonl", "a") as file:
             file.write('{"question": "q", "answer": "none"}\n')
@@ -273,7 +254,7 @@ def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, 
     assert snapshot(output) == before
 
 
-@pytest.mark.parametrize("name", ["a+b", "a*", "[a]", "(a", "a|b", "$a", "a{2}"])
+@pytest.mark.parametrize("name", ["a+b", "[a]", "a{2}"])
 def test_folders_that_upstream_cannot_find(tmp_path, raw, bpe, name):
     with pytest.raises(
         ValueError,
@@ -284,30 +265,11 @@ def test_folders_that_upstream_cannot_find(tmp_path, raw, bpe, name):
 
 
 def test_tool(tmp_path, raw, bpe):
-    arguments = [
-        "--input",
-        raw / "test.jsonl",
-        "--format",
-        "mindspeed",
-        "--output",
-        tmp_path / "out",
-    ]
+    arguments = ["--input", raw, "--format", "mindspeed", "--output", tmp_path / "out"]
     done = run_tool("convert_gsm8k", *arguments, "--tokenizer", bpe, "--max-prompt-length", "1")
     assert done.returncode == 0, done.stderr
     assert f'  data_path: "{tmp_path / "out" / "gsm8k_test"}"\n' in done.stdout
-    assert "unknown token" not in done.stdout
-    assert (
-        "  15 of 15 have 1 tokens or more: with max_prompt_length: 1 MindSpeed-RL leaves them out\n"
-        in done.stdout
-    )
-    for name, content in snapshot(tmp_path / "out").items():
-        digest = hashlib.sha256(content).hexdigest()
-        line = f"{tmp_path / 'out' / name}  15 rows  {len(content):,} bytes  sha256 {digest}\n"
-        assert line in done.stdout
-    digits = words(tmp_path / "digits", decoders.Fuse())
-    done = run_tool("convert_gsm8k", *arguments, "--tokenizer", digits)
-    assert done.returncode == 0 and "max_prompt_length" not in done.stdout
-    assert "15 of 15 prompts hold the tokenizer's unknown token" in done.stdout
+    assert "; with max_prompt_length: 1 MindSpeed-RL leaves out 15\n" in done.stdout
     done = run_tool("convert_gsm8k", *arguments, "--tokenizer", raw)
     assert done.returncode == 1 and done.stderr.startswith("convert_gsm8k: ") and not done.stdout
 
@@ -326,13 +288,12 @@ def test_arguments_that_do_not_go_together(tmp_path, arguments):
     assert done.returncode == 2 and "error: --" in done.stderr and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "split, count", [("test", 1319), pytest.param("train", 7473, marks=pytest.mark.full)]
-)
-def test_gsm8k_itself(tmp_path, bpe, split, count):
+@pytest.mark.full
+def test_gsm8k_itself(tmp_path, bpe):
     if not GSM8K.is_dir():
         pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
-    convert(GSM8K / f"{split}.jsonl", tmp_path / "chat")
-    [packed] = convert_packed(GSM8K / f"{split}.jsonl", tmp_path / "out", bpe)
-    assert len(packed.prompt_lengths) == count
-    check_split(split, packed, bpe, tmp_path / "chat" / f"{split}_chat.parquet")
+    convert(GSM8K, tmp_path / "chat")
+    packed = convert_packed(GSM8K, tmp_path / "out", bpe)
+    for split, count, one in zip(("train", "test"), (7473, 1319), packed):
+        assert len(one.prompt_lengths) == count
+        check_split(split, one, bpe, tmp_path / "chat" / f"{split}_chat.parquet")

@@ -58,7 +58,7 @@ def assert_read_alike(text: str) -> None:
 @given(texts)
 @example("an\u017fwer is 5, 6")
 @example("answer \u0130s 5, 6")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_answer(text):
     assert_read_alike(text)
 
@@ -128,7 +128,7 @@ def made_answer(rng: random.Random) -> str:
     return text
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(10**6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [600, pytest.param(10**6, marks=pytest.mark.full)])
 def test_answers_of_the_grammar(count):
     """Many are read: a reader that reads nothing would agree with itself."""
     rng, read_ones = random.Random(count), 0
@@ -143,7 +143,7 @@ def test_answers_to_gsm8k():
     """Its own solutions, said in other ways: right, wrong, hedged, without a number, cut off."""
     if not GSM8K.is_dir():
         pytest.skip("no ../shared/data/gsm8k beside the repository")
-    for line in (GSM8K / "test.jsonl").read_bytes().splitlines()[::60]:
+    for line in (GSM8K / "test.jsonl").read_bytes().splitlines()[::200]:
         solution = json.loads(line)["answer"]
         body, _, gold = solution.rpartition("#### ")
         wrong = str(int(gold.replace(",", "")) + 1)

@@ -1,0 +1,49 @@
+"""The numbers of a model: what each may be, and one sentence for each that is not."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
+
+from mindspeed_qerl.common.errors import ConfigError
+
+LARGEST = 10**9  # of any one size
+Size = Annotated[int, Field(ge=1, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Number = Annotated[float, Field(gt=0, lt=1e30)]
+Sizes = TypeVar("Sizes")
+
+
+@dataclass_transform(frozen_default=True)
+def sizes(cls: type) -> type:
+    return dataclass(cls, frozen=True, config=ConfigDict(strict=True))
+
+
+def checked(kind: type[Sizes], values: Mapping[str, Any], place: str = "") -> Sizes:
+    """A `kind`, a class made by `sizes`, of those of `values` that it has.
+
+    Raises:
+        ConfigError: a fault for each value that is missing or impossible; `place` are words behind
+            it, such as " in config.json".
+    """
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        faults = []
+        for wrong in error.errors():
+            message = wrong["msg"].removeprefix("Value error, ")
+            if wrong["type"] == "missing":
+                message = f"{wrong['loc'][0]} is missing{place}"
+            elif wrong["loc"]:
+                message = f"{wrong['loc'][0]} = {wrong['input']!r}{place}: {message}"
+            faults.append(message)
+        raise ConfigError(*faults) from error
+
+
+def head_dim_of(hidden_size: Any, num_attention_heads: Any) -> Any:
+    """The width of a head that nothing else says; None for what has none."""
+    try:
+        return hidden_size // num_attention_heads
+    except (TypeError, ZeroDivisionError):
+        return None
