@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.runs.metrics import read_jsonl
+from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
 Rows = list[dict[str, Any]]
@@ -71,19 +72,12 @@ def table(rows: Rows) -> list[str]:
     return markdown_table(header, (cells.values() for cells in lines.values()))
 
 
-def draw(rows: Rows, path: Path) -> None:
-    """The noise by step, as a picture."""
-    import matplotlib as mpl
-
-    from mindspeed_qerl.runs.plots import STYLE, noise
-
+def draw(rows: Rows, folder: Path) -> list[Path]:
+    """The noise by step, as a picture in `folder`; no file where there was none."""
     steps = {row["step"]: row for row in rows if row["event"] == "noise" and not row["rank"]}
     names = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction")
     columns = {name: [float(row[name]) for row in steps.values()] for name in names}
-    with mpl.rc_context(STYLE):
-        figure = noise(columns)
-        if figure:
-            figure.savefig(path, dpi=150)
+    return write_plots(columns, {"step": []}, folder, str(folder)) if steps else []
 
 
 def main() -> None:
@@ -96,8 +90,8 @@ def main() -> None:
     if not rows:
         parser.error(f"{folder} has no line of a rollout worker: AQN was in none")
     print("\n".join(table(rows)))
-    draw(rows, folder / "noise.png")
-    print(f"picture: {folder / 'noise.png'}")
+    for picture in draw(rows, folder):
+        print(f"picture: {picture}")
     sentences = faults(rows)
     print("\n".join(sentences))
     sys.exit(bool(sentences))
