@@ -109,9 +109,8 @@ def lacking_cpus(recipe: Recipe, width: int, npus: Sequence[int], cpus: Sequence
 
 def check_resources(recipe: Recipe, patience: float = 10) -> None:
     """EngineError if Ray has too few NPUs or CPUs, or if others hold them; upstream would wait for
-    ever (`ray.get(pg.ready())`, launcher.py:101). Within `patience` seconds what an earlier run has
-    given back shows again. (Whether nodes are wide enough for upstream's groups, the preflight
-    asks.)
+    ever (`ray.get(pg.ready())`, launcher.py:101); or if several nodes cannot hold upstream's
+    groups. Within `patience` seconds what an earlier run has given back shows again.
     """
     need = {"NPU": recipe.layout.world, "CPU": needed_cpus(recipe)}
     cluster, until = look(), time.monotonic() + patience
@@ -124,8 +123,32 @@ def check_resources(recipe: Recipe, patience: float = 10) -> None:
         if count >= need[name]:
             reason = f"{free} are free, the others are {holders(cluster)}: wait, or end it"
         raise EngineError(f"{need[name]} {name}s are needed, Ray has {count}. {reason}")
+    if len(cluster["npus"]) == 1 or recipe.emulate_npu:
+        return
+    dies = dies_of_a_node()
+    width = min(dies, recipe.layout.world)
+    if placed(width, recipe.layout.world, cluster["npus"]) is None:
+        raise EngineError(
+            f"this node shows {dies} dies to CANN, and upstream asks Ray for groups of {width} on "
+            f"one node each (launcher.py:64-101); the nodes have "
+            f"{', '.join(map(str, cluster['npus']))}: it would wait for ever. Set "
+            "ASCEND_RT_VISIBLE_DEVICES on every node to the dies that the run has there, from 0 on"
+        )
+    if lacking := lacking_cpus(recipe, width, cluster["npus"], cluster["cpus"]):
+        raise EngineError(f"{lacking}. {WAYS_OUT['CPU']}")
 
 
 def _short(cluster: dict[str, Any], need: dict[str, int]) -> list[str]:
     """The resources of which less is available than needed."""
     return [name for name, count in need.items() if cluster["available"].get(name, 0) < count]
+
+
+def dies_of_a_node() -> int:
+    """As upstream counts them, in this process (launcher.py:64-77)."""
+    try:
+        import acl
+
+        count, error = acl.rt.get_device_count()
+    except ImportError:
+        return 8
+    return 8 if error else count

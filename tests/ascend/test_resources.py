@@ -100,19 +100,37 @@ def test_npus_that_another_job_holds(cluster, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cpus, fault",
+    "dies, cpus, fault",
     [
+        (8, (100, 100), None),
+        (4, (100, 100), None),
+        (16, (100, 100), "this node shows 16 dies to CANN.* the nodes have 8, 8"),
+        (12, (100, 100), "this node shows 12 dies to CANN.* the nodes have 8, 8"),
         # eight ranks of 4 on each, a reward process, and the transfer dock's 10 on one of them; the
         # nodes together have the 76 that are counted for one machine
-        ((43, 33), ""),
-        ((32, 44), ""),
-        ((42, 42), "the nodes have 42, 42 CPUs free; their ranks reserve 32, 32, "),
-        ((76, 31), "the nodes have 76, 31 CPUs free; "),
+        (8, (43, 33), None),
+        (8, (32, 44), None),
+        (
+            8,
+            (42, 42),
+            "the nodes have 42, 42 CPUs free; their ranks reserve 32, 32, .*larger --num-cpus",
+        ),
+        (
+            8,
+            (76, 31),
+            "the nodes have 76, 31 CPUs free; .* the transfer dock 10 on one .*larger --num-cpus",
+        ),
     ],
 )
-def test_two_nodes_whose_cpus_lie_as_upstreams_groups_need_them(cpus, fault):
-    assert of_ray.lacking_cpus(asked(16, 4), 8, [8, 8], cpus).startswith(fault)
-    assert bool(of_ray.lacking_cpus(asked(16, 4), 8, [8, 8], cpus)) == bool(fault)
+def test_two_nodes_that_upstreams_groups_fit_into_and_others(dies, cpus, fault, monkeypatch):
+    """launcher.py:64-104: as many NPUs on one node as the driver's node shows."""
+    sums = {"NPU": 16.0, "CPU": float(sum(cpus))}
+    nodes = dict(resources=sums, available=sums, nodes=2, jobs=[], npus=[8, 8], cpus=list(cpus))
+    monkeypatch.setattr(of_ray, "look", lambda: nodes)
+    acl = SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda: (dies, 0)))
+    monkeypatch.setitem(sys.modules, "acl", acl)
+    with pytest.raises(EngineError, match=fault) if fault else nullcontext():
+        check_resources(asked(16, 4), patience=0)
 
 
 def test_the_first_ranks_are_on_the_drivers_node(monkeypatch):
