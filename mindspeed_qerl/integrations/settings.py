@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,3 @@ def settings_of_environment() -> Settings | None:
     if not text.lstrip().startswith("{"):
         text = Path(text).read_text()
     return read_settings(json.loads(text))
-
-
-def to_json(settings: Settings) -> str:
-    """For MINDSPEED_QERL_ROLLOUT."""
-    return json.dumps(asdict(settings))

@@ -9,7 +9,7 @@ TRL's vLLM server is another process: set MINDSPEED_QERL_ROLLOUT there (vllm.py,
 from typing import Any
 
 from mindspeed_qerl.integrations.settings import read_settings
-from mindspeed_qerl.integrations.vllm import WorkerRollout, attach
+from mindspeed_qerl.integrations.vllm import WorkerRollout
 
 
 def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
@@ -29,7 +29,7 @@ def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
             "set MINDSPEED_QERL_ROLLOUT where it is started"
         )
     worker = generation.llm.llm_engine.model_executor.driver_worker.worker
-    rollout = attach(worker, read_settings(settings))
+    rollout = WorkerRollout(worker, read_settings(settings))
     rollout.step = lambda: trainer.state.global_step
     rollout.total_steps = lambda: trainer.state.max_steps
     generate = generation.generate

@@ -4,7 +4,7 @@
         mindspeed_qerl.integrations.verl.NoiseExtension
 
 and MINDSPEED_QERL_ROLLOUT in the environment of Ray's workers. verl samples its validation from
-the same workers: they have the noise of the step unless `rollout_clean` is called on them.
+the same workers, with the noise of the step. Written for verl 0.9.1; no whole run was made yet.
 """
 
 from typing import Any

@@ -7,7 +7,7 @@ of the step is put on.
 
 Three ways in: `worker_extension_cls="mindspeed_qerl.integrations.vllm.NoiseExtension"`; the plugin
 `mindspeed_qerl`, which vLLM loads in every process and which acts where MINDSPEED_QERL_ROLLOUT is
-set; or `attach`. Read with vLLM 0.11 (vllm-ascend 0.11) and 0.32.
+set; or a `WorkerRollout` in code. Read with vLLM 0.11 (vllm-ascend 0.11) and 0.32.
 """
 
 import contextlib
@@ -232,11 +232,6 @@ class WorkerRollout:
             self.cannot_write = True
 
 
-def attach(worker: Any, settings: Settings) -> WorkerRollout:
-    """Noise and arrival in a worker of this process, whose model is loaded."""
-    return WorkerRollout(worker, settings)
-
-
 def attach_when_loaded(worker: Any) -> None:
     """The same of a worker that has yet to load its model, by MINDSPEED_QERL_ROLLOUT; nothing
     without it.
@@ -248,7 +243,7 @@ def attach_when_loaded(worker: Any) -> None:
 
     def load_and_attach(*args: Any, **kwargs: Any) -> Any:
         result = load_model(*args, **kwargs)
-        attach(worker, settings)
+        WorkerRollout(worker, settings)
         return result
 
     worker.load_model = load_and_attach
