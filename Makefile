@@ -6,6 +6,9 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
+# What is imported is compiled once, into the environments (uv compiles nothing), also where an image tells Python
+# not to: half of what a process takes to import vLLM, and a run has several.
+export PYTHONDONTWRITEBYTECODE =
 PYTHON ?= python3
 # Asked only if the configured package index has no CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
