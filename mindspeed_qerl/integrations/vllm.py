@@ -14,8 +14,9 @@ import contextlib
 import json
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
 
 logger = logging.getLogger(__name__)
 
+# adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
+NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
 MARK = "mindspeed_qerl_rollout"  # the worker's attribute
 
 
@@ -62,6 +65,7 @@ class WorkerRollout:
         # scaled here and there, which may round in another order
         self.adapter_arrival = Arrival(settings.elements, tolerance=2)
         self.adapter: int | None = None  # sent, and not yet compared
+        self.not_compared = 0  # adapters of NOT_COMPARED that came with it
         self.syncs = 0
         self.injector: NoiseInjector | None = None  # while its noise is on
         self.is_loading = self.is_clean = self.cannot_write = False
@@ -116,14 +120,20 @@ class WorkerRollout:
 
     def _add_lora(self, original: Callable[..., Any], request: Any) -> Any:
         self._start_sync()
-        result = original(request)
         tensors = getattr(request, "lora_tensors", None)  # verl's and ms-swift's requests
         if tensors and self._is_proved:
-            self.adapter_arrival.begin()
-            for name, tensor in scaled_adapters(tensors, request.peft_config):
-                self.adapter_arrival.expect(name, tensor)
+            self._expect_adapter(tensors, request.peft_config)  # vLLM scales B in place
             self.adapter = request.lora_int_id
-        return result
+        return original(request)
+
+    def _expect_adapter(self, tensors: Mapping[str, torch.Tensor], peft_config: Any) -> None:
+        self.adapter_arrival.begin()
+        self.not_compared = 0
+        for name, tensor in scaled_adapters(tensors, peft_config):
+            if re.search(NOT_COMPARED, name):
+                self.not_compared += 1
+            else:
+                self.adapter_arrival.expect(name, tensor)
 
     def _sleep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._take_off()
@@ -172,6 +182,7 @@ class WorkerRollout:
             "arrival",
             of=what,
             tensors=len(arrival.sent),
+            not_compared=self.not_compared,
             unchanged=arrival.unchanged,
             failures=[asdict(failure) for failure in failures],
             seconds=time.perf_counter() - started,

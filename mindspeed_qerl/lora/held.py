@@ -47,10 +47,10 @@ def held_parts(model: torch.nn.Module) -> Iterator[Held]:
 
 def held_adapters(model: torch.nn.Module, slot: int) -> Iterator[Held]:
     """The adapters beside the weights, in vLLM's `slot`, as "...lora_A.weight" [r, in] and
-    "...lora_B.weight" [out, r], which has the scaling in it.
+    "...lora_B.weight" [out, r], which has the scaling in it; those of linear layers.
     """
     for name, module in model.named_modules():
-        if not hasattr(module, "lora_a_stacked"):
+        if not isinstance(getattr(module, "lora_a_stacked", None), tuple):
             continue
         parent, _, leaf = name.rpartition(".")
         leaves = FUSED.get(leaf, (leaf,))

@@ -1,0 +1,89 @@
+"""What the programs of these tests share. They are processes of their own: vLLM and the trainers
+change whole processes.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mindspeed_qerl.demo.tiny_model import build_tokenizer
+from tests.local.conftest import make_model
+
+QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+FLOAT32 = 3e-5  # log-probs of a hundred products each, rounded on their way through two layers
+
+
+def with_tokenizer(family: str, folder: Path) -> Path:
+    """A small model of random weights in `folder`, and the tokenizer of the demo's."""
+    tokenizer = build_tokenizer()
+    make_model(
+        family,
+        folder,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run_program(file: str, folder: Path, *words: object, **variables: str) -> None:
+    """`file` as a program, in `folder`."""
+    done = subprocess.run(
+        [sys.executable, file, *map(str, words)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **QUIET, **variables},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def keep_weights() -> None:
+    """vLLM's CPU backend packs linear weights when it loads them, and cannot load others after
+    that; on GPUs and NPUs it keeps them. Here it shall, too.
+    """
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *args: False
+
+
+def norms_of(model) -> dict:
+    """Copies of the norms' weights, by name."""
+    named = model.named_parameters()
+    return {name: weight.detach().clone() for name, weight in named if "norm" in name}
+
+
+def check_log_probs(llm, twin, noisy: dict, ids: list[int], lora=None) -> None:
+    """vLLM's log-probs of what it answers to `ids` are those of transformers' `twin` (float32) with
+    the norms of `noisy`; and not those of the twin without them, if these have noise.
+    """
+    import torch
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)
+    prompt = {"prompt_token_ids": ids}
+    answer = llm.generate(prompt, greedy, use_tqdm=False, lora_request=lora)[0].outputs[0]
+    tokens = list(answer.token_ids)
+    served = [entry[token].logprob for token, entry in zip(tokens, answer.logprobs)]
+    parameters = dict(twin.named_parameters())
+    clean = norms_of(twin)
+
+    def distance() -> float:
+        with torch.no_grad():
+            logits = twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
+        scores = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        return (scores - torch.tensor(served)).abs().max().item()
+
+    without = distance()
+    for name, weight in noisy.items():
+        parameters[name].data.copy_(weight)
+    assert distance() < FLOAT32
+    if not all(torch.equal(clean[name], weight) for name, weight in noisy.items()):
+        assert without > FLOAT32
+    for name, weight in clean.items():
+        parameters[name].data.copy_(weight)
