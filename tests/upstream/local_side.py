@@ -40,12 +40,15 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
         a, b = adapters[full] if expert is None else (part[expert].T for part in adapters[full])
         layer.lora_A.data.copy_(a)
         layer.lora_B.data.copy_(b)
+    routes = None
+    if recipe.algorithm.routing_replay == "rollout":  # else the dock's column is empty
+        routes = list(map(unpacked, dock["routes"]))
     batch = build_batch(
         [prompt.tolist() for prompt in dock["prompts"]],
         [response.tolist() for response in dock["responses"]],
         [logprobs.tolist() for logprobs in dock["rollout_log_prob"]],
         torch.stack([advantages[0] for advantages in dock["advantages"]]).numpy(),
-        list(map(unpacked, dock["routes"])) if "routes" in dock else None,
+        routes,
     )
     batch.mask[[not trained.item() for trained in dock["trained"]]] = False
     gradients, step = {}, trainer.optimizer.step
