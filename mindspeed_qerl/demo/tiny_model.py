@@ -10,18 +10,16 @@ which leaves RL something to choose from. Nothing is downloaded.
     OUT/config.json, model.safetensors, ...         what Hugging Face and vLLM load
     OUT/data/raw/train.jsonl, test.jsonl            raw GSM8K form; test has the held-out pairs
     OUT/data/train_chat.parquet, test_chat.parquet  the same as `gsm8k.convert` writes it, for runs
-    OUT/recipe.json                                 recipe, its hash, file digests
+    OUT/recipe.json                                 the recipe, and digests of the files
 """
 
-import hashlib
 import json
 import random
 import re
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindspeed_qerl.common.files import new_directory, sha256
+from mindspeed_qerl.common.files import describe_files, fault_of_files, new_directory
 from mindspeed_qerl.demo import step_problems, word_problems
 from mindspeed_qerl.demo.word_problems import MIXTURE, Pair
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
@@ -71,9 +69,6 @@ class Recipe:
     mixture: dict[str, float] = field(default_factory=MIXTURE.copy)
     version: int = 1
 
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
 
 DEEP = Recipe(
     shape="deep",
@@ -97,10 +92,7 @@ def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
         with new_directory(output_dir) as making:
             return _make(making, recipe)
     report = _read_made(output_dir, recipe)
-    print(
-        f"{output_dir} is already made: recipe {recipe.digest()[:12]}, {report['parameters']:,} "
-        "parameters"
-    )
+    print(f"{output_dir} is already made")
     return report
 
 
@@ -109,26 +101,22 @@ def _read_made(output_dir: Path, recipe: Recipe) -> dict:
     way_out = "Choose another output directory, or remove this one first."
     try:
         report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
-        made_by, digest, files = report["recipe"], report["recipe_sha256"], report["files"]
+        made_by, files = report["recipe"], report["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileExistsError(
             f"{output_dir} exists and was not made by this tool (no readable recipe.json). "
             f"{way_out}"
         ) from error
-    if digest != recipe.digest():
-        changed = []
-        for key, value in sorted(asdict(recipe).items()):
-            if made_by.get(key) != value:
-                changed.append(f"{key} is {made_by.get(key)}, asked for {value}")
+    changed = []
+    for key, value in asdict(recipe).items():
+        if made_by.get(key) != value:
+            changed.append(f"{key} is {made_by.get(key)}, asked for {value}")
+    if changed:
         raise FileExistsError(
             f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}"
         )
-    for name, expected in files.items():
-        path = output_dir / name
-        if not path.is_file():
-            raise FileExistsError(f"{path} is missing since the model was made. {way_out}")
-        if sha256(path) != expected:
-            raise FileExistsError(f"{path} is changed since the model was made. {way_out}")
+    if fault := fault_of_files(output_dir, files):
+        raise FileExistsError(f"{output_dir} is not as it was made: {fault}. {way_out}")
     return report
 
 
@@ -211,7 +199,6 @@ def _make(directory: Path, recipe: Recipe) -> dict:
 
     from mindspeed_qerl.tasks.gsm8k.convert import convert
 
-    started = time.monotonic()
     threads = torch.get_num_threads()
     # nearly as fast as two for so small a model, and four times as fast when another process wants
     # a core
@@ -233,21 +220,17 @@ def _make(directory: Path, recipe: Recipe) -> dict:
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = build_model(tokenizer, recipe.shape)
-        losses = train_supervised(model, tokenizer, training_pairs, recipe)
+        train_supervised(model, tokenizer, training_pairs, recipe)
     torch.set_num_threads(threads)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    files = [path for path in directory.rglob("*") if path.is_file()]
     report = {
         "recipe": asdict(recipe),
-        "recipe_sha256": recipe.digest(),
         "parameters": model.num_parameters(),
-        "vocabulary": len(tokenizer),
-        "final_loss": sum(losses[-50:]) / len(losses[-50:]) if losses else None,
-        "seconds": time.monotonic() - started,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "files": {path.relative_to(directory).as_posix(): sha256(path) for path in files},
+        "files": describe_files(directory, files),
     }
     (directory / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report

@@ -269,16 +269,12 @@ def test_configs_and_overrides(run_here):
     assert "global_batch_size 60 -> 64" in verdict["nearest"][0]["changes"]
 
 
-def test_the_list(run_here, tmp_path):
-    picture = tmp_path / "LAYOUTS.PNG"
-    listed = run_here(
-        *MODEL, "16", "--ranks-per-node", "8", "--top", "4", "--json", "--plot", str(picture)
-    )
+def test_the_list(run_here):
+    listed = run_here(*MODEL, "16", "--ranks-per-node", "8", "--top", "4", "--json")
     layouts = json.loads(listed.stdout)
     first = layouts["layouts"][0]
     assert listed.returncode == 0 and len(layouts["layouts"]) == 4 < layouts["existing"]
     assert first["ep"] == 8 and first["memory"]["fits"] and first["memory"]["reasons"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
     assert "2 nodes of 8. " in run_here(*MODEL, "16", "--ranks-per-node", "8").stdout
 
 
@@ -308,8 +304,6 @@ def test_no_layout_is_explained(run_here):
         ([*MODEL, "16", "actor_config.lr=1"], "is an override of a config"),
         (["--config-name", "grpo_qwen3"], "unknown config name 'grpo_qwen3'"),
         (["--config-name", CONFIG, "--ranks", "12"], "rl_config.actor_resource.num_npus=12"),
-        ([*MODEL, "16", "--plot", "nowhere/x.png"], "must be a file in an existing folder"),
-        ([*MODEL, "16", "--plot", "tests"], "no folder itself"),
         (["--config-name", CONFIG, "++foo.bar=1"], "unknown key 'foo'"),
         (["--config-name", CONFIG, "engine=locl"], "unknown engine 'locl', did you mean 'local'"),
     ],
@@ -317,12 +311,6 @@ def test_no_layout_is_explained(run_here):
 def test_a_wrong_command_line(run_here, arguments, message):
     result = run_here(*arguments)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
-
-
-def test_no_picture_without_a_legal_layout(run_here, tmp_path):
-    illegal = run_here(*MODEL, "12", "--check", "tp=3", "--plot", str(tmp_path / "no.png"))
-    assert illegal.returncode == 1 and "no picture was written" in illegal.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_that_stops_reading():
