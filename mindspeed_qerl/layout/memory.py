@@ -98,22 +98,21 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
     )
 
 
-def estimate(plan: Plan, settings: Settings, stage: int | None = None) -> Memory:
-    """The memory of a rank in that pipeline stage (None: the fullest) of a legal plan
-    (`rules.broken` empty): shares have no remainder.
+def estimate(plan: Plan, settings: Settings) -> Memory:
+    """The memory of a rank in the fullest pipeline stage of a legal plan (`rules.broken` empty):
+    shares have no remainder.
     """
-    if stage is not None:
-        return _stage(plan, settings, stage)
     stages = [0, plan.layout.pp - 1]  # of equal ones those between hold less
     if plan.layout.num_layer_list:
         stages = list(range(plan.layout.pp))
-    memories = [_stage(plan, settings, stage) for stage in stages]
+    memories = [stage_memory(plan, settings, stage) for stage in stages]
     return max(
         memories, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache)
     )
 
 
-def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
+def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
+    """The same of a rank in that stage."""
     batch = plan.batch
     runtime = parts.runtime(plan, settings)
     name = "frozen base" if plan.lora else "weights"

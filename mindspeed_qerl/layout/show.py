@@ -145,11 +145,9 @@ def memory_dict(memory: Memory) -> dict[str, Any]:
     """The memory of the fullest rank, bytes."""
     return {
         "gpu_memory_utilization": memory.settings.gpu_memory_utilization,
-        "capacity": memory.capacity,
         "fits": memory.fits,
         "totals": {moment: memory.total(moment) for moment in MOMENTS},
         "parts": {moment: list(map(asdict, parts)) for moment, parts in memory.moments.items()},
-        "kv_cache": memory.kv_cache,
         "kv_token": memory.kv_token,
         "answers_at_once": memory.answers_at_once,
         "answers_needed": memory.answers_needed,

@@ -181,15 +181,15 @@ class RunDirectory:
         it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
         before, after = self._json("data.json"), describe_data(data_files)
-        for label in after.keys() - before.keys():
-            if not label.startswith("model/"):  # the run knew nothing of it
-                del after[label]
-        kinds = {label.partition("/")[0] for label in after}
-        for entries in (before, after):
-            for entry in entries.values():
-                del entry["path"]
-        before = {label: before[label] for label in before if label.partition("/")[0] in kinds}
-        return list(differences(before, after).values())
+        labels = [label for label in after if label in before]  # of others the run knew nothing
+        if any(label.startswith("model/") for label in after):
+            labels += [label for label in {**before, **after} if label.startswith("model/")]
+        lines = []
+        for label in dict.fromkeys(labels):
+            was, now = (files.get(label, {}).get("sha256") for files in (before, after))
+            if was != now:
+                lines.append(f"{label}.sha256 was {was!r} and is {now!r}")
+        return lines
 
     @classmethod
     def unfinished(

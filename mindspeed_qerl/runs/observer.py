@@ -111,7 +111,7 @@ class RunObserver:
         room = self.recipe.run.rollout_samples - self._sampled[step]
         rows = [rollout._asdict() for rollout in islice(rollouts, room)]
         self.metrics.log_rollouts(step, rows)
-        self._sampled = Counter({step: self._sampled[step] + len(rows)})
+        self._sampled[step] += len(rows)
 
     def trains_nothing(self, step: int, groups: int, all_cut_off: bool) -> None:
         """Warn of a step that none of its `groups` is trained in, and why."""
