@@ -62,7 +62,7 @@ def arguments() -> argparse.ArgumentParser:
         "--check",
         metavar="KEY=SIZE,...",
         help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
-        "out are 1, inference sizes left out are chosen, and so is the batch",
+        "out are 1, inference sizes those of training; the batch is chosen",
     )
     parser.add_argument(
         "--config-name",
@@ -104,7 +104,9 @@ def main() -> int:
             typed = [
                 name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")
             ]
-            plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=width, **sizes), sizes)
+            as_trained = {"infer_tp": sizes.get("tp", 1), "infer_ep": sizes.get("ep", 1)}
+            layout = Layout(args.ranks, ranks_per_node=width, **as_trained | sizes)
+            plan = planner.new_plan(shape, layout)
             return judge(args, plan, None, typed) or refused
         return list_layouts(args, shape, width) or refused
     except ConfigError as error:

@@ -10,7 +10,7 @@ from typing import Any
 from yaml import YAMLError
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.runs.checks import noise_share_fault
+from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -196,10 +196,7 @@ def noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
     """Whether the noise that a run logged is what was asked for. That it follows the schedule was
     checked in each of its steps (runs/checks.py).
     """
-    noise = []
-    for row in rows:
-        if row.get("aqn/expected_std"):
-            noise.append((row["aqn/expected_std"], row["aqn/measured_std"]))
+    noise = noise_of(rows)
     if noise and not enabled:
         return f"AQN is off in its config, but {len(noise)} steps had noise"
     if enabled and not noise:

@@ -195,7 +195,6 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
 def _make(directory: Path, recipe: Recipe) -> dict:
     """Fill `directory` and return the report written to its recipe.json."""
     import torch
-    import transformers
 
     from mindspeed_qerl.tasks.gsm8k.convert import convert
 
@@ -229,7 +228,6 @@ def _make(directory: Path, recipe: Recipe) -> dict:
     report = {
         "recipe": asdict(recipe),
         "parameters": model.num_parameters(),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "files": describe_files(directory, files),
     }
     (directory / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

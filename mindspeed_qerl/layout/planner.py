@@ -76,20 +76,6 @@ def with_memory(plan: Plan, settings: Settings | None = None, memory_gb: float =
     return memory
 
 
-def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
-    """The layout with the inference sizes that are not among the `given` names chosen: the best
-    that is legal, or training's if none is; and with the nearest batch to 64 prompts.
-    """
-    infer_tp = layout.infer_tp if "infer_tp" in given else layout.tp
-    infer_ep = layout.infer_ep if "infer_ep" in given else layout.ep
-    plan = new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep))
-    legal = []
-    for candidate in legal_rollouts(plan):
-        if all(getattr(candidate.layout, name) == getattr(layout, name) for name in given):
-            legal.append(with_memory(candidate))
-    return min(legal, key=rollout_key).plan if legal else plan
-
-
 @cache
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -163,7 +163,7 @@ class LocalEngine:
             if len(groups) == wanted or batches == selection.filter_groups_max_batches:
                 rows = (groups[:, None] * n + np.arange(n)).flatten()
                 return answers, [answers[row] for row in rows], noise
-            self.observer.asked(step, batches, len(groups), wanted)
+            self.observer.still_sampling(step, batches, len(groups), wanted)
             answers += self.sample(step, batches)[0]
             batches += 1
 

@@ -181,13 +181,12 @@ class RunDirectory:
         it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
         before, after = self._json("data.json"), describe_data(data_files)
-        labels = [label for label in after if label in before]  # of others the run knew nothing
-        if any(label.startswith("model/") for label in after):
-            labels += [label for label in {**before, **after} if label.startswith("model/")]
+        model_is_given = any(label.startswith("model/") for label in after)
         lines = []
-        for label in dict.fromkeys(labels):
+        for label in {**before, **after}:
             was, now = (files.get(label, {}).get("sha256") for files in (before, after))
-            if was != now:
+            is_of_model = model_is_given and label.startswith("model/")
+            if was != now and (is_of_model or (was and now)):
                 lines.append(f"{label}.sha256 was {was!r} and is {now!r}")
         return lines
 

@@ -101,12 +101,6 @@ def test_jsonl_is_raw_gsm8k(tmp_path):
     assert rows == [{"question": problems[0].question, "answer": "3+4=7\n#### 7"}]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, 0.001, -0.1])
-def test_a_split_with_an_empty_side_is_refused(share):
-    with pytest.raises(ValueError, match=f"held_out={share}"):
-        word_problems.split_pairs(share, seed=0)
-
-
 def test_more_distinct_questions_than_there_are_is_refused():
     with pytest.raises(ValueError, match="distinct questions"):
         word_problems.make_problems([(3, 4)], 5000, seed=0)
