@@ -10,7 +10,7 @@ which leaves RL something to choose from. Nothing is downloaded.
     OUT/config.json, model.safetensors, ...         what Hugging Face and vLLM load
     OUT/data/raw/train.jsonl, test.jsonl            raw GSM8K form; test has the held-out pairs
     OUT/data/train_chat.parquet, test_chat.parquet  the same as `gsm8k.convert` writes it, for runs
-    OUT/recipe.json                                 the recipe, and digests of the files
+    OUT/recipe.json                                 the recipe
 """
 
 import json
@@ -19,7 +19,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindspeed_qerl.common.files import describe_files, fault_of_files, new_directory
+from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.demo import step_problems, word_problems
 from mindspeed_qerl.demo.word_problems import MIXTURE, Pair
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
@@ -83,9 +83,9 @@ DEEP = Recipe(
 def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
 
-    A directory that already holds exactly this recipe, whole, is returned at once. Anything else in
-    the way is left alone and raises FileExistsError. Work happens in a hidden sibling that is
-    renamed at the end, so that `output_dir` is never half made.
+    A directory that was made by exactly this recipe is returned at once. Anything else in the way
+    is left alone and raises FileExistsError. Work happens in a hidden sibling that is renamed at
+    the end, so that `output_dir` is never half made.
     """
     output_dir = Path(output_dir)
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
@@ -97,11 +97,11 @@ def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
 
 
 def _read_made(output_dir: Path, recipe: Recipe) -> dict:
-    """The recipe.json of a directory that is whole and made by `recipe`; else FileExistsError."""
+    """The recipe.json of a directory that was made by `recipe`; else FileExistsError."""
     way_out = "Choose another output directory, or remove this one first."
     try:
         report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
-        made_by, files = report["recipe"], report["files"]
+        made_by = report["recipe"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileExistsError(
             f"{output_dir} exists and was not made by this tool (no readable recipe.json). "
@@ -115,8 +115,6 @@ def _read_made(output_dir: Path, recipe: Recipe) -> dict:
         raise FileExistsError(
             f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}"
         )
-    if fault := fault_of_files(output_dir, files):
-        raise FileExistsError(f"{output_dir} is not as it was made: {fault}. {way_out}")
     return report
 
 
@@ -224,12 +222,7 @@ def _make(directory: Path, recipe: Recipe) -> dict:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
-    files = [path for path in directory.rglob("*") if path.is_file()]
-    report = {
-        "recipe": asdict(recipe),
-        "parameters": model.num_parameters(),
-        "files": describe_files(directory, files),
-    }
+    report = {"recipe": asdict(recipe), "parameters": model.num_parameters()}
     (directory / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 

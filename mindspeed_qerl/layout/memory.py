@@ -102,10 +102,7 @@ def estimate(plan: Plan, settings: Settings) -> Memory:
     """The memory of a rank in the fullest pipeline stage of a legal plan (`rules.broken` empty):
     shares have no remainder.
     """
-    stages = [0, plan.layout.pp - 1]  # of equal ones those between hold less
-    if plan.layout.num_layer_list:
-        stages = list(range(plan.layout.pp))
-    memories = [stage_memory(plan, settings, stage) for stage in stages]
+    memories = [stage_memory(plan, settings, stage) for stage in range(plan.layout.pp)]
     return max(
         memories, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache)
     )
