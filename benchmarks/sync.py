@@ -6,9 +6,9 @@ same bytes, in one run.
 
 The local engine with a Qwen3-MoE of random weights, LoRA on all four targets, float32: all its
 ranks merge, the rollout engine loads. The memory of a process is what it held at most during a sync
-beyond what it held before (its own pages, looked at every 2 ms); a part of a rank's merged weights
-(`local.sync_buffer_mib`, 64 MiB) should bound it, whatever the model's size. The copy is one
-thread's, of as many bytes as the sync carries, from one array into another.
+beyond what it held before (its own pages, looked at every 2 ms); the merged weights of two layers
+should bound it, whatever the model's size. The copy is one thread's, of as many bytes as the sync
+carries, from one array into another.
 """
 
 import argparse

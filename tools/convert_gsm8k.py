@@ -7,7 +7,6 @@ verl's or TRL's rows of GSM8K, or a dataset of the Hugging Face Hub (openai/gsm8
 --format chat (text; what the local engine and every evaluation read)
   {train,test}_chat.parquet  messages (one user turn), question, answer (canonical gold number),
                              solution
-  {train,test}.jsonl         {"problem", "answer"} for MindSpeed-RL's cli/preprocess_data.py
 
 --format mindspeed (token ids of one model; what MindSpeed-RL's trainer reads, docs/own_task.md)
   gsm8k_{train,test}_packed_input_ids_document.{bin,idx}  the prompt in the chat template of

@@ -26,7 +26,7 @@ from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
 from mindspeed_qerl.layout import planner, show
-from mindspeed_qerl.layout.memory import Memory, settings_of
+from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
@@ -35,10 +35,8 @@ from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Batch, Recipe
 
-PICTURES = (".png", ".pdf", ".svg")
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
-PLOTTED = 5  # layouts that a picture has room for
 EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists for NPUs; 2 wrong
 arguments
 
@@ -64,7 +62,7 @@ def arguments() -> argparse.ArgumentParser:
         "--check",
         metavar="KEY=SIZE,...",
         help=f"judge this layout; keys {', '.join(planner.CHANGEABLE)}. Training sizes left "
-        "out are 1, inference sizes left out are chosen, and so is the batch",
+        "out are 1, inference sizes those of training; the batch is chosen",
     )
     parser.add_argument(
         "--config-name",
@@ -79,9 +77,6 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the memory as stacked bars"
     )
     parser.add_argument("--json", action="store_true", help="print JSON (bytes) instead of tables")
     return parser
@@ -109,7 +104,9 @@ def main() -> int:
             typed = [
                 name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")
             ]
-            plan = planner.complete(shape, Layout(args.ranks, ranks_per_node=width, **sizes), sizes)
+            as_trained = {"infer_tp": sizes.get("tp", 1), "infer_ep": sizes.get("ep", 1)}
+            layout = Layout(args.ranks, ranks_per_node=width, **as_trained | sizes)
+            plan = planner.new_plan(shape, layout)
             return judge(args, plan, None, typed) or refused
         return list_layouts(args, shape, width) or refused
     except ConfigError as error:
@@ -142,15 +139,6 @@ def check_arguments(args: argparse.Namespace) -> None:
             f"{args.overrides[0]!r} is an override of a config: give --config-name"
             if args.overrides
             else "--model and --ranks are needed, or --config-name; see --help"
-        )
-    if args.plot and (
-        args.plot.suffix.lower() not in PICTURES
-        or not args.plot.parent.is_dir()
-        or args.plot.is_dir()
-    ):
-        raise ConfigError(
-            f"--plot {args.plot} must be a file in an existing folder, no folder itself, and end "
-            f"in {', '.join(PICTURES)}"
         )
 
 
@@ -208,7 +196,6 @@ def judge(
     """
     faults = broken(plan)
     memory = None if faults else planner.with_memory(plan, settings, args.memory_gb)
-    draw(args, [memory] if memory else [], f"{plan.shape.name} on {plan.layout.world} ranks")
     asked = (
         plan if args.config_name else replace(plan, batch=Batch())
     )  # --check has no batch of its own
@@ -248,32 +235,11 @@ def judge(
     return 1
 
 
-def draw(args: argparse.Namespace, memories: list[Memory], title: str) -> None:
-    """The picture that --plot asks for; without a legal layout a sentence that there is none.
-    ConfigError if it cannot be written.
-    """
-    if args.plot and not memories:
-        print(
-            f"--plot {args.plot}: no picture was written, for want of a legal layout",
-            file=sys.stderr,
-        )
-    elif args.plot:
-        try:
-            show.plot_memory(
-                {show.label(memory.plan): memory for memory in memories}, title, args.plot
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"--plot {args.plot} cannot be written: {error.strerror or error}"
-            ) from error
-
-
 def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int:
     """List the layouts that exist; if there is none, say what refuses them."""
     ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb)
     best, fitting = ranked[: args.top], sum(memory.fits for memory in ranked)
     why = [] if ranked else planner.why_none(shape, args.ranks, width)
-    draw(args, best[:PLOTTED], f"{shape.name} on {args.ranks} ranks")
     if args.json:
         layouts = [
             {**show.plan_dict(memory.plan), "memory": show.memory_dict(memory)} for memory in best

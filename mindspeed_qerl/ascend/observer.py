@@ -10,7 +10,6 @@ from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
-from mindspeed_qerl.tasks.rewards import first_reward
 
 
 class TokenObserver(RunObserver):
@@ -63,6 +62,6 @@ class TokenObserver(RunObserver):
             self.tokenizer.batch_decode(responses, skip_special_tokens=True),
             truncated,
             self.recipe.evaluation.samples_per_problem,
-            first_reward(self.recipe.task.verifiers),
+            self.recipe.task.verifier_function[0],
         )
         self.evaluated(step, result, scored, seconds)

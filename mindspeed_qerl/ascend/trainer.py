@@ -207,7 +207,7 @@ class QeRLTrainer(RayGRPOTrainer):
                 answers[column] += values
             batches += 1
             signal = groups_with_signal(self._scores(answers), n)
-            self.observer.asked(self.step + 1, batches, signal.sum(), wanted)
+            self.observer.still_sampling(self.step + 1, batches, signal.sum(), wanted)
         self.batches_asked += batches
         chosen = np.argsort(~signal, kind="stable")[:wanted]
         self.values = self._values(answers, signal[chosen].sum())

@@ -13,7 +13,6 @@ from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
 from mindspeed_qerl.runs.plots import COLORS, STYLE, draw_series, stack
 from mindspeed_qerl.runs.report import markdown_table
 
-MARKERS = "osD^vPX*"
 EXPLAINED = (
     "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and "
     "questions."
@@ -23,9 +22,7 @@ EXPLAINED = (
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
     folder.mkdir(parents=True, exist_ok=True)
-    page, data, picture = map(
-        folder.joinpath, ("comparison.md", "comparison.json", "comparison.png")
-    )
+    page, data, picture = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
     link = "\n![accuracy, difference and reward by step](comparison.png)\n"
     page.write_text(to_markdown(comparison) + link, encoding="utf-8")
     numbers = replace(comparison, groups={}, left_out=[], questions=[])
@@ -90,17 +87,15 @@ def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy, its difference to the baseline, and training reward by step; 95 % intervals."""
     names = list(comparison.groups)
     colors = dict(zip(names, COLORS * len(names)))
-    markers = dict(zip(names, MARKERS * len(names)))
     # side by side, not on top of each other
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0])
 
     def draw_bars(axes: Axes, estimates: BySteps) -> None:
         for number, (name, by_step) in enumerate(estimates.items()):
-            points = [(value.mean, value.low, value.high) for value in by_step.values()]
-            means, low, high = np.reshape(points, (-1, 3)).T
             steps = np.array(list(by_step)) + number * offset
-            style = dict(color=colors[name], marker=markers[name], markersize=4, capsize=3)
-            margins = np.array([means - low, high - means])
+            means = [value.mean for value in by_step.values()]
+            margins = [value.high - value.mean for value in by_step.values()]
+            style = dict(color=colors[name], marker="o", markersize=4, capsize=3)
             axes.errorbar(steps, means, yerr=margins, label=name, **style)
 
     def accuracy(axes: Axes) -> None:

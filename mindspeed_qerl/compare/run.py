@@ -1,7 +1,6 @@
 """What a comparison reads of one run, and why it may not be averaged in."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from yaml import YAMLError
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.runs.checks import noise_share_fault
+from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -106,9 +105,8 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         if "reward/mean" in row:
             rewards[row["step"]] = row["reward/mean"]
     scores, settings = _read_scores(run, evaluation)
-    versions = _read_json(run.path / "versions.json")
-    data_files = _read_json(run.path / "data.json")
-    data = {label: entry["sha256"] for label, entry in data_files.items()}
+    versions = run.read_json("versions.json")
+    data = {label: entry["sha256"] for label, entry in run.read_json("data.json").items()}
     comparable = comparable_config(config)
     # part of what was configured, not of what was learned from
     if profile := data.pop("aqn_multipliers", None):
@@ -140,19 +138,15 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
 def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dict[str, Any]]:
     """`scores` and `evaluation` of a ComparedRun."""
     answers = read_jsonl(run.eval_answers_file)
     settings: dict[str, Any] = {}
     if evaluation is not None:
-        folder = run.path / "evaluations" / evaluation
-        answers = read_jsonl(folder / "answers.jsonl")
+        folder = f"evaluations/{evaluation}"
+        answers = read_jsonl(run.path / folder / "answers.jsonl")
         if answers:
-            summary = _read_json(folder / "summary.json")
+            summary = run.read_json(f"{folder}/summary.json")
             for name in EVALUATION_SETTINGS:
                 settings[name] = summary.get(name)
     scores: Scores = {}
@@ -196,10 +190,7 @@ def noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
     """Whether the noise that a run logged is what was asked for. That it follows the schedule was
     checked in each of its steps (runs/checks.py).
     """
-    noise = []
-    for row in rows:
-        if row.get("aqn/expected_std"):
-            noise.append((row["aqn/expected_std"], row["aqn/measured_std"]))
+    noise = noise_of(rows)
     if noise and not enabled:
         return f"AQN is off in its config, but {len(noise)} steps had noise"
     if enabled and not noise:

@@ -11,11 +11,21 @@ it, and a test problem only held-out ones.
 """
 
 import random
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 
-from mindspeed_qerl.demo.word_problems import MAX_OPERAND, NAMES, OBJECTS, Pair
+from mindspeed_qerl.demo.word_problems import (
+    MAX_OPERAND,
+    NAMES,
+    OBJECTS,
+    OTHER,
+    Pair,
+    Problem,
+    answer_kind,
+    pair_of,
+    wrong_answer,
+)
 
 MOST_STEPS = 3
 STARTS = ("{name} has {a}.", "There are {a} in the box of {name}.")
@@ -32,53 +42,6 @@ MIXTURE = {
     "slipped_number": 0.1,  # one step has a number that is off by one or two
     "stopped_early": 0.1,  # the last step is missing (of one step: right)
 }
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A question, the number that it starts from, and the (operation, number) of each step."""
-
-    question: str
-    first: int
-    steps: tuple[tuple[str, int], ...]
-
-    @property
-    def totals(self) -> list[int]:
-        """The first number, and the result of each step.
-
-        >>> Problem("", 3, (("+", 4), ("-", 2))).totals
-        [3, 7, 5]
-        """
-        totals = [self.first]
-        for op, number in self.steps:
-            totals.append(totals[-1] + number if op == "+" else totals[-1] - number)
-        return totals
-
-    @property
-    def result(self) -> int:
-        return self.totals[-1]
-
-    @property
-    def answer(self) -> str:
-        """In GSM8K form: the equations, and the result after `####`."""
-        lines = [
-            f"{before}{op}{number}={after}"
-            for before, (op, number), after in zip(self.totals, self.steps, self.totals[1:])
-        ]
-        return "\n".join([*lines, f"#### {self.result}"])
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """Of each step the unordered operands."""
-        return [
-            (min(before, number), max(before, number))
-            for before, (_, number) in zip(self.totals, self.steps)
-        ]
-
-
-def is_allowed(problem: Problem, pairs: Collection[Pair]) -> bool:
-    """Whether every equation of `problem` has one of `pairs`, and no result is negative."""
-    return min(problem.totals) >= 0 and all(pair in pairs for pair in problem.pairs)
 
 
 def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
@@ -100,7 +63,7 @@ def _random_steps(pairs: list[Pair], length: int, rng: random.Random) -> Problem
     for _ in range(length):
         choices = []
         for number in range(1, MAX_OPERAND + 1):
-            if (min(total, number), max(total, number)) in allowed:
+            if pair_of(total, number) in allowed:
                 choices.append(("+", number))
                 if number <= total:
                     choices.append(("-", number))
@@ -113,28 +76,27 @@ def _random_steps(pairs: list[Pair], length: int, rng: random.Random) -> Problem
 
 def mixed_answer(
     problem: Problem,
-    training_pairs: Collection[Pair],
+    training_pairs: set[Pair],
     mixture: Mapping[str, float],
     rng: random.Random,
 ) -> str:
     """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever
     equation it states has a pair in `training_pairs`.
     """
-    kind = rng.choices([*mixture, "right"], [*mixture.values(), 1 - sum(mixture.values())])[0]
+    kind = answer_kind(mixture, rng)
     if kind == "bare":
         return f"The answer is {problem.result}"
     steps, wrong = problem.steps, []  # the steps of wrong answers
     for at, (op, number) in enumerate(steps):
         before, after = steps[:at], steps[at + 1 :]
         if kind == "wrong_operation":
-            wrong.append((*before, ("-" if op == "+" else "+", number), *after))
+            wrong.append((*before, (OTHER[op], number), *after))
         elif kind == "slipped_number":
             wrong += [(*before, (op, number + by), *after) for by in (-2, -1, 1, 2)]
     if kind == "stopped_early" and len(steps) > 1:
         wrong = [steps[:-1]]
-    answers = [replace(problem, steps=steps) for steps in wrong]
-    answers = [answer for answer in answers if is_allowed(answer, training_pairs)]
-    return rng.choice(answers).answer if answers else problem.answer
+    others = [replace(problem, steps=steps) for steps in wrong]
+    return wrong_answer(problem, others, training_pairs, rng)
 
 
 def all_wordings() -> list[str]:

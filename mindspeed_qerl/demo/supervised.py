@@ -56,37 +56,22 @@ def fit(
     Returns:
         The loss of every step, nats per labelled token.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     losses = []
     model.train()
-    with Progress(
-        "supervised training",
-        BarColumn(),
-        MofNCompleteColumn(),
-        "loss {task.fields[loss]:.3f}",
-        TimeRemainingColumn(),
-    ) as progress:
-        task = progress.add_task("", total=steps, loss=float("nan"))
-        for step, (input_ids, labels) in zip(range(steps), batches):
-            optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 5 * (1 - step / steps))
-            # Around one forward pass: as long as it lasts, autocast keeps the weights that it has
-            # rounded.
-            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-                loss = model(input_ids=input_ids, labels=labels).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-            progress.update(task, advance=1, loss=losses[-1])
-            if (
-                not progress.console.is_terminal and (step + 1) * 10 // steps > step * 10 // steps
-            ):  # a log
-                print(
-                    f"supervised training | step {step + 1}/{steps} | loss {losses[-1]:.3f}",
-                    flush=True,
-                )
+    for step, (input_ids, labels) in zip(range(steps), batches):
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 5 * (1 - step / steps))
+        # Around one forward pass: as long as it lasts, autocast keeps the weights that it has
+        # rounded.
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            loss = model(input_ids=input_ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+        done = step + 1
+        if done * 10 // steps > step * 10 // steps:  # ten lines
+            print(f"supervised training | step {done}/{steps} | loss {losses[-1]:.3f}", flush=True)
     model.eval()
     return losses

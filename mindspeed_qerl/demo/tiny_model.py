@@ -10,18 +10,16 @@ which leaves RL something to choose from. Nothing is downloaded.
     OUT/config.json, model.safetensors, ...         what Hugging Face and vLLM load
     OUT/data/raw/train.jsonl, test.jsonl            raw GSM8K form; test has the held-out pairs
     OUT/data/train_chat.parquet, test_chat.parquet  the same as `gsm8k.convert` writes it, for runs
-    OUT/recipe.json                                 recipe, its hash, file digests
+    OUT/recipe.json                                 the recipe
 """
 
-import hashlib
 import json
 import random
 import re
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mindspeed_qerl.common.files import new_directory, sha256
+from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.demo import step_problems, word_problems
 from mindspeed_qerl.demo.word_problems import MIXTURE, Pair
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
@@ -71,9 +69,6 @@ class Recipe:
     mixture: dict[str, float] = field(default_factory=MIXTURE.copy)
     version: int = 1
 
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
 
 DEEP = Recipe(
     shape="deep",
@@ -88,47 +83,38 @@ DEEP = Recipe(
 def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
 
-    A directory that already holds exactly this recipe, whole, is returned at once. Anything else in
-    the way is left alone and raises FileExistsError. Work happens in a hidden sibling that is
-    renamed at the end, so that `output_dir` is never half made.
+    A directory that was made by exactly this recipe is returned at once. Anything else in the way
+    is left alone and raises FileExistsError. Work happens in a hidden sibling that is renamed at
+    the end, so that `output_dir` is never half made.
     """
     output_dir = Path(output_dir)
     if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
         with new_directory(output_dir) as making:
             return _make(making, recipe)
     report = _read_made(output_dir, recipe)
-    print(
-        f"{output_dir} is already made: recipe {recipe.digest()[:12]}, {report['parameters']:,} "
-        "parameters"
-    )
+    print(f"{output_dir} is already made")
     return report
 
 
 def _read_made(output_dir: Path, recipe: Recipe) -> dict:
-    """The recipe.json of a directory that is whole and made by `recipe`; else FileExistsError."""
+    """The recipe.json of a directory that was made by `recipe`; else FileExistsError."""
     way_out = "Choose another output directory, or remove this one first."
     try:
         report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
-        made_by, digest, files = report["recipe"], report["recipe_sha256"], report["files"]
+        made_by = report["recipe"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileExistsError(
             f"{output_dir} exists and was not made by this tool (no readable recipe.json). "
             f"{way_out}"
         ) from error
-    if digest != recipe.digest():
-        changed = []
-        for key, value in sorted(asdict(recipe).items()):
-            if made_by.get(key) != value:
-                changed.append(f"{key} is {made_by.get(key)}, asked for {value}")
+    changed = []
+    for key, value in asdict(recipe).items():
+        if made_by.get(key) != value:
+            changed.append(f"{key} is {made_by.get(key)}, asked for {value}")
+    if changed:
         raise FileExistsError(
             f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}"
         )
-    for name, expected in files.items():
-        path = output_dir / name
-        if not path.is_file():
-            raise FileExistsError(f"{path} is missing since the model was made. {way_out}")
-        if sha256(path) != expected:
-            raise FileExistsError(f"{path} is changed since the model was made. {way_out}")
     return report
 
 
@@ -207,11 +193,9 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
 def _make(directory: Path, recipe: Recipe) -> dict:
     """Fill `directory` and return the report written to its recipe.json."""
     import torch
-    import transformers
 
     from mindspeed_qerl.tasks.gsm8k.convert import convert
 
-    started = time.monotonic()
     threads = torch.get_num_threads()
     # nearly as fast as two for so small a model, and four times as fast when another process wants
     # a core
@@ -233,22 +217,12 @@ def _make(directory: Path, recipe: Recipe) -> dict:
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = build_model(tokenizer, recipe.shape)
-        losses = train_supervised(model, tokenizer, training_pairs, recipe)
+        train_supervised(model, tokenizer, training_pairs, recipe)
     torch.set_num_threads(threads)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    report = {
-        "recipe": asdict(recipe),
-        "recipe_sha256": recipe.digest(),
-        "parameters": model.num_parameters(),
-        "vocabulary": len(tokenizer),
-        "final_loss": sum(losses[-50:]) / len(losses[-50:]) if losses else None,
-        "seconds": time.monotonic() - started,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "files": {path.relative_to(directory).as_posix(): sha256(path) for path in files},
-    }
+    report = {"recipe": asdict(recipe), "parameters": model.num_parameters()}
     (directory / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return report
 

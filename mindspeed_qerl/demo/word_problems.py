@@ -22,6 +22,7 @@ from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 MAX_OPERAND = 20
+OTHER = {"+": "-", "-": "+"}
 NAMES = ("Tom", "Anna", "Ben", "Lily", "Sam", "Mia", "Max", "Ella")
 OBJECTS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
 TEMPLATES = {
@@ -57,43 +58,55 @@ Pair = tuple[int, int]  # unordered operand pair, smaller operand first
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, and the two operands and the operation that answer it. `a >= b` when the
-    operation is '-'.
+    """A question, the number that it starts from, and the (operation, number) of each step; the
+    result of a step is what the next one starts from.
     """
 
     question: str
-    a: int
-    op: str
-    b: int
+    first: int
+    steps: tuple[tuple[str, int], ...]
+
+    @property
+    def totals(self) -> list[int]:
+        """The first number, and the result of each step.
+
+        >>> Problem("", 3, (("+", 4), ("-", 2))).totals
+        [3, 7, 5]
+        """
+        totals = [self.first]
+        for op, number in self.steps:
+            totals.append(totals[-1] + number if op == "+" else totals[-1] - number)
+        return totals
 
     @property
     def result(self) -> int:
-        return self.a + self.b if self.op == "+" else self.a - self.b
+        return self.totals[-1]
 
     @property
     def answer(self) -> str:
-        """In GSM8K form: the equation, and the result after `####`."""
-        return f"{self.a}{self.op}{self.b}={self.result}\n#### {self.result}"
+        """In GSM8K form: the equations, and the result after `####`."""
+        totals, lines = self.totals, []
+        for before, (op, number), after in zip(totals, self.steps, totals[1:]):
+            lines.append(f"{before}{op}{number}={after}")
+        return "\n".join([*lines, f"#### {self.result}"])
 
-    @property
-    def pair(self) -> Pair:
-        return min(self.a, self.b), max(self.a, self.b)
+    def is_allowed(self, pairs: set[Pair]) -> bool:
+        """Whether every equation has one of `pairs`, and no result is negative."""
+        totals = self.totals
+        stated = {pair_of(total, number) for total, (_, number) in zip(totals, self.steps)}
+        return min(totals) >= 0 and stated <= pairs
+
+
+def pair_of(a: int, b: int) -> Pair:
+    return min(a, b), max(a, b)
 
 
 def split_pairs(held_out: float, seed: int) -> tuple[list[Pair], list[Pair]]:
     """Split the 210 unordered pairs of operands 1..20 into (training pairs, held-out pairs), both
-    sorted.
-
-    `held_out` is the share of pairs held out; ValueError unless it leaves at least one pair on each
-    side.
+    sorted; `held_out` is the share of pairs held out.
     """
     pairs = list(combinations_with_replacement(range(1, MAX_OPERAND + 1), 2))
     count = round(held_out * len(pairs))
-    if not 0 < count < len(pairs):
-        raise ValueError(
-            f"held_out={held_out} holds out {count} of {len(pairs)} operand pairs: "
-            "each side of the split needs at least one, try 0.1"
-        )
     chosen = set(random.Random(f"split {seed}").sample(pairs, count))
     return [pair for pair in pairs if pair not in chosen], sorted(chosen)
 
@@ -104,9 +117,8 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
     low, high = rng.choice(pairs)
     a, b = (high, low) if op == "-" or rng.random() < 0.5 else (low, high)
     name, other = rng.sample(NAMES, 2)
-    return Problem(
-        _word(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b), a, op, b
-    )
+    question = _word(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b)
+    return Problem(question, a, ((op, b),))
 
 
 def make_problems(
@@ -134,20 +146,33 @@ def mixed_answer(
     """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever
     equation it states has a pair in `training_pairs`.
     """
-    kind = rng.choices([*mixture, "right"], [*mixture.values(), 1 - sum(mixture.values())])[0]
+    kind = answer_kind(mixture, rng)
     if kind == "bare":
         return f"The answer is {problem.result}"
+    [(op, number)] = problem.steps
     if kind == "wrong_operation":
-        low, high = problem.pair
-        return replace(problem, a=high, op="-" if problem.op == "+" else "+", b=low).answer
+        low, high = pair_of(problem.first, number)
+        return replace(problem, first=high, steps=((OTHER[op], low),)).answer
+    slips = []
     if kind == "slipped_number":  # one operand is off by one or two
-        slips = []
         for offset in (-2, -1, 1, 2):
-            slips.append(replace(problem, a=problem.a + offset))
-            slips.append(replace(problem, b=problem.b + offset))
-        slips = [slip for slip in slips if slip.pair in training_pairs and slip.result >= 0]
-        return rng.choice(slips).answer if slips else problem.answer
-    return problem.answer
+            slips.append(replace(problem, first=problem.first + offset))
+            slips.append(replace(problem, steps=((op, number + offset),)))
+    return wrong_answer(problem, slips, training_pairs, rng)
+
+
+def answer_kind(mixture: Mapping[str, float], rng: random.Random) -> str:
+    """A key of `mixture`, or "right"."""
+    right = 1 - sum(mixture.values())
+    return rng.choices([*mixture, "right"], [*mixture.values(), right])[0]
+
+
+def wrong_answer(
+    problem: Problem, wrong: Iterable[Problem], pairs: set[Pair], rng: random.Random
+) -> str:
+    """The answer to one of the problems `wrong` that may be stated, or the right one."""
+    allowed = [other for other in wrong if other.is_allowed(pairs)]
+    return rng.choice(allowed).answer if allowed else problem.answer
 
 
 def write_problems(path: str | Path, problems: Iterable[Problem]) -> None:
@@ -163,7 +188,7 @@ def all_wordings() -> Iterator[str]:
     for op, name, objects, number in product(TEMPLATES, NAMES, OBJECTS, (1, MAX_OPERAND)):
         for template in TEMPLATES[op]:
             question = _word(template, name, name, objects, number, number)
-            yield f"{question}\n{Problem(question, number, op, number).answer}"
+            yield f"{question}\n{Problem(question, number, ((op, number),)).answer}"
     yield "The answer is 0123456789"
 
 

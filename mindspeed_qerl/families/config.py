@@ -4,7 +4,6 @@ Defaults, older and newer keys are the library's business: `resolve` asks the in
 """
 
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -52,11 +51,6 @@ def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
 def _answer_of(text: str) -> str:
     if "transformers" in sys.modules:
         return answer(text)
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(
-            f"config.json is read by transformers, which {sys.executable} lacks: pip install "
-            "transformers"
-        )
     try:
         done = subprocess.run(
             [sys.executable, "-c", ASK],
@@ -69,8 +63,8 @@ def _answer_of(text: str) -> str:
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"config.json is read by transformers, which does not start: {error}. Try: "
-            f"{sys.executable} -c 'import transformers'"
+            f"config.json is read by transformers, which is missing or does not start: {error}. "
+            f"Try: {sys.executable} -c 'import transformers', or pip install transformers"
         ) from error
     return done.stdout.rpartition(ANSWER)[2]
 

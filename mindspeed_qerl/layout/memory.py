@@ -15,15 +15,6 @@ from mindspeed_qerl.layout.weights import rollout_weights, training_weights
 from mindspeed_qerl.recipe.types import Recipe
 
 MOMENTS = ("rollout", "weight sync", "log-probs", "update")
-KINDS = (
-    "runtime",
-    "training weights",
-    "adapters and optimizer",
-    "activations and logits",
-    "vLLM's weights",
-    "sync buffers",
-    "KV cache",
-)
 TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last tenth
 
 
@@ -43,9 +34,9 @@ class Memory:
     answers_at_once: int  # full-length answers that the KV cache holds, of one vLLM replica
     answers_needed: int  # that one vLLM replica has to generate in an iteration
 
-    def total(self, moment: str, kind: str = "") -> int:
-        """Bytes in use at that moment; with `kind`, of KINDS, by that kind alone."""
-        return sum(part.bytes for part in self.moments[moment] if kind in ("", part.kind))
+    def total(self, moment: str) -> int:
+        """Bytes in use at that moment."""
+        return parts.size_of(self.moments[moment])
 
     @property
     def capacity(self) -> int:
@@ -107,27 +98,23 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
     )
 
 
-def estimate(plan: Plan, settings: Settings, stage: int | None = None) -> Memory:
-    """The memory of a rank in that pipeline stage (None: the fullest) of a legal plan
-    (`rules.broken` empty): shares have no remainder.
+def estimate(plan: Plan, settings: Settings) -> Memory:
+    """The memory of a rank in the fullest pipeline stage of a legal plan (`rules.broken` empty):
+    shares have no remainder.
     """
-    if stage is not None:
-        return _stage(plan, settings, stage)
-    stages = [0, plan.layout.pp - 1]  # of equal ones those between hold less
-    if plan.layout.num_layer_list:
-        stages = list(range(plan.layout.pp))
-    memories = [_stage(plan, settings, stage) for stage in stages]
+    memories = [stage_memory(plan, settings, stage) for stage in range(plan.layout.pp)]
     return max(
         memories, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache)
     )
 
 
-def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
+def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
+    """The same of a rank in that stage."""
     batch = plan.batch
     runtime = parts.runtime(plan, settings)
     name = "frozen base" if plan.lora else "weights"
-    weights = parts.weights(name, "training weights", training_weights(plan, stage))
-    vllm = parts.weights("vLLM's weights", "vLLM's weights", rollout_weights(plan))
+    weights = parts.weights(name, training_weights(plan, stage))
+    vllm = parts.weights("vLLM's weights", rollout_weights(plan))
     adapters, gradients, optimizer = parts.trained(plan, settings, stage)
     # Upstream offloads what is trained, never the frozen base (megatron_off_loader.py:224: the
     # buffers of parameters with a gradient).
@@ -151,7 +138,7 @@ def _stage(plan: Plan, settings: Settings, stage: int) -> Memory:
     how = f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: "
     how += f"{at_once} answers of {batch.max_model_len} tokens at once, {needed} needed; "
     how += f"{kv_token / 1000:.0f} KB a token"
-    rollout.append(Part("KV cache", kv_cache, how, "KV cache"))
+    rollout.append(Part("KV cache", kv_cache, how))
     if settings.int8_rollouts:
         rollout.append(parts.int8_copies(plan))
 

@@ -40,12 +40,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Part:
-    """One term of a sum: what it is, bytes, how they come about, and which of memory.KINDS."""
+    """One term of a sum: what it is, bytes, and how they come about."""
 
     name: str
     bytes: int
     how: str
-    kind: str
 
 
 def size_of(parts: list[Part]) -> int:
@@ -56,13 +55,13 @@ def size_of(parts: list[Part]) -> int:
 # ---- weights and what trains them ----
 
 
-def weights(what: str, kind: str, counts: tuple[int, int]) -> list[Part]:
+def weights(what: str, counts: tuple[int, int]) -> list[Part]:
     """Weights in bfloat16: all but the experts, and the experts."""
     parts = []
     for name, count in zip(("dense part", "experts"), counts, strict=True):
         if count:
             how = f"{count / GB:.2f} x 10^9 parameters x 2"
-            parts.append(Part(f"{what}, {name}", count * BF16, how, kind))
+            parts.append(Part(f"{what}, {name}", count * BF16, how))
     return parts
 
 
@@ -92,7 +91,7 @@ def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Par
     """What training adds to the base weights: adapters, gradients, optimizer. Without LoRA the
     weights themselves are trained.
     """
-    layout, kind = plan.layout, "adapters and optimizer"
+    layout = plan.layout
     if plan.lora:
         dense, experts = adapter_weights(plan, settings, stage)
     else:
@@ -108,9 +107,9 @@ def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Par
         how += f", {experts / 1e6:.1f} x 10^6 of experts over {expert_dp}"
     adapters = []
     if plan.lora:
-        adapters.append(Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2", kind))
-    gradients = Part("gradients", total * FP32, f"{numbers} x 4", kind)
-    return adapters, gradients, Part("AdamW", state, how, kind)
+        adapters.append(Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2"))
+    gradients = Part("gradients", total * FP32, f"{numbers} x 4")
+    return adapters, gradients, Part("AdamW", state, how)
 
 
 # ---- the runtime ----
@@ -141,8 +140,8 @@ def runtime(plan: Plan, settings: Settings) -> list[Part]:
     names = ", ".join(groups)
     how = f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {names}"
     return [
-        Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu", "runtime"),
-        Part("HCCL buffers", buffers, how, "runtime"),
+        Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu"),
+        Part("HCCL buffers", buffers, how),
     ]
 
 
@@ -175,7 +174,7 @@ def _sequence_share(plan: Plan) -> int:
 
 def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
-    layout, batch, kind = plan.layout, plan.batch, "activations and logits"
+    layout, batch = plan.layout, plan.batch
     layers, hidden = plan.layers[stage], plan.shape.hidden_size
     tokens = batch.micro_batch_size * batch.seq_length // layout.cp
     micro_batches = max(1, plan.mini_share // batch.micro_batch_size)
@@ -187,14 +186,14 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     if recomputed:
         inputs = in_flight * recomputed * tokens * hidden * BF16 // _sequence_share(plan)
         how = f"{recomputed} layers, {in_flight} x {tokens} tokens x {hidden} x 2"
-        parts.append(Part("layer inputs kept", inputs, how, kind))
+        parts.append(Part("layer inputs kept", inputs, how))
     if layers > recomputed:
         kept = in_flight * (layers - recomputed) * layer_activations(plan, tokens, 1)
         how = f"{layers - recomputed} layers, {in_flight} x {tokens} tokens"
-        parts.append(Part("activations kept", kept, how, kind))
+        parts.append(Part("activations kept", kept, how))
     layer = 2 * layer_activations(plan, tokens, EXPERT_LOAD)
     how = f"update: {tokens} tokens, with gradients"
-    parts.append(Part("one layer at work", layer, how, kind))
+    parts.append(Part("one layer at work", layer, how))
     return parts + _logits(plan, stage, tokens, LOGITS_UPDATE, "update")
 
 
@@ -205,7 +204,7 @@ def forward(plan: Plan, stage: int) -> list[Part]:
     layer = layer_activations(plan, tokens, EXPERT_LOAD)
     how = f"log-probs: {tokens} tokens"
     return [
-        Part("one layer at work", layer, how, "activations and logits"),
+        Part("one layer at work", layer, how),
         *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"),
     ]
 
@@ -215,7 +214,7 @@ def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> li
         return []
     rows = plan.rows // plan.layout.tp
     how = f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4"
-    return [Part("logits", copies * tokens * rows * FP32, how, "activations and logits")]
+    return [Part("logits", copies * tokens * rows * FP32, how)]
 
 
 # ---- from training to vLLM ----
@@ -232,7 +231,7 @@ def sync(plan: Plan, stage: int) -> list[Part]:
 
 
 def _dense_sync(plan: Plan, stage: int) -> list[Part]:
-    layout, shape, kind = plan.layout, plan.shape, "sync buffers"
+    layout, shape = plan.layout, plan.shape
     first, last = stage == 0, stage == layout.pp - 1
     tables = first + (last and not shape.tie_word_embeddings)
     joined, kept = _joined(plan, plan.rows * shape.hidden_size)
@@ -250,8 +249,8 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
         merging = max(2 * share * FP32, share * BF16 + merging)
     how_merged = f"W and W + BA of the largest linear layer, {largest / 1e6:.1f} x 10^6, float32"
     terms = [
-        Part("embedding on its way", embedding, how, kind),
-        Part("merging", merging, how_merged, kind),
+        Part("embedding on its way", embedding, how),
+        Part("merging", merging, how_merged),
     ]
     return [max(terms, key=lambda part: part.bytes)]
 
@@ -282,14 +281,14 @@ def _experts_sync(plan: Plan, stage: int) -> list[Part]:
         layers = plan.layers[max(last - 1, 0) : last + 1]
         owner = "a stage's" if len(layers) == 1 else "two stages'"
         how = f"a second copy of {owner} experts, {sum(layers)} layers"
-        return Part("experts on their way", layer * sum(layers) * BF16, how, "sync buffers")
+        return Part("experts on their way", layer * sum(layers) * BF16, how)
 
     # a stage merges while the buffer of its own experts is filled
     own = [buffers(stage)]
     if plan.lora:
         merging = layer * 2 // 3 * 2 * FP32 + layer // 3 * BF16
         how = "W and W + BA of one layer's fc1, float32, beside fc2"
-        own.append(Part("merging", merging, how, "sync buffers"))
+        own.append(Part("merging", merging, how))
     others = [[buffers(last)] for last in range(plan.layout.pp)]
     return max(own, *others, key=size_of)
 
@@ -304,7 +303,7 @@ def int8_copies(plan: Plan) -> Part:
     shape, tp = plan.shape, plan.layout.infer_tp
     linears = layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp)
     numbers = shape.num_hidden_layers * linears
-    return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1", "vLLM's weights")
+    return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1")
 
 
 def profiled(plan: Plan, settings: Settings) -> Part:
@@ -320,4 +319,4 @@ def profiled(plan: Plan, settings: Settings) -> Part:
     how = f"one layer for {tokens} tokens, and 2 x {sequences} sequences x {plan.vllm_rows:,} "
     how += "logits x 4"
     size = int(tokens * width * BF16) + logits
-    return Part("vLLM's activations", size, how, "activations and logits")
+    return Part("vLLM's activations", size, how)

@@ -40,10 +40,12 @@ def new_plan(
 
 
 def fit_batch(plan: Plan) -> Plan:
-    """The plan with the nearest global batch that its layout can divide; a mini-batch that was
-    smaller stays a fraction that divides; sizes of dispatch that no longer divide are left to
-    upstream.
+    """The plan if it is legal, else with the nearest global batch that its layout can divide; a
+    mini-batch that was smaller stays a fraction that divides; sizes of dispatch that no longer
+    divide are left to upstream.
     """
+    if not broken(plan):
+        return plan
     layout, batch = plan.layout, plan.batch
     step = lcm(plan.dp, max(layout.infer_dp, 1), layout.nodes)
     prompts = batch.global_batch_size // step * step
@@ -72,21 +74,6 @@ def with_memory(plan: Plan, settings: Settings | None = None, memory_gb: float =
         if memory.answers_at_once >= memory.answers_needed:
             break
     return memory
-
-
-def complete(shape: ModelShape, layout: Layout, given: Collection[str]) -> Plan:
-    """The layout with the inference sizes that are not among the `given` names chosen: the best
-    that is legal, or training's if none is; and with the nearest batch to 64 prompts.
-    """
-    infer_tp = layout.infer_tp if "infer_tp" in given else layout.tp
-    infer_ep = layout.infer_ep if "infer_ep" in given else layout.ep
-    plan = new_plan(shape, replace(layout, infer_tp=infer_tp, infer_ep=infer_ep))
-    legal = []
-    for candidate in map(fit_batch, rollout_layouts(plan)):
-        as_given = all(getattr(candidate.layout, name) == getattr(layout, name) for name in given)
-        if as_given and not broken(candidate):
-            legal.append(with_memory(candidate))
-    return min(legal, key=rollout_key).plan if legal else plan
 
 
 @cache
@@ -126,6 +113,13 @@ def rollout_layouts(plan: Plan) -> Iterator[Plan]:
                 yield candidate
 
 
+def legal_rollouts(plan: Plan) -> Iterator[Plan]:
+    """Those that a batch divides, with the nearest one to the plan's."""
+    for candidate in map(fit_batch, rollout_layouts(plan)):
+        if not broken(candidate):
+            yield candidate
+
+
 def legal_layouts(
     shape: ModelShape, world: int, ranks_per_node: int = 16, memory_gb: float = 64.0
 ) -> list[Memory]:
@@ -140,10 +134,10 @@ def legal_layouts(
     """
     best = []
     for training in training_layouts(shape, world, ranks_per_node):
-        plans = map(fit_batch, rollout_layouts(training))
-        legal = [with_memory(plan, memory_gb=memory_gb) for plan in plans if not broken(plan)]
-        if legal:
-            best.append(min(legal, key=rollout_key))
+        plans = legal_rollouts(training)
+        memories = [with_memory(plan, memory_gb=memory_gb) for plan in plans]
+        if memories:
+            best.append(min(memories, key=rollout_key))
     return sorted(best, key=training_key)
 
 
@@ -254,20 +248,15 @@ def nearest(
     better than two. Switches (sequence_parallel, enable_expert_parallel and so on) are set as the
     layout needs them. Among equals, what fits into memory comes first.
     """
-    layout = plan.layout
-    best: dict[tuple, tuple[tuple, Plan]] = {}  # by sizes in names
+    layout, ranked = plan.layout, []
     for training in training_layouts(plan.shape, layout.world, layout.ranks_per_node, plan.lora):
-        for candidate in rollout_layouts(replace(training, batch=plan.batch)):
-            legal = fit_batch(candidate) if broken(candidate) else candidate
-            if broken(legal):
-                continue
+        for legal in legal_rollouts(replace(training, batch=plan.batch)):
             memory, away = with_memory(legal, settings), round(distance(plan, legal, names), 6)
-            order = (away, training_key(memory), rollout_key(memory))
-            sizes = tuple(getattr(legal.layout, name) for name in names)
-            if sizes not in best or order < best[sizes][0]:
-                best[sizes] = order, legal
-    closest = sorted(best.values(), key=lambda entry: entry[0])
-    return [legal for _, legal in closest[:k]]
+            ranked.append((away, training_key(memory), rollout_key(memory), legal))
+    closest: dict[tuple, Plan] = {}  # by sizes in names
+    for *_, legal in sorted(ranked, key=lambda entry: entry[:3]):
+        closest.setdefault(tuple(getattr(legal.layout, name) for name in names), legal)
+    return list(closest.values())[:k]
 
 
 def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> float:

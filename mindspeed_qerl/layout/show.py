@@ -1,8 +1,7 @@
-"""Layouts, rules and memory for people: tables, JSON, a bar chart."""
+"""Layouts, rules and memory for people: tables, and as JSON."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.layout.memory import KINDS, MOMENTS, Memory
+from mindspeed_qerl.layout.memory import MOMENTS, Memory
 from mindspeed_qerl.layout.parts import GB, Part
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import idle_share, layer_collectives, notes, reasons
@@ -18,8 +17,6 @@ from mindspeed_qerl.layout.rules import Violation
 from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.recipe.types import Layout
 
-# Okabe and Ito's, one for each of KINDS
-COLORS = ("#999999", "#0072B2", "#CC79A7", "#E69F00", "#56B4E9", "#D55E00", "#009E73")
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
 COLUMNS = "# TP PP EP DP vLLM batch train sync rollout util waits colls".split()
 LEGEND = (
@@ -34,14 +31,6 @@ LEGEND = (
 def console() -> Console:
     """The terminal, or 110 columns where there is none: a file, a pipe."""
     return Console() if Console().is_terminal else Console(width=110)
-
-
-def label(plan: Plan) -> str:
-    """A layout in two short lines."""
-    layout = plan.layout
-    return (
-        f"TP{layout.tp} PP{layout.pp} EP{layout.ep}\nvLLM TP{layout.infer_tp} EP{layout.infer_ep}"
-    )
 
 
 def model_line(shape: ModelShape) -> str:
@@ -126,13 +115,11 @@ def print_memory(console: Console, memory: Memory) -> None:
 
 
 def parts_by_moment(memory: Memory) -> dict[str, dict[str, Part]]:
-    """name of a part -> moment -> the part, in the order in which they are added up."""
+    """name of a part -> moment -> the part."""
     rows: dict[str, dict[str, Part]] = {}
-    for kind in KINDS:
-        for moment, parts in memory.moments.items():
-            for part in parts:
-                if part.kind == kind:
-                    rows.setdefault(part.name, {})[moment] = part
+    for moment, parts in memory.moments.items():
+        for part in parts:
+            rows.setdefault(part.name, {})[moment] = part
     return rows
 
 
@@ -158,41 +145,11 @@ def memory_dict(memory: Memory) -> dict[str, Any]:
     """The memory of the fullest rank, bytes."""
     return {
         "gpu_memory_utilization": memory.settings.gpu_memory_utilization,
-        "capacity": memory.capacity,
         "fits": memory.fits,
         "totals": {moment: memory.total(moment) for moment in MOMENTS},
         "parts": {moment: list(map(asdict, parts)) for moment, parts in memory.moments.items()},
-        "kv_cache": memory.kv_cache,
         "kv_token": memory.kv_token,
         "answers_at_once": memory.answers_at_once,
         "answers_needed": memory.answers_needed,
         "reasons": reasons(memory),
     }
-
-
-# ---- picture ----
-
-
-def plot_memory(bars: Mapping[str, Memory], title: str, file: Path) -> None:
-    """A stacked bar for each moment of each layout, by KINDS; `bars` maps a label to a layout's
-    memory.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(6.0, 1.6 + 2.1 * len(bars)), 4.4), layout="constrained")
-    panels = figure.subplots(1, len(bars), sharey=True, squeeze=False)[0]
-    for axes, (text, memory) in zip(panels, bars.items(), strict=True):
-        tops = [0.0] * len(MOMENTS)
-        for kind, color in zip(KINDS, COLORS, strict=True):
-            heights = [memory.total(moment, kind) / GB for moment in MOMENTS]
-            drawn = axes.bar(MOMENTS, heights, bottom=tops, color=color, label=kind)
-            tops = [top + height for top, height in zip(tops, heights)]
-        axes.bar_label(drawn, [f"{top:.0f}" for top in tops], fontsize=8)
-        axes.axhline(memory.capacity / GB, color="black", linestyle="--")
-        axes.set_title(text, fontsize=9)
-        axes.tick_params(axis="x", rotation=45, labelsize=8)
-    panels[0].set_ylabel("GB of the fullest rank")
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.suptitle(f"{title}. {DISCLAIMER}", fontsize=9, x=0.01, ha="left")
-    figure.savefig(file, dpi=110)

@@ -78,8 +78,8 @@ class Batch:
         known = (np.arange(length)[:, None] < self.lengths - 1).flatten()
         if self.routes is None:
             return None, known
-        routes = np.zeros((length, *self.routes.swapaxes(0, 1).shape[1:]), dtype=self.routes.dtype)
-        routes[: self.routes.shape[1]] = self.routes.swapaxes(0, 1)
+        routes = self.routes.swapaxes(0, 1)
+        routes = np.pad(routes, [(0, length - len(routes)), (0, 0), (0, 0), (0, 0)])
         return routes.reshape(-1, *routes.shape[2:]), known
 
     def padded(self, count: int) -> "Batch":

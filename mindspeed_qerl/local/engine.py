@@ -3,6 +3,8 @@ what they need.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
@@ -12,6 +14,39 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.runs.progress import Progress
+from mindspeed_qerl.tasks.checks import check_prompts
+from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Data:
+    """A task as one tokenizer reads it."""
+
+    tokenizer: Any
+    train: Prompts
+    test: Prompts
+
+
+def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
+    """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, lose their
+    questions, or are not those that the run was started with.
+    """
+    task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
+    tokenizer = load_tokenizer(path)
+    train = Prompts(task.train_file, tokenizer, task.prompt, longest, at=run.started)
+    test = Prompts(
+        task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems, run.started
+    )
+    for name, prompts in (("training", train), ("evaluation", test)):
+        if prompts.dropped:
+            progress.message(prompts.left_out(name))
+        faults, warnings = check_prompts(prompts, tokenizer)
+        for warning in warnings:
+            progress.message(f"Warning: {name}: {warning}")
+        if faults:
+            raise ConfigError(*faults)
+    run.keep(prompts=train.digest(), evaluation_prompts=test.digest())
+    return Data(tokenizer, train, test)
 
 
 def last_checkpoint(recipe: Recipe) -> int:
@@ -37,8 +72,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         raise ConfigError(fault)
     progress.phase("starting engines")
     with launch(recipe, run) as processes:
-        from mindspeed_qerl.local.data import load_data  # torch and transformers: seconds
-        from mindspeed_qerl.local.loop import LocalEngine
+        from mindspeed_qerl.local.loop import LocalEngine  # torch: seconds
 
         data = load_data(recipe, run, progress)
         epoch = math.ceil(len(data.train.rows) / recipe.batch.global_batch_size)

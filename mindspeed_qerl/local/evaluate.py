@@ -32,7 +32,7 @@ from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
-from mindspeed_qerl.tasks.rewards import first_reward, try_rewards
+from mindspeed_qerl.tasks.rewards import try_rewards
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -120,7 +120,7 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         data=recipe.task.test_file,
         run=str(path),
         prompt=recipe.task.prompt,
-        verifier=first_reward(recipe.task.verifiers),
+        verifier=recipe.task.verifier_function[0],
         problems=settings.n_problems,
         max_tokens=recipe.sampling.max_tokens,
         max_prompt_length=recipe.sampling.max_prompt_length,

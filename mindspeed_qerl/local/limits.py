@@ -70,7 +70,6 @@ MAY_CHANGE = frozenset(
         "megatron_training.save_interval",
         "local.kv_cache_gib",
         "local.keep_checkpoints",
-        "local.sync_buffer_mib",
         "run.prove_every",
     ]
 )

@@ -20,7 +20,7 @@ from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import Batch, PromptOrder, deal
-from mindspeed_qerl.local.data import Data
+from mindspeed_qerl.local.engine import Data
 from mindspeed_qerl.local.processes import Processes, WorkerError, recorded_routers
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import RolloutEngine
@@ -38,7 +38,7 @@ from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.runs.observer import Rollout, RunObserver
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.rewards import first_reward, score
+from mindspeed_qerl.tasks.rewards import score
 
 
 def data_rank(rank: int, layout: Layout) -> int:
@@ -163,7 +163,7 @@ class LocalEngine:
             if len(groups) == wanted or batches == selection.filter_groups_max_batches:
                 rows = (groups[:, None] * n + np.arange(n)).flatten()
                 return answers, [answers[row] for row in rows], noise
-            self.observer.asked(step, batches, len(groups), wanted)
+            self.observer.still_sampling(step, batches, len(groups), wanted)
             answers += self.sample(step, batches)[0]
             batches += 1
 
@@ -180,9 +180,9 @@ class LocalEngine:
         if noise and step == 1 and not batch:
             self.observer.noise_targets(noise.names)
         with self._timed("reward"):
-            asked = np.repeat(chosen, n)
+            rows = [task.rows[i] for i in np.repeat(chosen, n)]
             texts = self._decode(completions)
-            rewards, scores = score(recipe.task.verifiers, texts, [task.rows[i] for i in asked])
+            rewards, scores = score(recipe.task.verifiers, texts, rows)
             if selection.overlong_buffer_enable:
                 rewards = rewards + overlong_penalty(
                     np.array([len(completion.token_ids) for completion in completions]),
@@ -191,11 +191,12 @@ class LocalEngine:
                     selection.overlong_buffer_penalty_factor,
                 )
             answers, rollouts = [], []
-            for number, i in enumerate(asked):
-                row, text, reward = task.rows[i], texts[number], float(rewards[number])
-                own_scores = {name: values[number] for name, values in scores.items()}
-                completion = completions[number]
-                answers.append(Answer(row, task.prompts[i], completion, text, reward, own_scores))
+            for i, row in enumerate(rows):
+                text, reward = texts[i], float(rewards[i])
+                own_scores = {name: values[i] for name, values in scores.items()}
+                answers.append(
+                    Answer(row, prompts[i // n], completions[i], text, reward, own_scores)
+                )
                 rollouts.append(Rollout(row.question, text, row.answer, reward))
             self.observer.sampled(step, rollouts)
             check_answers(answers, self.routers)
@@ -207,10 +208,10 @@ class LocalEngine:
         policy, reference = np.zeros((2, *batch.mask.shape), dtype=np.float32)
         with self._timed("logprobs"):
             results = self._on_shards(TrainRank.logprobs_before, batch)
-        # the last pipeline stage has them
-        for rank in range(layout.world - layout.tp * layout.dp, layout.world):
-            shares = self._shares(batch)[data_rank(rank, layout)]
-            for index, (old, base) in zip(shares, results[rank]):
+        shares = self._shares(batch)
+        # the last pipeline stage has them, whose ranks are the last
+        for rank, pairs in enumerate(results):
+            for index, (old, base) in zip(shares[data_rank(rank, layout)], pairs):
                 policy[index, : old.shape[1]] = old
                 reference[index, : base.shape[1]] = base
         return policy, reference
@@ -228,9 +229,8 @@ class LocalEngine:
         way.
         """
         processes, rollout = self.processes, self.processes.rollout
-        parts = self.sync_parts
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
-        for part in range(parts):
+        for part in range(self.sync_parts):
             merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
             processes.gather(merged)
             processes.gather(loading)
@@ -249,7 +249,7 @@ class LocalEngine:
         started, task = time.perf_counter(), self.data.test
         self.progress("evaluation")
         n = self.recipe.evaluation.samples_per_problem
-        verifier = first_reward(self.recipe.task.verifiers)
+        verifier = self.recipe.task.verifier_function[0]
         answers, noise = self._generate(task.prompts, n, "evaluation", step)
         truncated = [answer.truncated for answer in answers]
         result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, verifier)
@@ -271,9 +271,10 @@ class LocalEngine:
         def write(making: Path) -> None:
             self.processes.on_ranks(TrainRank.save, str(making))
 
-        keep = self.recipe.local.keep_checkpoints
         try:
-            checkpoint.save(run.checkpoints_dir, step, state, write, keep)
+            checkpoint.save(
+                run.checkpoints_dir, step, state, write, self.recipe.local.keep_checkpoints
+            )
         except (OSError, WorkerError) as error:
             raise WorkerError(
                 f"the checkpoint after step {step} in {run.checkpoints_dir} was not written: "

@@ -60,7 +60,7 @@ class TrainRank(ShardedAdapters):
             place.tp_size,
         )
         model.to(place.device)
-        super().__init__(model, table, place, recipe.local.sync_buffer_mib * 2**20)
+        super().__init__(model, table, place)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,

@@ -4,6 +4,7 @@ rollout engine, factors for the proof of the sync, tensors of a checkpoint.
 
 import math
 from collections.abc import Iterable
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -24,34 +25,18 @@ class ShardedAdapters:
 
     Args:
         table: what the model's parameters are made of.
-        buffer: bytes of merged weights that are handed over at a time.
     """
 
     optimizer: torch.optim.Optimizer  # of the adapters
 
-    def __init__(
-        self, model: nn.Module, table: Iterable[ParameterMapping], place: Place, buffer: int
-    ):
+    def __init__(self, model: nn.Module, table: Iterable[ParameterMapping], place: Place):
         self.model, self.place = model, place
         self.table = {mapping.megatron: mapping for mapping in table}
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
-        self.parts = self._divided(buffer)
-
-    def _divided(self, buffer: int) -> list[list[tuple[ParameterMapping, LoRALinear]]]:
-        """The layers in parts whose merged weights fill the buffer, or are a single larger one."""
-        parts: list[list[tuple[ParameterMapping, LoRALinear]]] = []
-        filled = math.inf
-        for mapping, layer in self.owned:
-            base = layer.base_layer
-            size = 4 * base.input_size * base.output_size  # they travel as float32
-            if filled + size > buffer:
-                parts.append([])
-                filled = 0
-            parts[-1].append((mapping, layer))
-            filled += size
-        return parts
+        # merged weights travel a layer of the model at a time
+        self.parts = [list(part) for _, part in groupby(self.owned, key=_layer_number)]
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Per LoRA target the modules and parameters that this rank stands for."""
@@ -143,6 +128,11 @@ class ShardedAdapters:
         """What a checkpoint holds of a factor, in the order of SUFFIXES."""
         state = self.optimizer.state[factor]
         return factor, state["exp_avg"], state["exp_avg_sq"]
+
+
+def _layer_number(pair: tuple[ParameterMapping, LoRALinear]) -> str:
+    """3 of decoder.layers.3.self_attention.linear_qkv.weight."""
+    return pair[0].megatron.split(".")[2]
 
 
 def _target(mapping: ParameterMapping) -> str:

@@ -286,14 +286,11 @@ class Run:
 
 @part
 class Local:
-    """The local engine: vLLM's keys and values, GiB; checkpoints kept; weights that a rank hands
-    over at once, MiB.
-    """
+    """The local engine: vLLM's keys and values, GiB; checkpoints kept."""
 
     section: ClassVar[str] = "local"
     kv_cache_gib: Size = 1
     keep_checkpoints: Size = 2
-    sync_buffer_mib: Size = 64
 
 
 @part

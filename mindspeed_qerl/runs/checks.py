@@ -213,6 +213,12 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
     return noise_share_fault(seen) if len(seen) >= NOISY_STEPS else None
 
 
+def noise_of(rows: Iterable[Mapping[str, float]]) -> list[tuple[float, float]]:
+    """(expected, measured) standard deviation of each step that had noise, of its metrics."""
+    noisy = [row for row in rows if row.get("aqn/expected_std")]
+    return [(row["aqn/expected_std"], row["aqn/measured_std"]) for row in noisy]
+
+
 def noise_share_fault(seen: Sequence[tuple[float, float]]) -> str | None:
     """Whether the noise of many steps, (expected, measured) standard deviation of each, is as large
     as it should be, by its root mean square.
@@ -306,8 +312,7 @@ class StepChecks:
 
     def resume(self, earlier: Iterable[Mapping[str, float]]) -> None:
         """Continue after steps with the metrics `earlier`."""
-        noisy = [row for row in earlier if row.get("aqn/expected_std")]
-        self.noise = [(row["aqn/expected_std"], row["aqn/measured_std"]) for row in noisy]
+        self.noise = noise_of(earlier)
 
     def check(
         self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0

@@ -158,7 +158,7 @@ class RunDirectory:
                 "that it was started with, or start a new run.\n" + "\n".join(lines)
             )
         write_whole(self.config_file, _to_yaml(config))
-        started_with = self._json("versions.json")
+        started_with = self.read_json("versions.json")
         resumed_with = {**own_versions(), **versions}
         self.other_versions = list(differences(started_with, resumed_with).values())
         if self.other_versions:
@@ -180,16 +180,15 @@ class RunDirectory:
         """A line for each of the files that is not what the run was started with; of the model, if
         it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
-        before, after = self._json("data.json"), describe_data(data_files)
-        for label in after.keys() - before.keys():
-            if not label.startswith("model/"):  # the run knew nothing of it
-                del after[label]
-        kinds = {label.partition("/")[0] for label in after}
-        for entries in (before, after):
-            for entry in entries.values():
-                del entry["path"]
-        before = {label: before[label] for label in before if label.partition("/")[0] in kinds}
-        return list(differences(before, after).values())
+        before, after = self.read_json("data.json"), describe_data(data_files)
+        model_is_given = any(label.startswith("model/") for label in after)
+        lines = []
+        for label in {**before, **after}:
+            was, now = (files.get(label, {}).get("sha256") for files in (before, after))
+            is_of_model = model_is_given and label.startswith("model/")
+            if was != now and (is_of_model or (was and now)):
+                lines.append(f"{label}.sha256 was {was!r} and is {now!r}")
+        return lines
 
     @classmethod
     def unfinished(
@@ -254,7 +253,7 @@ class RunDirectory:
 
     def status(self) -> dict[str, Any]:
         """The content of status.json. A run that was killed outright still says "running"."""
-        return self._json("status.json")
+        return self.read_json("status.json")
 
     @property
     def id(self) -> str:
@@ -265,7 +264,7 @@ class RunDirectory:
         """For its checkpoints: the run's own id, and the digest of the Hugging Face weights that it
         started from, None if there were none.
         """
-        weights = self._json("data.json").get("model/weights", {})
+        weights = self.read_json("data.json").get("model/weights", {})
         return {"run": self.id, "base": weights.get("sha256")}
 
     def check_owner(self, checkpoint: Path, owner: str | None) -> None:
@@ -278,7 +277,7 @@ class RunDirectory:
 
     def facts(self) -> dict[str, Any]:
         """What `record` was told so far."""
-        return self._json("facts.json") if self.facts_file.exists() else {}
+        return self.read_json("facts.json") if self.facts_file.exists() else {}
 
     def record(self, **facts: Any) -> None:
         """Add `facts` (JSON values) to facts.json: what was measured once, such as LoRA's parameter
@@ -317,7 +316,8 @@ class RunDirectory:
         """Note that the run stopped before its end, and why."""
         self._note(state="failed", reason=reason, ended=_now().isoformat(timespec="seconds"))
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The content of one of its files; ValueError for a damaged one."""
         file = self.path / name
         try:
             return json.loads(file.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 
-ASKED_BATCHES = 10  # of one step, between two warnings of dynamic sampling
+WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
 
 
 class Rollout(NamedTuple):
@@ -94,11 +94,11 @@ class RunObserver:
         self.run.record(aqn_layers=names)
         self.progress.message(f"AQN targets {len(names)} RMSNorm layers: {', '.join(names)}")
 
-    def asked(self, step: int, batches: int, groups: int, wanted: int) -> None:
+    def still_sampling(self, step: int, batches: int, groups: int, wanted: int) -> None:
         """Dynamic sampling has `groups` of the `wanted` groups with different rewards after so
         many batches of prompts; a step that never gets them all must not look like a hang.
         """
-        if batches % ASKED_BATCHES == 0:
+        if batches % WARN_BATCHES == 0:
             self.warn(
                 f"step {step} asked {batches} batches, and has {groups} of {wanted} groups with "
                 "different rewards; rl_config.filter_groups_max_batches would limit that"
@@ -111,7 +111,7 @@ class RunObserver:
         room = self.recipe.run.rollout_samples - self._sampled[step]
         rows = [rollout._asdict() for rollout in islice(rollouts, room)]
         self.metrics.log_rollouts(step, rows)
-        self._sampled = Counter({step: self._sampled[step] + len(rows)})
+        self._sampled[step] += len(rows)
 
     def trains_nothing(self, step: int, groups: int, all_cut_off: bool) -> None:
         """Warn of a step that none of its `groups` is trained in, and why."""

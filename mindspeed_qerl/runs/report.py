@@ -23,7 +23,7 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_columns, read_jsonl
 from mindspeed_qerl.runs.plots import TIMES, Columns, finite, write_plots
 
-FACTS = ("engine_start_seconds", "train_seconds", "peak_memory_gib")
+FACTS = ("engine_start_seconds", "train_seconds")
 METRICS = (
     "reward/mean",
     "mismatch/k3",

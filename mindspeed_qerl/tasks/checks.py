@@ -14,7 +14,7 @@ from mindspeed_qerl.recipe import types as recipe
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
 from mindspeed_qerl.tasks.packed import rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
-from mindspeed_qerl.tasks.rewards import first_reward, is_reward, load_reward, try_rewards
+from mindspeed_qerl.tasks.rewards import load_reward, try_rewards
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 # What to do where a file of a task is missing.
@@ -36,18 +36,12 @@ def missing_files(task: recipe.Task, keys: Iterable[str]) -> list[Fault]:
     return faults
 
 
-def unknown_rewards(
-    verifiers: Iterable[tuple[str, float]], others: Iterable[str] = ()
-) -> list[Fault]:
-    """A fault for each (name, weight) that is no reward: neither one of ours, nor of the names
-    `others`, nor to be imported.
-    """
+def unknown_rewards(verifiers: Iterable[tuple[str, float]]) -> list[Fault]:
+    """A fault for each (name, weight) that is no reward: neither one of ours nor to be imported."""
     faults = []
     for name, _ in verifiers:
-        if name in others:
-            continue
         try:
-            load_reward(name, others)
+            load_reward(name)
         except ConfigError as error:
             faults.append(Fault("data", str(error), "rl_config.verifier_function"))
     return faults
@@ -60,12 +54,9 @@ def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[Fau
         train: the training rows; None if only their token ids are there, which cannot be compared.
     """
     test = read_rows(task.test_file)
-    rewards = [(name, weight) for name, weight in task.verifiers if is_reward(name)]
-    if rewards:
-        try_rewards(rewards, train or rows_of_labels([row.answer for row in test], None))
-    try_rewards([(first_reward(task.verifiers), 1.0)], test)
-    names = [name for name, _ in task.verifiers]
-    return check_rows(train or [], test, names, task.allow_overlap)
+    try_rewards(task.verifiers, train or rows_of_labels([row.answer for row in test], None))
+    try_rewards(task.verifiers[:1], test)
+    return check_rows(train or [], test, task.verifier_function, task.allow_overlap)
 
 
 def check_rows(

@@ -42,34 +42,16 @@ class RewardError(ConfigError):
     """A reward raised, or did not return a finite number for each response."""
 
 
-def is_reward(name: str) -> bool:
-    """Whether `name` is the name of a reward here, or has the form of an import path.
-
-    >>> is_reward("gsm8k"), is_reward("my_module:my_reward"), is_reward("base_acc")
-    (True, True, False)
-    """
-    return name in VERIFIERS or ":" in name
-
-
-def first_reward(verifiers: Iterable[tuple[str, float]]) -> str:
-    """The first of a config's verifiers that is a reward here, by which it is evaluated; "gsm8k" if
-    none is.
-    """
-    return next((name for name, _ in verifiers if is_reward(name)), "gsm8k")
-
-
-def load_reward(name: str, others: Iterable[str] = ()) -> Reward:
+def load_reward(name: str) -> Reward:
     """The reward called `name`: a name of `VERIFIERS`, or "module:function", which may be in the
-    current folder.
-
-    `others` are names that the engine has itself: for the advice only. ConfigError says what is
-    wrong with the name, the module or the function, and what is nearest to it.
+    current folder. ConfigError says what is wrong with the name, the module or the function, and
+    what is nearest to it.
     """
     if name in VERIFIERS:
         return VERIFIERS[name]
     path, colon, function = name.partition(":")
     if not colon:
-        known = unknown("verifier", name, {*VERIFIERS, *others})
+        known = unknown("verifier", name, VERIFIERS)
         raise ConfigError(
             f"rl_config.verifier_function: {known}. Your own is written module:function"
         )
@@ -100,17 +82,13 @@ def _instance(cls: type) -> Any:
 
 
 def score(
-    verifiers: Sequence[tuple[str, float]],
-    responses: Sequence[str],
-    rows: Sequence[Row],
-    load: Callable[[str], Reward] = load_reward,
+    verifiers: Sequence[tuple[str, float]], responses: Sequence[str], rows: Sequence[Row]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The weighted sum of several rewards.
 
     Args:
         verifiers: (name, weight) of each. responses, rows: N decoded answers, and the row that each
             of them answers.
-        load: what finds a reward by its name.
 
     Returns:
         float64 [N] of weight times reward, summed; and by name the rewards themselves, float64 [N].
@@ -123,7 +101,7 @@ def score(
     >>> score([("gsm8k", 1.0), ("gsm8k_strict", 0.5)], ["it is 4", "#### 4"], [row, row])[0]
     array([1. , 1.5])
     """
-    scores = {name: call_reward(name, load(name), responses, rows) for name, _ in verifiers}
+    scores = {name: call_reward(name, load_reward(name), responses, rows) for name, _ in verifiers}
     skipped = np.isnan([*scores.values()]).all(axis=0)
     if skipped.any():
         index = int(skipped.argmax())

@@ -1,7 +1,6 @@
 import json
 import random
 import re
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -60,7 +59,7 @@ def test_tokenizer_splits_numbers_into_digits(saved_tokenizer, text, tokens):
     assert saved_tokenizer.tokenize(text) == tokens.split("|")
 
 
-def test_directory_loads_in_transformers_with_the_trained_weights(made):
+def test_directory_loads_in_transformers_with_the_trained_weights(made, saved_tokenizer):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -72,7 +71,7 @@ def test_directory_loads_in_transformers_with_the_trained_weights(made):
         2,
         32,
     )
-    assert config.vocab_size == report["vocabulary"]
+    assert config.vocab_size == len(saved_tokenizer)
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert model.dtype == torch.float32
     assert model.num_parameters() == report["parameters"]
@@ -136,19 +135,6 @@ def test_what_is_in_the_way_is_refused_and_kept(tmp_path, name):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
-@pytest.mark.parametrize("damage", ["model.safetensors", "data/test_chat.parquet"])
-def test_damaged_or_missing_files_are_refused(made, tmp_path, damage):
-    copy = tmp_path / "copy"
-    shutil.copytree(made[0], copy)
-    with open(copy / damage, "ab") as file:
-        file.write(b"\0")
-    with pytest.raises(FileExistsError, match=f"{damage} is changed"):
-        tiny_model.make_tiny_model(copy, QUICK)
-    (copy / damage).unlink()
-    with pytest.raises(FileExistsError, match=f"{damage} is missing"):
-        tiny_model.make_tiny_model(copy, QUICK)
-
-
 def test_a_making_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
@@ -161,9 +147,8 @@ def test_a_making_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 def test_loss_is_on_the_completion_only():
     tokenizer = tiny_model.build_tokenizer()
-    problem = Problem(
-        "Tom has 3 apples and Ben has 4. How many apples do they have together?", 3, "+", 4
-    )
+    question = "Tom has 3 apples and Ben has 4. How many apples do they have together?"
+    problem = Problem(question, 3, (("+", 4),))
     input_ids, labels = tiny_model._batch(
         tokenizer, [problem, problem], ["3+4=7\n#### 7", "The answer is 7"]
     )

@@ -130,7 +130,7 @@ def test_warnings(observer):
     observer.trains_nothing(1, groups=4, all_cut_off=False)
     observer.trains_nothing(2, groups=4, all_cut_off=True)
     for batches in range(1, 22):
-        observer.asked(2, batches, groups=1, wanted=4)
+        observer.still_sampling(2, batches, groups=1, wanted=4)
     assert observer.step == 1 and observer.said[:3] == [
         "Warning: uneven",
         "Warning: step 1 trains nothing: no group had answers of different rewards, of 4 groups",

@@ -9,7 +9,7 @@ import pytest
 from measure import terms
 from rehearsal import LAYERS, NOISY_NORMS, finished, make_config, run_engine, run_script
 
-from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.memory import settings_of, stage_memory
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -142,7 +142,7 @@ def test_a_rehearsal_of_a_config(family, layout, format, upstream, tiny, tmp_pat
     recipe = read_recipe(run.config())
     for rank in json.loads((tmp_path / "memory.json").read_text()):
         assert bool(rank.get("int8 copies")) == (format == "int8_w8a8")
-        planned = terms(estimate(plan_of(recipe), settings_of(recipe), rank["stage"]))
+        planned = terms(stage_memory(plan_of(recipe), settings_of(recipe), rank["stage"]))
         for term, formula in planned.items():
             share = 0.25 if term == "sync buffers" else 0.02
             assert rank[term] == pytest.approx(formula, rel=share), term

@@ -8,14 +8,10 @@ each split, `{split}_chat.parquet` has rows that `tasks.rows` reads,
     answer    "72", the canonical gold number
     solution  "Natalia sold 48/2 = ...\n#### 72"
 
-and `{split}.jsonl` one `{"problem": question, "answer": canonical gold number}` a line, which
-MindSpeed-RL's `cli/preprocess_data.py` takes (R1AlpacaStyleInstructionHandler; its prompt template
-brings its own instruction, so `problem` is the bare question). `packed` writes the token ids that
-MindSpeed-RL's trainer itself reads.
+`packed` writes the token ids that MindSpeed-RL's trainer itself reads.
 """
 
 import io
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -41,23 +37,16 @@ def convert(source: str | Path, output: str | Path, max_steps: int | None = None
 
     FileNotFoundError if a split is missing; ValueError for a bad row names the file and the line.
     """
-    output = Path(output)
-    if output.resolve() == Path(source).resolve():  # train.jsonl is a name of raw files too
-        raise ValueError(f"{output} is input and output: choose another output folder")
     import pyarrow
     import pyarrow.parquet
 
     contents, counts = {}, {}
     for split, rows in read_splits(source, max_steps).items():
-        parquet, problems = io.BytesIO(), []
+        parquet = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
-        for row in rows:
-            problem = {"problem": row["question"], "answer": row["answer"]}
-            problems.append(json.dumps(problem, ensure_ascii=False) + "\n")
         contents[f"{split}_chat.parquet"] = parquet.getvalue()
-        contents[f"{split}.jsonl"] = "".join(problems).encode()
         counts[split] = len(rows)
-    write_together(output, contents)
+    write_together(Path(output), contents)
     return counts
 
 

@@ -15,7 +15,7 @@ from tool import run_tool
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
-NAMES = ["test.jsonl", "test_chat.parquet", "train.jsonl", "train_chat.parquet"]
+NAMES = ["test_chat.parquet", "train_chat.parquet"]
 ROW = {"question": "Wie viele Äpfel sind 3+4?", "answer": "3+4=7\n#### 7"}
 
 
@@ -52,11 +52,6 @@ def test_files_and_counts(tmp_path):
             "answer": "1000",
             "solution": big["answer"],
         },
-    ]
-    lines = (out / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    assert list(map(json.loads, lines)) == [
-        {"problem": ROW["question"], "answer": "7"},
-        {"problem": "500*2?", "answer": "1000"},
     ]
 
 
@@ -143,14 +138,6 @@ def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure):
     with pytest.raises(type(failure)):
         convert(write_raw(tmp_path / "raw", train=[ROW, ROW]), out)
     assert snapshot(out) == before
-
-
-def test_input_is_never_replaced(tmp_path):
-    raw = write_raw(tmp_path / "raw")
-    before = snapshot(raw)
-    with pytest.raises(ValueError, match="raw is input and output"):
-        convert(raw, tmp_path / "raw" / ".." / "raw")
-    assert snapshot(raw) == before
 
 
 def test_missing_or_empty_split(tmp_path):
