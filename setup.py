@@ -48,7 +48,9 @@ setup(
     entry_points={
         "console_scripts": [
             f"qerl-{command} = mindspeed_qerl.common.entry:command" for command in COMMANDS
-        ]
+        ],
+        # does something where MINDSPEED_QERL_ROLLOUT is set (integrations/vllm.py)
+        "vllm.general_plugins": ["mindspeed_qerl = mindspeed_qerl.integrations.vllm:register"],
     },
     python_requires=">=3.11",
     install_requires=names("base.in"),

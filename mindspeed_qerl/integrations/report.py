@@ -46,6 +46,13 @@ def faults(rows: Rows) -> list[str]:
             )
         if len({row["aqn/sigma"] for row in workers}) > 1:
             sentences.append(f"step {step}: the ranks have noise of different sigma")
+    if by_step:
+        last, planned = max(by_step), by_step[max(by_step)][0]["total_steps"]
+        if last + 1 < planned:
+            sentences.append(
+                f"the schedule has {planned} steps, and the last that sampled was {last}: the "
+                "noise did not end. If the run is over, set noise.total_steps to its steps"
+            )
     return sentences
 
 

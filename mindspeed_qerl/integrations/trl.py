@@ -9,6 +9,7 @@ TRL's vLLM server is another process: set MINDSPEED_QERL_ROLLOUT there (vllm.py,
 from typing import Any
 
 from mindspeed_qerl.integrations.settings import read_settings
+from mindspeed_qerl.integrations.trainer import follow, without_noise_in_evaluation
 from mindspeed_qerl.integrations.vllm import WorkerRollout
 
 
@@ -30,18 +31,8 @@ def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
         )
     worker = generation.llm.llm_engine.model_executor.driver_worker.worker
     rollout = WorkerRollout(worker, read_settings(settings))
-    rollout.step = lambda: trainer.state.global_step
-    rollout.total_steps = lambda: trainer.state.max_steps
-    generate = generation.generate
-
-    def generate_in_mode(*args: Any, **kwargs: Any) -> Any:
-        if trainer.model.training:
-            return generate(*args, **kwargs)
-        with rollout.clean():
-            generation.llm.reset_prefix_cache()
-            result = generate(*args, **kwargs)
-        generation.llm.reset_prefix_cache()
-        return result
-
-    generation.generate = generate_in_mode
+    follow(rollout, trainer)
+    generation.generate = without_noise_in_evaluation(
+        generation.generate, rollout, trainer, generation.llm
+    )
     return rollout

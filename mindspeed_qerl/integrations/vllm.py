@@ -68,7 +68,7 @@ class WorkerRollout:
         self.not_compared = 0  # adapters of NOT_COMPARED that came with it
         self.syncs = 0
         self.injector: NoiseInjector | None = None  # while its noise is on
-        self.is_loading = self.is_clean = self.cannot_write = False
+        self.is_loading = self.is_clean = self.cannot_write = self.is_discarded = False
         if settings.noise is not None:
             select_targets(self.model, settings.targets, settings.exclude)
         self._wrap(self.model, "load_weights", self._load_weights)
@@ -109,6 +109,7 @@ class WorkerRollout:
         **kwargs: Any,
     ) -> Any:
         self._start_sync()
+        self.is_discarded = False
 
         def noted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
@@ -135,11 +136,17 @@ class WorkerRollout:
             else:
                 self.adapter_arrival.expect(name, tensor)
 
-    def _sleep(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _sleep(self, original: Callable[..., Any], level: int = 1) -> Any:
         self._take_off()
-        return original(*args, **kwargs)
+        self.is_discarded = level == 2
+        return original(level)
 
     def _execute_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.is_discarded:
+            raise RuntimeError(
+                "vLLM slept at level 2, which discards the weights, and none were loaded before "
+                "this batch: load all of them after it wakes up (adapters alone are not enough)"
+            )
         if self.is_loading:
             self._end_sync()
         if self.settings.noise is not None and not (self.injector or self.is_clean):

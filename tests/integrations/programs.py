@@ -28,10 +28,10 @@ def with_tokenizer(family: str, folder: Path) -> Path:
     return folder
 
 
-def run_program(file: str, folder: Path, *words: object, **variables: str) -> None:
+def run_program(file: Path, folder: Path, *words: object, **variables: str) -> None:
     """`file` as a program, in `folder`."""
     done = subprocess.run(
-        [sys.executable, file, *map(str, words)],
+        [sys.executable, str(file), *map(str, words)],
         check=False,
         capture_output=True,
         text=True,
@@ -65,9 +65,9 @@ def check_log_probs(llm, twin, noisy: dict, ids: list[int], lora=None) -> None:
     import torch
     from vllm import SamplingParams
 
-    greedy = SamplingParams(max_tokens=6, temperature=0, logprobs=0, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=6, seed=0, logprobs=0, ignore_eos=True)
     prompt = {"prompt_token_ids": ids}
-    answer = llm.generate(prompt, greedy, use_tqdm=False, lora_request=lora)[0].outputs[0]
+    answer = llm.generate(prompt, sampling, use_tqdm=False, lora_request=lora)[0].outputs[0]
     tokens = list(answer.token_ids)
     served = [entry[token].logprob for token, entry in zip(tokens, answer.logprobs)]
     parameters = dict(twin.named_parameters())

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed_qerl.layout import parts
 from mindspeed_qerl.layout.memory import Memory
 
 
@@ -53,11 +54,12 @@ def terms(memory: Memory) -> dict[str, int]:
     update = {part.name: part.bytes for part in memory.moments["update"]}
     sizes = {"KV cache of a token": memory.kv_token}
     sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW")}
-    sizes |= {"frozen base": 0, "vLLM's weights": 0, "sync buffers": 0}
+    sizes |= {"frozen base": 0, "vLLM's weights": 0}
     for part in memory.moments["weight sync"]:
-        name = "frozen base" if part.kind == "training weights" else part.kind
-        if name in sizes:
+        name = part.name.partition(",")[0]  # of the dense part, and of the experts
+        if name in ("frozen base", "vLLM's weights"):
             sizes[name] += part.bytes
+    sizes["sync buffers"] = parts.size_of(parts.sync(memory.plan, memory.stage))
     for part in memory.moments["rollout"]:
         if part.name == "int8 copies":
             sizes[part.name] = part.bytes

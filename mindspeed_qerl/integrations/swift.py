@@ -1,0 +1,35 @@
+"""AQN and the proof of arrival in ms-swift's GRPO with vLLM in its own process:
+
+    swift rlhf --rlhf_type grpo --use_vllm true --vllm_mode colocate ... \\
+        --external_plugins examples/grpo/ms_swift_plugin.py
+
+which imports this, and MINDSPEED_QERL_ROLLOUT in the environment. ms-swift's server (`swift rollout`) is another
+process: set the variable there (vllm.py, the plugin). Written for ms-swift 4.6.
+"""
+
+from typing import Any
+
+from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
+
+from mindspeed_qerl.integrations.settings import VARIABLE, settings_of_environment
+from mindspeed_qerl.integrations.trainer import follow, without_noise_in_evaluation
+from mindspeed_qerl.integrations.vllm import WorkerRollout
+
+_prepare_vllm_engine = RolloutTrainerMixin._prepare_vllm_engine
+
+
+def prepare_with_noise(trainer: Any) -> Any:
+    """ms-swift's engine of vLLM, with AQN in its worker."""
+    settings = settings_of_environment()
+    if settings is None:
+        raise ValueError(f"{VARIABLE} is not set: this plugin would do nothing (vllm.py)")
+    engine = _prepare_vllm_engine(trainer)
+    rollout = WorkerRollout(engine.inner_model_executor.driver_worker.worker, settings)
+    follow(rollout, trainer)
+    trainer._colocate_rollout = without_noise_in_evaluation(
+        trainer._colocate_rollout, rollout, trainer, engine.engine
+    )
+    return engine
+
+
+RolloutTrainerMixin._prepare_vllm_engine = prepare_with_noise

@@ -1,0 +1,223 @@
+"""Noise and arrival around a worker that has what vLLM's has, and no more."""
+
+import json
+import logging
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_qerl.integrations.report import faults, read_lines
+from mindspeed_qerl.integrations.settings import Settings, read_settings, settings_of_environment
+from mindspeed_qerl.integrations.vllm import WorkerRollout
+
+NOISE = {"sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 2, "total_steps": 4}
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(256))
+
+
+class Model(torch.nn.Module):
+    """A norm after the blocks, and a layer without noise."""
+
+    def __init__(self, norm: type[torch.nn.Module] = RMSNorm):
+        super().__init__()
+        self.model = torch.nn.ModuleDict({"norm": norm()})
+        self.head = torch.nn.Linear(4, 4, bias=False)
+
+    def load_weights(self, weights):
+        for name, weight in weights:
+            self.get_parameter(name).data = weight.clone()  # another tensor, as some reloads do
+
+
+class Worker:
+    """vLLM's, as far as a rollout needs one."""
+
+    rank = 0
+    vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+
+    def __init__(self, model):
+        self.model, self.sampled = model, []
+
+    def get_model(self):
+        return self.model
+
+    def add_lora(self, request):
+        return True
+
+    def sleep(self, level=1):
+        if level == 2:
+            for weight in self.model.parameters():
+                weight.data.zero_()
+
+    def execute_model(self, batch=None):
+        self.sampled.append(self.model.model["norm"].weight.detach().clone())
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A worker, and its rollout with noise from the second of two stages on."""
+    worker = Worker(Model())
+    return worker, WorkerRollout(worker, Settings(report=str(tmp_path), noise=NOISE))
+
+
+def sync(worker, value: float) -> torch.Tensor:
+    """Sends weights in two buckets; returns the norm's."""
+    norm = torch.full((256,), value)
+    worker.model.load_weights([("model.norm.weight", norm)])
+    worker.model.load_weights([("head.weight", torch.full((4, 4), value))])
+    return norm
+
+
+def test_noise_is_of_the_step_and_never_of_two(served, tmp_path):
+    worker, _ = served
+    for step, sigma in enumerate((0, 0, 0.05, 0.05)):
+        norm = sync(worker, step + 1.0)
+        worker.execute_model()
+        worker.execute_model()  # the same noise
+        assert torch.equal(*worker.sampled[-2:])
+        deviation = (worker.sampled[-1] - norm).square().mean().sqrt().item()
+        assert deviation == pytest.approx(sigma, rel=0.2)
+    rows = read_lines(tmp_path)
+    assert [row["step"] for row in rows if row["event"] == "noise"] == [0, 1, 2, 3]
+    assert faults(rows) == []
+
+
+def test_noise_is_off_in_evaluations_and_asleep_and_on_again(served):
+    worker, rollout = served
+    rollout.step = lambda: 3
+    norm = sync(worker, 2.0)
+    worker.execute_model()
+    with rollout.clean():
+        worker.execute_model()
+    worker.sleep()
+    assert torch.equal(worker.model.model["norm"].weight, norm)
+    worker.execute_model()
+    noisy, evaluated, awake = worker.sampled
+    assert torch.equal(evaluated, norm) and not torch.equal(noisy, norm)
+    assert torch.equal(awake, noisy)
+
+
+def test_a_sync_of_adapters_alone_does_not_add_noise_to_noise(served):
+    worker, rollout = served
+    norm = sync(worker, 1.0)
+    rollout.step = lambda: 3
+    for _ in range(4):
+        worker.add_lora(SimpleNamespace())
+        worker.execute_model()
+    for sampled in worker.sampled:
+        assert torch.equal(sampled, worker.sampled[0])
+    assert (worker.sampled[0] - norm).std().item() == pytest.approx(0.05, rel=0.2)
+
+
+def test_weights_discarded_asleep_and_not_sent_again_are_an_error(served):
+    worker, _ = served
+    sync(worker, 1.0)
+    worker.sleep(2)
+    worker.add_lora(SimpleNamespace())
+    with pytest.raises(RuntimeError, match="level 2, which discards the weights"):
+        worker.execute_model()
+    sync(worker, 1.0)
+    worker.execute_model()
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_weights_that_did_not_arrive_stop_the_run_or_are_reported(tmp_path, caplog, stop):
+    model = Model()
+    load_weights = model.load_weights
+    # transposed, and nobody looks
+    model.load_weights = lambda pairs: load_weights([(name, w.flip(0)) for name, w in pairs])
+    worker = Worker(model)
+    WorkerRollout(worker, Settings(report=str(tmp_path), noise=None, stop=stop))
+    model.load_weights([("model.norm.weight", torch.arange(256.0))])
+    if stop:
+        with pytest.raises(RuntimeError, match="1 of 1 tensors .* did not arrive.*model.norm"):
+            worker.execute_model()
+    else:
+        worker.execute_model()
+        assert "did not arrive in vLLM: model.norm.weight" in caplog.text
+    [fault] = faults(read_lines(tmp_path))
+    assert fault.startswith("sync 1, rank 0: model.norm.weight:")
+
+
+def test_a_model_without_norms_is_refused_with_what_was_seen(tmp_path):
+    worker = Worker(Model(type("LayerNorm", (RMSNorm,), {})))
+    worker.model.model["norm"].__class__ = torch.nn.LayerNorm
+    with pytest.raises(ValueError, match=r"matches no norm .* LayerNorm \(e.g. model.norm\)"):
+        WorkerRollout(worker, Settings(report=str(tmp_path), noise=NOISE))
+
+
+def test_a_second_one_in_a_worker_is_refused(served, tmp_path):
+    worker, _ = served
+    with pytest.raises(RuntimeError, match="has AQN already: it was added twice"):
+        WorkerRollout(worker, Settings(report=str(tmp_path), noise=NOISE))
+
+
+def test_a_report_that_cannot_be_written_is_told_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    worker = Worker(Model())
+    WorkerRollout(worker, Settings(report=str(tmp_path / "file" / "noise"), noise=NOISE))
+    for _ in range(3):
+        sync(worker, 1.0)
+        worker.execute_model()
+    assert caplog.text.count("report cannot be written, the run goes on") == 1
+
+
+def test_a_schedule_that_is_not_the_runs(served, caplog, tmp_path):
+    worker, rollout = served
+    rollout.total_steps = lambda: 100
+    sync(worker, 1.0)
+    with pytest.raises(ValueError, match="total_steps is 4, and the run has 100"):
+        worker.execute_model()
+    rollout.total_steps = lambda: None
+    for _ in range(2):
+        sync(worker, 1.0)
+        worker.execute_model()
+    [fault] = faults(read_lines(tmp_path))
+    assert "schedule has 4 steps, and the last that sampled was 2" in fault
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            sync(worker, 1.0)
+            worker.execute_model()
+    assert faults(read_lines(tmp_path)) == []
+    assert "schedule has 4 steps, and the run goes on" in caplog.text
+
+
+def test_ranks_that_have_no_noise_or_another_are_named(served, tmp_path):
+    worker, _ = served
+    worker.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=3))
+    sync(worker, 1.0)
+    worker.execute_model()
+    rows = read_lines(tmp_path)
+    other = {**rows[-1], "rank": 1, "aqn/sigma": 0.5}
+    told = faults([*rows, other])
+    assert any("step 0: ranks [2] have no noise" in fault for fault in told)
+    assert any("step 0: the ranks have noise of different sigma" in fault for fault in told)
+
+
+def test_settings(tmp_path, monkeypatch):
+    monkeypatch.delenv("MINDSPEED_QERL_ROLLOUT", raising=False)
+    assert settings_of_environment() is None
+    monkeypatch.setenv("MINDSPEED_QERL_ROLLOUT", json.dumps({"report": "a", "seed": 3}))
+    assert settings_of_environment() == Settings(report="a", seed=3)
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"report": "b"}))
+    monkeypatch.setenv("MINDSPEED_QERL_ROLLOUT", str(file))
+    assert settings_of_environment() == Settings(report="b")
+    with pytest.raises(ValueError, match=r"unknown \['sigma'\]; known: .*noise"):
+        read_settings({"report": "a", "sigma": 0.05})
+
+
+def test_imports_are_light():
+    """What runs inside vLLM's workers brings nothing of our engines."""
+    program = (
+        "import sys, mindspeed_qerl.integrations.vllm\n"
+        "heavy = {'ray', 'hydra', 'megatron', 'omegaconf', 'matplotlib', 'vllm', 'pydantic'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,119 @@
+"""Five steps of TRL's GRPOTrainer with vLLM in its process, on a CPU:
+
+    python trl_colocated.py MODEL FOLDER noise|off|without
+
+`noise`: AQN, and an evaluation in the middle; `off`: the proof of arrival alone; `without`: TRL as
+it is. What was sampled and trained is left in FOLDER/trained.json.
+"""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+from mindspeed_qerl.integrations.trl import add_noise
+from tests.integrations.programs import check_log_probs, keep_weights, norms_of
+
+QUESTIONS = [{"prompt": f"tom has {i % 9 + 1} apples"} for i in range(64)]
+
+
+def reward(completions, **kwargs):
+    return [float(len(completion) % 3) for completion in completions]
+
+
+def main(model: str, folder: Path, mode: str) -> None:
+    keep_weights()
+    # TRL leaves vLLM bfloat16
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")
+    config = GRPOConfig(
+        output_dir=str(folder),
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.1,
+        vllm_max_model_length=128,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=16,
+        max_steps=5,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        learning_rate=1e-2,
+        eval_strategy="steps" if mode == "noise" else "no",
+        eval_steps=4,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(QUESTIONS),
+        eval_dataset=Dataset.from_list(QUESTIONS[:8]),
+        peft_config=LoraConfig(r=8, target_modules=["q_proj", "o_proj"]),
+    )
+    if mode == "noise":
+        add_noise(trainer, report=f"{folder}/noise", noise={"num_stages": 3})
+    elif mode == "off":
+        add_noise(trainer, report=f"{folder}/noise", noise=None)
+    llm, before = trainer.vllm_generation.llm, norms_of(trainer.model)
+    served = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    clean, noisy_steps, evaluations = norms_of(served), set(), 0
+    generate = llm.generate
+
+    def observed(*args, **kwargs):
+        nonlocal evaluations
+        outputs = generate(*args, **kwargs)
+        changed = any(not torch.equal(clean[name], w) for name, w in norms_of(served).items())
+        if trainer.model.training:
+            if changed:
+                noisy_steps.add(trainer.state.global_step)
+        else:
+            evaluations += 1
+            assert not changed, "noise in an evaluation"
+        return outputs
+
+    llm.generate = observed
+    trainer.train()
+    llm.generate = generate
+    for name, weight in norms_of(trainer.model).items():
+        assert torch.equal(weight, before[name]), name
+    trainer.save_model(folder / "saved")
+    with safe_open(folder / "saved" / "adapter_model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118
+    if mode == "noise":
+        assert noisy_steps == {2, 3, 4} and evaluations
+        check_noisy_answers(trainer, served, model)
+    history = [
+        {name: row[name] for name in ("loss", "reward", "grad_norm", "completions/mean_length")}
+        for row in trainer.state.log_history
+        if "loss" in row
+    ]
+    adapters = {name: w for name, w in trainer.model.named_parameters() if "lora_" in name}
+    sums = {name: w.double().sum().item() for name, w in adapters.items()}
+    (folder / "trained.json").write_text(json.dumps({"history": history, "adapters": sums}))
+
+
+def check_noisy_answers(trainer: GRPOTrainer, served, model: str) -> None:
+    """vLLM has the weights of the last sync and noise of the last step."""
+    merged = dict(served.named_parameters())
+    twin = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for name, weight in twin.named_parameters():
+        if "o_proj" in name:
+            weight.data.copy_(merged[name])
+        elif "q_proj" in name:
+            whole = merged[name.replace("q_proj", "qkv_proj")]
+            weight.data.copy_(whole[: len(weight)])
+    check_log_probs(trainer.vllm_generation.llm, twin, norms_of(served), [5, 6, 7, 8])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
