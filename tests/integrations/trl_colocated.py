@@ -103,7 +103,9 @@ def main(model: str, folder: Path, mode: str) -> None:
 
 
 def check_noisy_answers(trainer: GRPOTrainer, served, model: str) -> None:
-    """vLLM has the weights of the last sync and noise of the last step."""
+    """vLLM has the weights of the last sync, and noise again after the last evaluation."""
+    llm = trainer.vllm_generation.llm
+    llm.generate({"prompt_token_ids": [5]}, use_tqdm=False)
     merged = dict(served.named_parameters())
     twin = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name, weight in twin.named_parameters():
@@ -112,7 +114,7 @@ def check_noisy_answers(trainer: GRPOTrainer, served, model: str) -> None:
         elif "q_proj" in name:
             whole = merged[name.replace("q_proj", "qkv_proj")]
             weight.data.copy_(whole[: len(weight)])
-    check_log_probs(trainer.vllm_generation.llm, twin, norms_of(served), [5, 6, 7, 8])
+    check_log_probs(llm, twin, norms_of(served), [5, 6, 7, 8])
 
 
 if __name__ == "__main__":
