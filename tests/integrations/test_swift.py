@@ -1,0 +1,45 @@
+"""ms-swift's own GRPO with AQN by its plugin. It needs other versions of TRL and PEFT than the
+other tests: MS_SWIFT names a folder with them (docs/integrations.md).
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.integrations.report import faults, read_lines
+from tests.integrations.programs import run_program, with_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = os.environ.get("MS_SWIFT")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not PACKAGES, reason="MS_SWIFT names no folder with ms-swift")
+@pytest.mark.parametrize(
+    "words, of, tensors",
+    [((), "weights", 25), (("--vllm_enable_lora", "true"), "adapters", 8)],
+    ids=["merged", "adapters"],
+)
+def test_five_steps(tmp_path, words, of, tensors):
+    report = tmp_path / "noise"
+    settings = {"report": str(report), "noise": {"num_stages": 3}}
+    run_program(
+        ROOT / "tests/integrations/swift_run.py",
+        tmp_path,
+        with_tokenizer("qwen3", tmp_path / "model"),
+        tmp_path / "out",
+        *words,
+        PYTHONPATH=f"{ROOT}:{PACKAGES}",
+        MINDSPEED_QERL_ROLLOUT=json.dumps(settings),
+        USE_HF="1",
+        VLLM_PLUGINS="none",  # ms-swift's own would need torchvision
+    )
+    rows = read_lines(report)
+    assert faults(rows) == []
+    noise = [row for row in rows if row["event"] == "noise"]
+    assert [row["step"] for row in noise] == [0, 1, 2, 3, 4]
+    assert [row["aqn/sigma"] for row in noise] == pytest.approx([0, 0, 0.05, 0.05, 0.0005])
+    arrived = [row["tensors"] for row in rows if row["event"] == "arrival" and row["of"] == of]
+    assert arrived[-4:] == [tensors] * 4
