@@ -125,6 +125,7 @@ def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
         task = Task(
             test_file=tmp_path / "test.jsonl",
             verifiers=[("by_level:reward", 1.0)],
+            verifier_function=("by_level:reward",),
             allow_overlap=False,
         )
         with pytest.raises(RewardError, match="missing a required argument: 'level'"):

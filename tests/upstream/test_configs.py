@@ -5,6 +5,7 @@ docs/ascend.md's conversions of their base weights.
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import yaml
 from checkpoints import write_base_checkpoint
 from rehearsal import (
+    HERE,
     NOISY_NORMS,
     ROOT,
     emulated,
@@ -67,13 +69,6 @@ CONVERTED = {
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen2", {}),
     "grpo_qwen25_1_5b_gsm8k_8npu": ("qwen2", {"tie_word_embeddings": True}),
 }
-# The model has random weights: what GSM8K's verifier says of its answers is luck. Two answers that
-# differ have two of these rewards.
-REWARD = """
-from zlib import crc32
-def varied(responses, answers, rows):
-    return [crc32(response.encode()) / 2**32 for response in responses]
-"""
 
 
 def test_upstream_accepts_the_configs(upstream, tmp_path):
@@ -140,7 +135,7 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
     }
     package = tmp_path / "package"
     package.mkdir()
-    (package / "varied_reward.py").write_text(REWARD)
+    shutil.copy(HERE / "varied_reward.py", package)
     words = [ROOT / "cli" / "train_grpo.py", "--config-name", name]
     words += [f"{key}={value}" for key, value in overrides.items()]
     result = run_python(words, environment(upstream, package), tmp_path)

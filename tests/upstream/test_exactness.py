@@ -28,6 +28,7 @@ from reference import (
     with_adapters,
 )
 from rehearsal import HERE, environment, finished, make_config, run_python, run_script
+from varied_reward import varied
 
 from mindspeed_qerl.aqn.injector import standard_normal
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
@@ -144,7 +145,7 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
         "megatron_training.use_distributed_optimizer": False,
         "aqn.sigma_start": SIGMA,
         "aqn.num_stages": 2,
-        "rl_config.verifier_function": ["gsm8k", "gsm8k_strict"],
+        "rl_config.verifier_function": ["varied_reward:varied", "gsm8k_strict"],
         "rl_config.verifier_weight": [1.0, 0.5],
         "generate_config.offload_train_optimizer": False,
     }
@@ -324,12 +325,11 @@ def test_rewards_and_advantages(probe):
     batch = probe.batch()
     texts = [probe.tokenizer.decode(row["response"], skip_special_tokens=True) for row in batch]
     labels = [row["label"] for row in batch]
-    right, strict = (VERIFIERS[name](texts, labels) for name in ("gsm8k", "gsm8k_strict"))
-    assert [row["reward"] for row in batch] == [a + 0.5 * b for a, b in zip(right, strict)]
-    assert 0 < sum(right) < len(right)
-    rewards = torch.tensor([row["reward"] for row in batch], dtype=torch.float64).reshape(
-        -1, SAMPLES
-    )
+    strict = VERIFIERS["gsm8k_strict"](texts, labels)
+    scores = [a + 0.5 * b for a, b in zip(varied(texts, labels, []), strict)]
+    assert [row["reward"] for row in batch] == pytest.approx(scores, rel=1e-6)
+    rewards = torch.tensor(scores, dtype=torch.float64).reshape(-1, SAMPLES)
+    assert rewards.std(1).min() > 0
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     if probe.options is DR_GRPO:
         expected = rewards - rewards.mean(1, keepdim=True)

@@ -1,0 +1,65 @@
+"""AQN and the proof of arrival in vllm-ascend's own worker on emulated NPUs, three syncs, as a
+process of its own for each rank (test_integrations.py).
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from ascend_rollout import Case, Served
+
+
+def load(model, weights: dict) -> None:
+    """As verl and ms-swift load experts that vllm-ascend has turned to [in, out]."""
+    experts = [module for module in model.modules() if hasattr(module, "w13_weight")]
+    for module in experts:
+        for weight in (module.w13_weight, module.w2_weight):
+            weight.data = weight.data.transpose(1, 2).contiguous()
+            weight.weight_loader = module.weight_loader
+    model.load_weights(weights.items())
+    for module in experts:
+        module.quant_method.process_weights_after_loading(module)
+
+
+def main(case: Case, folder: str, results: str) -> None:
+    """Greedy answers after each of three syncs of changed weights, beside transformers with the
+    noise that is on this rank's norms.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mindspeed_qerl.integrations.report import read_lines
+    from mindspeed_qerl.integrations.settings import Settings
+    from mindspeed_qerl.integrations.vllm import WorkerRollout
+
+    served = Served(case, folder)
+    worker = served.engine.llm_engine.model_executor.driver_worker.worker
+    noise = {"sigma_start": 0.05, "num_stages": 2, "total_steps": 4}
+    settings = Settings(report=str(Path(results) / "noise"), noise=noise, elements=0, stop=False)
+    rollout = WorkerRollout(worker, settings)
+    twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    report = {"worst": [], "clean": []}
+    for step in (1, 2, 3):
+        rollout.step = lambda step=step: step
+        with torch.no_grad():
+            for weight in twin.parameters():
+                weight.add_(0.01 * torch.randn(weight.shape, generator=generator))
+        sent = {name: weight.detach().clone() for name, weight in twin.named_parameters()}
+        load(served.model, sent)
+        answers, _ = served.answers()
+        for name, weight in served.model.named_parameters():
+            if "layernorm" in name or name == "model.norm.weight":
+                twin.get_parameter(name).data.copy_(weight)
+        report["worst"].append(served.distance(answers, twin).max().item())
+        twin.load_state_dict(sent, strict=False)
+    with rollout.clean():
+        for name, weight in served.model.named_parameters():
+            if "layernorm" in name:
+                report["clean"].append(torch.equal(weight, sent[name]))
+    report["rows"] = read_lines(Path(results) / "noise")
+    served.write(results, report)
+
+
+if __name__ == "__main__":
+    main(Case(**json.loads(sys.argv[1])), *sys.argv[2:])
