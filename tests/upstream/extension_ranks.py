@@ -10,15 +10,20 @@ from ascend_rollout import Case, Served
 
 
 def load(model, weights: dict) -> None:
-    """As verl and ms-swift load experts that vllm-ascend has turned to [in, out]."""
+    """As verl and ms-swift do: experts, which vllm-ascend has turned to [in, out], are turned back
+    while they are loaded.
+    """
     experts = [module for module in model.modules() if hasattr(module, "w13_weight")]
-    for module in experts:
-        for weight in (module.w13_weight, module.w2_weight):
-            weight.data = weight.data.transpose(1, 2).contiguous()
-            weight.weight_loader = module.weight_loader
+
+    def turn() -> None:
+        for module in experts:
+            for weight in (module.w13_weight, module.w2_weight):
+                weight.data = weight.data.transpose(1, 2).contiguous()
+                weight.weight_loader = module.weight_loader
+
+    turn()
     model.load_weights(weights.items())
-    for module in experts:
-        module.quant_method.process_weights_after_loading(module)
+    turn()
 
 
 def main(case: Case, folder: str, results: str) -> None:
