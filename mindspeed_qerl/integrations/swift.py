@@ -13,7 +13,7 @@ from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from mindspeed_qerl.integrations.settings import VARIABLE, settings_of_environment
 from mindspeed_qerl.integrations.trainer import follow, without_noise_in_evaluation
-from mindspeed_qerl.integrations.vllm import WorkerRollout
+from mindspeed_qerl.integrations.vllm import MARK, WorkerRollout
 
 _prepare_vllm_engine = RolloutTrainerMixin._prepare_vllm_engine
 
@@ -24,7 +24,9 @@ def prepare_with_noise(trainer: Any) -> Any:
     if settings is None:
         raise ValueError(f"{VARIABLE} is not set: this plugin would do nothing (vllm.py)")
     engine = _prepare_vllm_engine(trainer)
-    rollout = WorkerRollout(engine.inner_model_executor.driver_worker.worker, settings)
+    worker = engine.inner_model_executor.driver_worker.worker
+    # vLLM's plugin may have been first
+    rollout = getattr(worker, MARK, None) or WorkerRollout(worker, settings)
     follow(rollout, trainer)
     trainer._colocate_rollout = without_noise_in_evaluation(
         trainer._colocate_rollout, rollout, trainer, engine.engine

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
 NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
-MARK = "mindspeed_qerl_rollout"  # the worker's attribute
+MARK, WILL_ATTACH = "mindspeed_qerl_rollout", "mindspeed_qerl_will_attach"  # attributes of workers
 
 
 class WorkerRollout:
@@ -54,8 +54,8 @@ class WorkerRollout:
     def __init__(self, worker: Any, settings: Settings):
         if hasattr(worker, MARK):
             raise RuntimeError(
-                "this vLLM worker has AQN already: it was added twice (by the plugin, "
-                f"worker_extension_cls, or in code). Unset {VARIABLE}, or leave out the other"
+                "this vLLM worker has AQN already: it was added twice (by the plugin "
+                f"and in code). Unset {VARIABLE}, or leave out the other"
             )
         setattr(worker, MARK, self)
         self.worker, self.settings = worker, settings
@@ -252,11 +252,12 @@ class WorkerRollout:
 
 def attach_when_loaded(worker: Any) -> None:
     """The same of a worker that has yet to load its model, by MINDSPEED_QERL_ROLLOUT; nothing
-    without it.
+    without it, or where the plugin and `worker_extension_cls` both ask.
     """
     settings = settings_of_environment()
-    if settings is None:
+    if settings is None or hasattr(worker, WILL_ATTACH):
         return
+    setattr(worker, WILL_ATTACH, True)
     load_model = worker.load_model
 
     def load_and_attach(*args: Any, **kwargs: Any) -> Any:
@@ -280,15 +281,17 @@ def register() -> None:
     """vLLM's general plugin: each worker of this process, when it has loaded its model."""
     if not os.environ.get(VARIABLE):
         return
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
+    # of `v1.worker.worker_base` today, of `worker.worker_base` in 0.11
+    from vllm.v1.executor.multiproc_executor import WorkerWrapperBase
 
     if hasattr(WorkerWrapperBase, MARK):
         return
     setattr(WorkerWrapperBase, MARK, True)
-    init_worker = WorkerWrapperBase.init_worker
+    init_device = WorkerWrapperBase.init_device
 
-    def init_and_attach(self: Any, *args: Any, **kwargs: Any) -> None:
-        init_worker(self, *args, **kwargs)
+    def attach_and_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # before it, `init_worker` has loaded this plugin
         attach_when_loaded(self.worker)
+        return init_device(self, *args, **kwargs)
 
-    WorkerWrapperBase.init_worker = init_and_attach
+    WorkerWrapperBase.init_device = attach_and_init

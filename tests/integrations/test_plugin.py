@@ -1,0 +1,37 @@
+"""vLLM as it is, with the plugin that it finds installed."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindspeed_qerl.integrations.report import faults, read_lines
+from tests.integrations.programs import run_program, with_tokenizer
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys
+from vllm import LLM
+
+if __name__ == "__main__":
+    words = {"worker_extension_cls": sys.argv[2]} if len(sys.argv) > 2 else {}
+    llm = LLM(sys.argv[1], max_model_len=128, enforce_eager=True, **words)
+    llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("extension", [(), ("mindspeed_qerl.integrations.vllm.NoiseExtension",)])
+def test_noise_in_vllms_own_process(tmp_path, extension):
+    """The plugin alone, and beside `worker_extension_cls`: one rollout in the worker."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    noise = {"num_stages": 2, "total_steps": 4}
+    settings = {"report": str(tmp_path / "noise"), "noise": noise, "first_step": 3}
+    model = with_tokenizer("qwen3", tmp_path / "model")
+    words = {"MINDSPEED_QERL_ROLLOUT": json.dumps(settings), "PYTHONPATH": str(ROOT)}
+    run_program(program, tmp_path, model, *extension, **words)
+    rows = read_lines(tmp_path / "noise")
+    assert [(row["event"], row["step"], row["aqn/layers"]) for row in rows] == [("noise", 3, 5)]
+    assert rows[0]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
+    assert faults(rows) == []
