@@ -74,7 +74,7 @@ class LocalEngine:
 
     @cached_property
     def sync_parts(self) -> int:
-        """How often a rank with the most adapters fills its transfer buffer in a sync."""
+        """Layers of the rank with the most: a sync hands over one at a time."""
         return max(self.processes.on_ranks(TrainRank.sync_parts))
 
     def train(self) -> None:
@@ -228,9 +228,9 @@ class LocalEngine:
         """Merged weights to the rollout engine, a part of each rank's at a time, two parts under
         way.
         """
-        processes, rollout = self.processes, self.processes.rollout
+        processes, rollout, parts = self.processes, self.processes.rollout, self.sync_parts
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
-        for part in range(self.sync_parts):
+        for part in range(parts):
             merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
             processes.gather(merged)
             processes.gather(loading)

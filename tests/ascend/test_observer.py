@@ -20,7 +20,7 @@ def observer():
     recipe = SimpleNamespace(
         sampling=sampling,
         evaluation=evaluation,
-        task=SimpleNamespace(verifiers=(("gsm8k", 1.0),)),
+        task=SimpleNamespace(verifier_function=("gsm8k",)),
         run=SimpleNamespace(rollout_samples=2),
     )
     vars(made).update(

@@ -398,7 +398,7 @@ def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, 
     assert engine.sample.batches == [(7, batch) for batch in range(batches)]
     assert noise == "noise of batch 0"
     assert [answer.reward for answer in answers] == rewards
-    assert engine.observer.names() == ["asked"] * (batches - 1)
+    assert engine.observer.names() == ["still_sampling"] * (batches - 1)
 
 
 def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
-from mindspeed_qerl.layout.memory import estimate
+from mindspeed_qerl.layout.memory import stage_memory
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
@@ -338,7 +338,7 @@ def planned():
         shared_expert_intermediate_size=64,
     )
     layout = Layout(2, tp=2, ep=1, infer_tp=1, infer_ep=2, sequence_parallel=True)
-    return terms(estimate(Plan(shape, layout, padded_vocab_size=4096), Settings(lora_r=4), 0))
+    return terms(stage_memory(Plan(shape, layout, padded_vocab_size=4096), Settings(lora_r=4), 0))
 
 
 def test_what_was_measured_is_what_is_planned(planned):
