@@ -95,12 +95,13 @@ def test_noise_is_off_in_evaluations_and_asleep_and_on_again(served):
     worker.execute_model()
     with rollout.clean():
         worker.execute_model()
+    worker.execute_model()
     worker.sleep()
     assert torch.equal(worker.model.model["norm"].weight, norm)
     worker.execute_model()
-    noisy, evaluated, awake = worker.sampled
+    noisy, evaluated, again, awake = worker.sampled
     assert torch.equal(evaluated, norm) and not torch.equal(noisy, norm)
-    assert torch.equal(awake, noisy)
+    assert torch.equal(again, noisy) and torch.equal(awake, noisy)
 
 
 def test_a_sync_of_adapters_alone_does_not_add_noise_to_noise(served):
