@@ -9,13 +9,11 @@ how upstream moves weights to vLLM.
 import re
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoE
-from vllm.model_executor.layers.linear import LinearBase
 
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.lora.checkpoint import (
@@ -26,6 +24,7 @@ from mindspeed_qerl.lora.checkpoint import (
     table_of_layer,
     whole_adapters,
 )
+from mindspeed_qerl.lora.held import Held, held_parts
 from mindspeed_qerl.lora.proof import Movement, join, movement
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -39,8 +38,6 @@ TARGETS = {
     "up_proj": "linear_fc1",
     "down_proj": "linear_fc2",
 }
-SHARED_BY_INPUT = ("o_proj", "down_proj")
-EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[str, int]]:
@@ -106,76 +103,33 @@ def gather_layer(
     return whole_adapters(shards, args, table_of_layer(shape), layer)
 
 
-def held_weights(
-    model: torch.nn.Module, layer: int | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF module name, tensor [out, in]) of the linear weights of `layer`, or of all, as vLLM holds
-    them now; fused and packed ones are taken apart.
-    """
-    for _, _, weights in held_layers(model, layer):
-        yield from weights.items()
+def held_weights(model: torch.nn.Module, layer: int | None = None) -> Iterator[Held]:
+    """The matrices of `layer`, or of all layers, as vLLM holds them now; views."""
+    for held in held_parts(model):
+        match = LAYER.match(held.name)
+        if match and layer in (None, int(match[1])) and held.part.dim() == 2:
+            yield held
 
 
 def copied_weights(model: torch.nn.Module) -> Tensors:
-    """All of `held_weights`, copied to the CPU."""
-    return {name: weight.to("cpu", copy=True) for name, weight in held_weights(model)}
-
-
-def held_layers(
-    model: torch.nn.Module, layer: int | None = None
-) -> Iterator[tuple[str, torch.nn.Module, Tensors]]:
-    """(name in vLLM, module, its weights by HF module name, views [out, in] of what it holds) of
-    each linear layer and each layer's experts. (Experts are [in, out] there, as NPUs multiply:
-    vllm-ascend ops/common_fused_moe.py `process_weights_after_loading`.)
-    """
-    for name, module in model.named_modules():
-        match = LAYER.match(name)
-        if not match or layer not in (None, int(match[1])):
-            continue
-        if isinstance(module, FusedMoE):
-            yield name, module, _held_experts(name, module)
-        elif isinstance(module, LinearBase):
-            parent, _, leaf = name.rpartition(".")
-            parts, weights = [leaf], [module.weight]
-            if leaf in model.packed_modules_mapping:
-                parts = model.packed_modules_mapping[leaf]
-                weights = module.weight.split(module.output_partition_sizes)
-            names = [f"{parent}.{part}" for part in parts]
-            yield name, module, dict(zip(names, weights, strict=True))
-
-
-def _held_experts(name: str, module: FusedMoE) -> Tensors:
-    places = module.expert_map
-    if places is None:
-        places = torch.arange(module.global_num_experts)
-    held = {}
-    for expert, place in enumerate(places.tolist()):
-        if place >= 0:  # -1: on another rank
-            gate, up = module.w13_weight[place].t().chunk(2)
-            for part, weight in zip(EXPERT_PARTS, (gate, up, module.w2_weight[place].t())):
-                held[f"{name}.{expert}.{part}"] = weight
-    return held
+    """All of `held_weights` by their names, copied to the CPU."""
+    return {held.name: held.part.to("cpu", copy=True) for held in held_weights(model)}
 
 
 def movement_of_layer(
-    held: Iterator[tuple[str, torch.Tensor]],
-    base: Tensors,
-    pairs: dict[str, Pair],
-    scaling: float,
-    tp_rank: int,
-    tp_size: int,
+    weights: Iterable[Held], base: Tensors, pairs: dict[str, Pair], scaling: float
 ) -> Movement:
-    """Of this rank's parts of one layer's weights. held, base: of `held_weights`, with adapters and
-    without. tp_rank, tp_size: of vLLM.
+    """Of this rank's parts of one layer's weights. weights, base: of `held_weights`, with adapters
+    and without.
     """
     movements = []
-    for name, weight in held:
+    for held in weights:
+        name = held.name.removesuffix(".weight")
         if name in pairs:
             a, b = pairs[name]
-            leaf, update = name.rpartition(".")[2], scaling * (b.float() @ a.float())
-            dim = int(leaf in SHARED_BY_INPUT)
-            # of few key and value heads several ranks have the same
-            parts = update.shape[dim] // weight.shape[dim]
-            update = update.chunk(parts, dim)[tp_rank * parts // tp_size]
-            movements.append({TARGETS[leaf]: movement(weight.cpu(), base[name], update)})
+            update = scaling * (b.float() @ a.float())
+            for dim, first in enumerate(held.start):
+                update = update.narrow(dim, first, held.part.shape[dim])
+            target = TARGETS[name.rpartition(".")[2]]
+            movements.append({target: movement(held.part.cpu(), base[held.name], update)})
     return join(movements)

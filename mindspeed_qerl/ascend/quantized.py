@@ -4,6 +4,8 @@ with.
 """
 
 from collections.abc import Iterator
+from itertools import groupby
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from vllm.distributed import get_tp_group
 from vllm_ascend.quantization.w8a8_dynamic import AscendW8A8DynamicLinearMethod
 from vllm_ascend.utils import matmul_allreduce_enable
 
-from mindspeed_qerl.ascend.proof import SHARED_BY_INPUT, held_layers
+from mindspeed_qerl.ascend.proof import held_weights
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.lora.checkpoint import Tensors
 from mindspeed_qerl.quantization.formats import FORMATS, int8_and_scale
@@ -80,10 +82,11 @@ class QuantizedModel:
         """Round what was synced; all ranks of a tensor parallel group at once."""
         self.free()
         sums = {}
-        for _, layer, weights in held_layers(self.model):
+        for parameter, parts in groupby(held_weights(self.model), attrgetter("parameter")):
             copies = []
-            for name, weight in weights.items():
-                if not is_quantized(f"{name}.weight"):
+            for held in parts:
+                name, weight = held.name, held.part
+                if not is_quantized(name):
                     continue
                 amax = self._amax(name, weight)
                 if self.name == "int8_w8a8":
@@ -97,6 +100,7 @@ class QuantizedModel:
                 if not copies:
                     weight.copy_(used)
             if copies:
+                layer = layer_of(self.model, parameter)
                 self.methods[layer] = layer.quant_method
                 set_method(layer, Int8Linear(*map(torch.cat, zip(*copies))))
         # one copy to the host; without any, all quantised weights are on other ranks
@@ -121,7 +125,7 @@ class QuantizedModel:
         wrong = []
         for name, weight in used_weights(self.model):
             expected = synced[name].to(weight.device)
-            if is_quantized(f"{name}.weight"):
+            if is_quantized(name):
                 whole, dim = expected, int(_is_shared_by_input(name))
                 if self._is_shared(name):
                     whole = self.group.all_gather(expected, dim)
@@ -151,11 +155,13 @@ class QuantizedModel:
 
 
 def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `held_weights`, but what kernels multiply with: of a layer with an int8 copy that one, in
-    float32.
+    """(name, part) of `held_weights`, but what kernels multiply with: of a layer with an int8 copy
+    that one, in float32.
     """
-    for _, layer, weights in held_layers(model):
-        method = (getattr(layer, "custom_op", None) or layer).quant_method
+    for parameter, parts in groupby(held_weights(model), attrgetter("parameter")):
+        weights = {held.name: held.part for held in parts}
+        layer = layer_of(model, parameter)
+        method = getattr(getattr(layer, "custom_op", None) or layer, "quant_method", None)
         if isinstance(method, Int8Linear):
             used = method.weight().split([len(weight) for weight in weights.values()])
             yield from zip(weights, used, strict=True)
@@ -163,8 +169,13 @@ def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield from weights.items()
 
 
+def layer_of(model: torch.nn.Module, parameter: str) -> torch.nn.Module:
+    """The layer that has the parameter."""
+    return model.get_submodule(parameter.rpartition(".")[0])
+
+
 def _is_shared_by_input(name: str) -> bool:
-    return name.endswith(SHARED_BY_INPUT)
+    return name.endswith(("o_proj.weight", "down_proj.weight"))
 
 
 def set_method(layer: torch.nn.Module, method: Any) -> None:

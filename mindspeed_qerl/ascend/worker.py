@@ -180,7 +180,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         ranks at once.
         """
         rollout, config = self.inference_model, self.actor_model_config
-        state, tp_size = self.parallel_state, self.recipe.layout.infer_tp
+        state = self.parallel_state
         place = state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()
         shape, adapters = read_shape(self.recipe.model.path), proof.adapters_by_layer(self.model)
         alpha, config.lora_alpha = config.lora_alpha, 0
@@ -194,9 +194,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 tensors = adapters.get(layer, {})
                 pairs = proof.gather_layer(tensors, place, self.megatron_config, shape, layer)
                 weights_now = proof.held_weights(rollout.model, layer)
-                shard = self._rank % tp_size, tp_size
                 scaling = alpha / config.lora_r
-                movements.append(proof.movement_of_layer(weights_now, base, pairs, scaling, *shard))
+                movements.append(proof.movement_of_layer(weights_now, base, pairs, scaling))
         if rollout.quantized:
             with self._synced(quantizes=True):
                 unlike = rollout.quantized.unlike(synced)

@@ -41,12 +41,6 @@ class PackedLinear:
         """The weight has changed."""
         self.packed = None
 
-    def held(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight [out, in] that it computes with, which is `weight` unless a change was missed:
-        the identity's image.
-        """
-        return self(torch.eye(weight.shape[1], dtype=weight.dtype), weight).t()
-
 
 def keep_linear_weights() -> None:
     """Make vLLM's CPU linear layers a `PackedLinear` each, beside their weight. Call before the

@@ -77,6 +77,10 @@ class QuantizedModel:
             return y
         return y + linear(x, adapter if expert is None else adapter[expert])
 
+    def rounded(self) -> dict[str, torch.Tensor]:
+        """By vLLM's names, the weights of layers that round what they are given."""
+        return {name: self.model.get_parameter(name) for name in self._rounding}
+
     @property
     def rounds_activations(self) -> bool:
         return self.is_on and self.activation is not None
@@ -98,7 +102,7 @@ class QuantizedModel:
         self.weights.quantize()
         if self.weights.adapters and quantized:
             # vLLM's own loader puts each where the kernel has its weight
-            parameters = {name: self.model.get_parameter(name) for name in self._rounding}
+            parameters = self.rounded()
             for parameter in parameters.values():
                 parameter.zero_()
             self.model.load_weights(self.weights.adapters.items())

@@ -2,15 +2,18 @@
 back for the proof that a sync arrived.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.local.packing import PackedExperts, PackedLinear, packed_linears
+from mindspeed_qerl.local.packing import PackedExperts, packed_linears
 from mindspeed_qerl.local.quantized import QuantizedModel
+from mindspeed_qerl.lora.held import held_parts, kernel_tensors, take_apart
 from mindspeed_qerl.lora.proof import join, movement
+from mindspeed_qerl.quantization.weights import is_quantized
 from mindspeed_qerl.recipe.types import Quantization
 
 
@@ -43,9 +46,10 @@ class ServedWeights:
 
     def quantize(self, checkpoint: Checkpoint, quantization: Quantization) -> QuantizedModel:
         """The linear layers as `quantization` rounds them. checkpoint: the base model's."""
-        names = {}
-        for parameter, weight in self._kernel_weights().items():
-            names[parameter] = [name for name, _ in self._take_apart({parameter: weight})]
+        names: dict[str, list[str]] = defaultdict(list)
+        for held in held_parts(self.model):
+            if is_quantized(held.name):
+                names[held.parameter].append(held.name)
         return QuantizedModel(self.model, names, checkpoint, quantization)
 
     @torch.no_grad()
@@ -96,9 +100,14 @@ class ServedWeights:
         / r) B A and the base weights on disk (lora/proof.py); of quantised weights to what was
         quantised, and whether they are that. factors: from each rank (`adapter_factors`).
         """
-        held = dict(self._take_apart(self._kernel_weights()))
+        tensors = dict(kernel_tensors(self.model))
         if self.quantized:
-            adapters = dict(self._take_apart(self.quantized.adapters))
+            tensors |= self.quantized.rounded()
+        for experts in self.experts:
+            tensors |= experts.unpacked()
+        held = self._by_name(tensors)
+        if self.quantized:
+            adapters = self._by_name(self.quantized.adapters)
             for name, *tensors in self.quantized.weights:
                 synced, used, adapter = tensors
                 held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
@@ -111,39 +120,6 @@ class ServedWeights:
             moved.append({target: movement(held[name], checkpoint.read(name), update)})
         return join(moved)
 
-    def _kernel_weights(self) -> dict[str, torch.Tensor]:
-        """Every linear weight as vLLM computes with it now, unpacked, by vLLM's parameter names."""
-        from vllm.model_executor.layers.linear import LinearBase
-
-        weights = {}
-        for name, module in self.model.named_modules():
-            if isinstance(module, LinearBase):
-                weight = module.weight
-                if isinstance(module.cpu_linear, PackedLinear):
-                    weight = module.cpu_linear.held(weight)
-                weights[f"{name}.weight"] = weight
-        for experts in self.experts:
-            weights |= experts.unpacked()
-        return weights
-
-    def _take_apart(
-        self, tensors: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor) of what is fused or stacked in tensors that have vLLM's
-        parameter names.
-        """
-        for name, tensor in tensors.items():
-            layer, _, which = name.rpartition(".")
-            parent, _, leaf = layer.rpartition(".")
-            if which == "weight":
-                fused = self.model.packed_modules_mapping.get(leaf, [leaf])
-                module = self.model.get_submodule(layer)
-                sizes = getattr(module, "output_partition_sizes", [len(tensor)])
-                for part, weight in zip(fused, tensor.split(sizes)):
-                    yield f"{parent}.{part}.weight", weight
-                continue
-            # of experts: w13 has the gate above the up projection
-            parts = ("gate", "up") if which == "w13_weight" else ("down",)
-            for expert, stacked in enumerate(tensor):
-                for part, weight in zip(parts, stacked.chunk(len(parts))):
-                    yield f"{parent}.{expert}.{part}_proj.weight", weight
+    def _by_name(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By Hugging Face names what is in tensors that have vLLM's."""
+        return {held.name: held.part for held in take_apart(self.model, tensors.items())}

@@ -5,7 +5,7 @@ Read with vLLM 0.11 (also under vllm-ascend) to 0.32; Qwen2, Qwen3, their mixtur
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,9 @@ import torch
 # vLLM's fused module -> the modules of transformers whose outputs it concatenates
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+
+
+Part = tuple[str, torch.Tensor, tuple[int, ...]]  # the first three of a Held
 
 
 @dataclass(frozen=True)
@@ -23,26 +26,55 @@ class Held:
         name: of the whole tensor in the Hugging Face model.
         part: a view of what the worker's kernels read, in the axes of the whole tensor.
         start: index of the part's first element in the whole tensor.
+        parameter: vLLM's name of the parameter that it is in.
     """
 
     name: str
     part: torch.Tensor
     start: tuple[int, ...]
+    parameter: str = ""
 
 
 def held_parts(model: torch.nn.Module) -> Iterator[Held]:
     """All parameters of vLLM's `model` that this worker holds, apart; without adapters."""
+    return take_apart(model, kernel_tensors(model))
+
+
+def kernel_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(vLLM's name, tensor) of each parameter, as kernels compute with it. On CPUs that may be a
+    packed copy, which a new `weight` does not reach: the image of the identity then.
+    """
     for path, module in model.named_modules():
+        kernel = getattr(module, "cpu_linear", None)
+        for kind, tensor in module.named_parameters(recurse=False):
+            if kernel and kind == "weight":
+                inputs = getattr(module, "input_size_per_partition", module.input_size)
+                identity = torch.eye(inputs, dtype=module.params_dtype)
+                tensor = kernel(identity, tensor, None).t()
+            yield f"{path}.{kind}", tensor
+
+
+def take_apart(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[Held]:
+    """What is fused or stacked in `tensors`, which have the names and shapes of parameters of
+    vLLM's `model`.
+    """
+    for parameter, tensor in tensors:
+        path, _, kind = parameter.rpartition(".")
+        module = model.get_submodule(path)
         name = path.replace(".base_layer", "")  # of a module with adapters beside it
         classes = {cls.__name__ for cls in type(module).__mro__}
-        if classes & {"FusedMoE", "RoutedExperts"}:
-            yield from _experts(name.removesuffix(".routed_experts"), module)
+        if kind in EXPERT_PARTS:
+            parts = _experts(name.removesuffix(".routed_experts"), module, kind, tensor)
         elif "LinearBase" in classes:
-            yield from _linear(name, module)
+            parts = _linear(name, module, kind, tensor)
         elif "VocabParallelEmbedding" in classes:
-            yield from _vocabulary(name, module)
-        elif isinstance(getattr(module, "weight", None), torch.nn.Parameter):
-            yield Held(f"{name}.weight", module.weight, (0,) * module.weight.dim())
+            parts = _vocabulary(name, module, tensor)
+        else:
+            parts = [(f"{name}.{kind}", tensor, (0,) * tensor.dim())]
+        for part in parts:
+            yield Held(*part, parameter)
 
 
 def held_adapters(model: torch.nn.Module, slot: int) -> Iterator[Held]:
@@ -62,29 +94,13 @@ def held_adapters(model: torch.nn.Module, slot: int) -> Iterator[Held]:
             yield Held(f"{parent}.{part_name}.lora_B.weight", b, (row, 0))
 
 
-def _linear(name: str, module: torch.nn.Module) -> Iterator[Held]:
+def _linear(name: str, module: torch.nn.Module, kind: str, tensor: torch.Tensor) -> Iterator[Part]:
     parent, _, leaf = name.rpartition(".")
     leaves = FUSED.get(leaf, (leaf,))
-    weight = _kernel_weight(module)
-    sizes = getattr(module, "output_partition_sizes", [weight.shape[0]])
-    for kind, tensor in (("weight", weight), ("bias", getattr(module, "bias", None))):
-        if tensor is None:
-            continue
-        for part_name, part in zip(leaves, tensor.split(sizes), strict=True):
-            start = _start(module, part_name, part.shape[0], part.shape[-1])
-            yield Held(f"{parent}.{part_name}.{kind}", part, start[: part.dim()])
-
-
-def _kernel_weight(module: torch.nn.Module) -> torch.Tensor:
-    """The weight [out, in] of a linear layer that its kernel computes with. On CPUs that may be a
-    packed copy, which a new `weight` does not reach: the image of the identity then.
-    """
-    kernel = getattr(module, "cpu_linear", None)
-    if kernel is None:
-        return module.weight
-    inputs = getattr(module, "input_size_per_partition", module.input_size)
-    identity = torch.eye(inputs, dtype=module.params_dtype)
-    return kernel(identity, module.weight, None).t()
+    sizes = getattr(module, "output_partition_sizes", [len(tensor)])
+    for part_name, part in zip(leaves, tensor.split(sizes), strict=True):
+        start = _start(module, part_name, part.shape[0], part.shape[-1])
+        yield f"{parent}.{part_name}.{kind}", part, start[: part.dim()]
 
 
 def _start(module: torch.nn.Module, leaf: str, rows: int, columns: int) -> tuple[int, int]:
@@ -98,29 +114,27 @@ def _start(module: torch.nn.Module, leaf: str, rows: int, columns: int) -> tuple
     return rank * rows, 0
 
 
-def _vocabulary(name: str, module: torch.nn.Module) -> Iterator[Held]:
+def _vocabulary(name: str, module: torch.nn.Module, tensor: torch.Tensor) -> Iterator[Part]:
     """Rows of the embedding or output layer, without the padding."""
-    indices = module.shard_indices
-    rows = indices.org_vocab_end_index - indices.org_vocab_start_index
-    yield Held(f"{name}.weight", module.weight[:rows], (indices.org_vocab_start_index, 0))
+    first = module.shard_indices.org_vocab_start_index
+    rows = tensor[: module.shard_indices.org_vocab_end_index - first]
+    yield f"{name}.weight", rows, (first, 0)
 
 
-def _experts(name: str, module: torch.nn.Module) -> Iterator[Held]:
-    """Each expert's three weights. vllm-ascend holds them as [in, out] (ops/common_fused_moe.py)."""
+def _experts(name: str, module: torch.nn.Module, kind: str, tensor: torch.Tensor) -> Iterator[Part]:
+    """Each expert's weights. vllm-ascend holds them as [in, out] (ops/common_fused_moe.py)."""
     places = getattr(module, "expert_map", None)
     if places is None:
-        places = torch.arange(module.w13_weight.shape[0])
-    hidden = module.hidden_size
-    for kind, leaves in EXPERT_PARTS.items():
-        stacked = getattr(module, kind)
-        hidden_axis = 2 if kind == "w13_weight" else 1
-        if stacked.shape[hidden_axis] != hidden:
-            stacked = stacked.transpose(1, 2)
-        for expert, place in enumerate(places.tolist()):
-            if place < 0:  # on another rank
-                continue
-            for leaf, part in zip(leaves, stacked[place].chunk(len(leaves)), strict=True):
-                width = math.prod(part.shape) // hidden
-                offset = getattr(module, "tp_rank", 0) * width
-                start = (0, offset) if leaf == "down_proj" else (offset, 0)
-                yield Held(f"{name}.{expert}.{leaf}.weight", part, start)
+        places = torch.arange(len(tensor))
+    leaves, hidden = EXPERT_PARTS[kind], module.hidden_size
+    # of a square matrix the other parameter tells
+    if not module.w13_weight.shape[2] == module.w2_weight.shape[1] == hidden:
+        tensor = tensor.transpose(1, 2)
+    for expert, place in enumerate(places.tolist()):
+        if place < 0:  # on another rank
+            continue
+        for leaf, part in zip(leaves, tensor[place].chunk(len(leaves)), strict=True):
+            width = math.prod(part.shape) // hidden
+            offset = getattr(module, "tp_rank", 0) * width
+            start = (0, offset) if leaf == "down_proj" else (offset, 0)
+            yield f"{name}.{expert}.{leaf}.weight", part, start

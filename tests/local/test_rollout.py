@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -409,23 +410,24 @@ def layers_and_engines_of_a_processor(rank, models, path):
                 )
             )
             layer, b = PackedLinear(), b if bias else None
+            held = partial(layer, torch.eye(width_in, dtype=dtype))  # as lora/held.py reads it
             result = {
                 "x": x,
                 "weight": weight.clone(),
                 "bias": b,
                 "y": layer(x, weight, b),
                 "packed": layer.dtype,
-                "held": layer.held(weight),
+                "held": held(weight).t(),
             }
             weight.copy_(other)
-            result |= {"stale_y": layer(x, weight), "stale_held": layer.held(weight)}
+            result |= {"stale_y": layer(x, weight), "stale_held": held(weight).t()}
             layer.forget()
             layers.append(
                 {
                     **result,
                     "next": other,
                     "next_y": layer(x, weight),
-                    "next_held": layer.held(weight),
+                    "next_held": held(weight).t(),
                 }
             )
     torch.save({"engines": engines, "layers": layers}, path)

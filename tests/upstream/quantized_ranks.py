@@ -79,8 +79,8 @@ def together(parts: dict[str, torch.Tensor], tp: int) -> dict[str, torch.Tensor]
     ranks, whole = gathered(parts), {}
     for name in set().union(*ranks):
         held = [rank[name] for rank in ranks if name in rank]
-        dim = int(f"{name}.weight".endswith(BY_INPUT))
-        whole[f"{name}.weight"] = held[0] if ".experts." in name else torch.cat(held[:tp], dim)
+        dim = int(name.endswith(BY_INPUT))
+        whole[name] = held[0] if ".experts." in name else torch.cat(held[:tp], dim)
     return linears(whole)
 
 
@@ -88,17 +88,18 @@ def main(case: Case, folder: str, results: str) -> None:
     served, report = Served(case, folder), {}
     from safetensors.torch import load_file
 
-    from mindspeed_qerl.ascend.proof import held_layers, held_weights
+    from mindspeed_qerl.ascend.proof import copied_weights, held_weights
     from mindspeed_qerl.ascend.quantized import (
         Int8Linear,
         QuantizedModel,
+        layer_of,
         set_method,
         used_weights,
     )
     from mindspeed_qerl.quantization.weights import weight_errors
 
     model, files = served.model, linears(load_file(Path(folder) / "model.safetensors"))
-    synced = {name: weight.clone() for name, weight in held_weights(model)}
+    synced = copied_weights(model)
     plain, unrounded = served.answers()[0], rounded_twin(folder, torch.float32, "", case.tp)
     for format in case.formats:
         quantized = QuantizedModel(model, format)
@@ -129,21 +130,24 @@ def main(case: Case, folder: str, results: str) -> None:
             "int8_layers": sum(isinstance(method, Int8Linear) for method in methods),
         }
         # planted: one weight that is not rounded, on this rank alone; one layer on its own method
-        planted = [name for name in synced if name.endswith("_proj")][-1 - dist.get_rank()]
-        _, layer, weights = next(entry for entry in held_layers(model) if planted in entry[2])
-        method, before = layer.quant_method, weights[planted].clone()
+        planted = [name for name in synced if name.endswith("_proj.weight")][-1 - dist.get_rank()]
+        held = {each.name: each for each in held_weights(model)}
+        parameter = held[planted].parameter
+        fused = sorted(name for name, each in held.items() if each.parameter == parameter)
+        layer, weight = layer_of(model, parameter), held[planted].part
+        method, before = layer.quant_method, weight.clone()
         if format == INT8:
             set_method(layer, quantized.methods[layer])
-            found["planted"] = [sorted(weights), sorted(quantized.unlike(synced))]
+            found["planted"] = [fused, sorted(quantized.unlike(synced))]
             set_method(layer, method)
         else:
-            weights[planted].copy_(synced[planted])
+            weight.copy_(synced[planted])
             found["planted"] = [[planted], quantized.unlike(synced)]
-            weights[planted].copy_(before)
+            weight.copy_(before)
         found["unlike_after"] = quantized.unlike(synced)
         quantized.free()
-        for name, weight in held_weights(model):
-            weight.copy_(synced[name])
+        for each in held_weights(model):
+            each.part.copy_(synced[each.name])
         found["plain_again"] = served.answers()[0] == plain
     served.write(results, report)
 
