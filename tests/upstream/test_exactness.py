@@ -439,13 +439,13 @@ def test_the_local_engine_computes_the_same(probe):
         print(f"{name:45} {value:12.6f} bf16 {in_bf16:12.6f} NPU {actual:12.6f}")
         # bfloat16 moves a maximum, which is one token's, by more than a mean, and over an edge a
         # few tokens, or one answer where whole answers are weighed
-        share = 0.05 if "max" in name else 0.02
+        share = 0.1 if "max" in name else 0.02
         at_the_edge = (
             1 / len(lengths)
             if whole and "rollout_correction" in name
             else 3 / sum(map(int, lengths))
         )
-        count = at_the_edge if "fraction" in name else 1e-3
+        count = at_the_edge if "fraction" in name or "flipped" in name else 1e-3
         assert abs(actual - value) <= 2 * abs(in_bf16 - value) + share * abs(value) + count, name
     if probe.family == "qwen3_moe" and not probe.options:
         assert probe.metrics["clip_fraction_low"] > 0 and probe.metrics["clip_fraction_high"] > 0
