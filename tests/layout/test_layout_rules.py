@@ -4,9 +4,7 @@ simulation of what would happen.
 
 import random
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +14,7 @@ from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
-
-sys.path.insert(0, str(Path(__file__).parent))
-from dealing import can_run
+from tests.layout.dealing import can_run
 
 QWEN3, QWEN15, DENSE = (
     NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
