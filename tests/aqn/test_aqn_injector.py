@@ -296,17 +296,3 @@ def test_a_schedule_that_is_never_on_is_a_warning(caplog):
         norms(), NoiseSchedule(total_steps=21, restart_every=10), "*", seed=0
     )  # off in its last step
     assert "never" not in caplog.text
-
-
-@pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="needs a GPU: the noise is drawn on the CPU for a weight elsewhere",
-)
-def test_weights_on_another_device_get_the_cpus_noise():
-    model, reference = norms(dtype=torch.bfloat16).cuda(), norms(dtype=torch.bfloat16)
-    clean = weights(model)
-    injector = NoiseInjector(model, always(0.05), "*", seed=0)
-    assert injector.apply(1) == NoiseInjector(reference, always(0.05), "*", seed=0).apply(1)
-    assert torch.equal(weights(model).cpu(), weights(reference))
-    injector.remove()
-    assert torch.equal(weights(model), clean)

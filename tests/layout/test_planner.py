@@ -295,7 +295,6 @@ def test_no_layout_is_explained():
         ([*MODEL, "16", "--plot", "nowhere/x.png"], "must be a file in an existing folder"),
         ([*MODEL, "16", "--plot", "tests"], "no folder itself"),
         (["--config-name", CONFIG, "++foo.bar=1"], "unknown key 'foo'"),
-        (["--config-name", CONFIG, "engine=locl"], "unknown engine 'locl', did you mean 'local'"),
     ],
 )
 def test_a_wrong_command_line(arguments, message):
