@@ -136,12 +136,6 @@ def test_an_override_that_cannot_be_is_refused_in_words(override, message):
     assert message in str(error.value)
 
 
-def test_a_config_name_that_nobody_has():
-    done = train("--config-name", "grpo_tny_moe_cpu", "seed=2")
-    assert done.returncode == 2
-    assert "unknown config name 'grpo_tny_moe_cpu', did you mean 'grpo_tiny_moe_cpu'" in done.stderr
-
-
 def test_the_resolved_config_is_printed():
     done = train("seed=3", "--cfg", "job", "-cn", f"{TINY}.yaml")
     assert yaml.safe_load(done.stdout) == compose(TINY, ["seed=3"])

@@ -48,15 +48,6 @@ def test_of_400_studies_without_an_effect_at_most_5_percent_see_one():
     )  # the chance of any being above it: 0.3 %
 
 
-def test_looking_at_each_seed_with_5_percent_does_not_keep_that_promise():
-    """Why there is a rule: a study that stops as soon as p is below 5 %."""
-    generator, wrong = np.random.default_rng(1), 0
-    for _ in range(200):
-        values = study(generator, 0.0)
-        wrong += any(estimate(values[:count]).p < ALPHA for count in range(3, 25))
-    assert wrong > 20
-
-
 def test_an_effect_is_seen_with_the_power_that_was_planned_and_never_called_smaller():
     """As many seeds as the pilot's variance asks for: 80 % of studies see the effect, less what
     early looks cost.

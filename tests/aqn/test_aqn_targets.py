@@ -1,5 +1,5 @@
-"""Target selection on real transformers models, on vLLM's own class, and on classes named like
-vLLM's and Ascend's.
+"""Target selection on real transformers models, and on classes named like vLLM's and Ascend's; on
+vLLM's own models: tests/local/test_rollout.py.
 """
 
 import subprocess
@@ -314,29 +314,3 @@ def test_a_multiplier_of_nothing_lists_what_there_is(selector):
         match=r"selects none of the 7 norms that get noise: model\.layers\.0\.input_layernorm",
     ):
         multipliers_of(norms, check_multipliers({selector: 2.0}))
-
-
-def test_vllms_own_rms_norm_is_found_and_noised(monkeypatch):
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")
-    pytest.importorskip(
-        "vllm",
-        reason="vLLM is not installed; its RMSNorm is only tested by the class of the same name "
-        "above",
-    )
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.layernorm import RMSNorm as VllmRMSNorm
-
-    from mindspeed_qerl.aqn.injector import NoiseInjector
-    from mindspeed_qerl.aqn.schedule import NoiseSchedule
-
-    with set_current_vllm_config(VllmConfig()):
-        model = engine_model(lambda: VllmRMSNorm(8), dense_mlp)
-        x = torch.randn(3, 8)
-        clean = model["model"]["norm"](x)
-        injector = NoiseInjector(model, NoiseSchedule(total_steps=10), seed=0)
-        assert injector.apply(1).layers == 5
-        assert not torch.equal(
-            model["model"]["norm"](x), clean
-        )  # the kernel reads the noisy storage
-        injector.remove()
-        assert torch.equal(model["model"]["norm"](x), clean)

@@ -137,7 +137,6 @@ def test_each_family_is_accepted(raw, family):
             "plain",
             "task.prompt must be left out: the packed training rows hold chat prompts",
         ),
-        ("emulate_npu", "yes", "emulate_npu = 'yes': Input should be a valid boolean"),
         ("run.resume", "somewhere", "run.resume needs actor_config.load"),
         (
             "hardware_error.training",

@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from mindspeed_qerl.common.files import TRACKER, rank_folder
 from mindspeed_qerl.layout.plan import plan_of
@@ -16,78 +15,8 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import indexed_format
+from tests.families.public_models import MODELS
 
-QWEN2 = dict(
-    model_type="qwen2",
-    vocab_size=152064,
-    rope_theta=1e6,
-    rms_norm_eps=1e-6,
-    tie_word_embeddings=False,
-    max_position_embeddings=32768,
-    hidden_act="silu",
-)
-MODELS: dict[str, dict[str, Any]] = {  # what config.json of the published models says
-    "Qwen3-30B-A3B": dict(
-        model_type="qwen3_moe",
-        num_hidden_layers=48,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        max_position_embeddings=40960,
-        hidden_act="silu",
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        rope_scaling=None,
-    ),
-    "Qwen1.5-MoE-A2.7B-Chat": dict(
-        model_type="qwen2_moe",
-        num_hidden_layers=24,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        vocab_size=151936,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        num_experts=60,
-        num_experts_per_tok=4,
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-        norm_topk_prob=False,
-        tie_word_embeddings=False,
-        max_position_embeddings=8192,
-        hidden_act="silu",
-        decoder_sparse_step=1,
-    ),
-    "Qwen2.5-7B-Instruct": dict(
-        QWEN2,
-        num_hidden_layers=28,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    ),
-    "Qwen2.5-1.5B-Instruct": dict(
-        QWEN2,
-        num_hidden_layers=28,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-}
 ROWS = {"train": 7473, "test": 1319}  # of GSM8K
 
 
@@ -119,7 +48,7 @@ def write_model(folder: Path, size: int) -> None:
     folder.mkdir(parents=True)
     weights = "model-00001-of-00001.safetensors"
     for file, content in (
-        ("config.json", {**MODELS[folder.name], "torch_dtype": "bfloat16"}),
+        ("config.json", MODELS[folder.name]),
         ("tokenizer.json", {}),
         ("tokenizer_config.json", {"chat_template": "..."}),
         ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": weights}}),

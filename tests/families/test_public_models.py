@@ -11,16 +11,11 @@ import pytest
 import transformers
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import family_of, megatron, read_config, read_shape, shape_of
+from mindspeed_qerl.families import family_of, read_config, read_shape, shape_of
 from mindspeed_qerl.families.config import not_built, resolve, unread_by_4
 
-
-def compare_with_model(*arguments):
-    """The sentences of its faults."""
-    return [str(fault) for fault in megatron.compare_with_model(*arguments)]
-
-
 from .public_models import MODELS, OTHERS, newer
+from .test_families import compare_with_model
 
 FORMS = {"transformers 4": dict, "transformers 5": newer}
 SAME = (
@@ -237,5 +232,5 @@ def test_where_transformers_is_missing_a_sentence_says_so(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers")
     monkeypatch.setattr(config, "ASK", "import a_package_that_is_missing")
     with pytest.raises(ConfigError, match="M: .* transformers, which is missing or does not start"):
-        shape_of(MODELS["Qwen3-8B"], "M")
+        shape_of(MODELS["Qwen3-0.6B"], "M")
     assert read_shape("qwen3_8b").hidden_size == 4096

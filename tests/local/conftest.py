@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from tests.word_problems import converted
+
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -158,12 +160,4 @@ def recipe_of(model_dir, data_dir, **overrides):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
-    from mindspeed_qerl.tasks.gsm8k.convert import convert
-
-    raw, converted = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("converted")
-    training, held_out = split_pairs(0.15, 0)
-    write_problems(raw / "train.jsonl", make_problems(training, 64, 1))
-    write_problems(raw / "test.jsonl", make_problems(held_out, 16, 2))
-    convert(raw, converted)
-    return converted
+    return converted(tmp_path_factory.mktemp("data"), 64, 16)

@@ -181,23 +181,15 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
     assert np.abs(found - foreign_transformers(model_dirs[family], batch)).max() < 1e-5
     clean = transformers_logprobs(model_dirs[family], batch)
     assert np.abs(np.array(engine.logprobs(sequences)) - clean).max() < 1e-5  # and it is gone again
-    sampling = dict(max_tokens=6, temperature=1.0)
+    few, gaussian = sequences[:2], dict(kinds=["gaussian"])
+    sampling = dict(max_tokens=3, temperature=1.0)
     plain, (once, again, other) = (
-        engine.generate(sequences, 2, 0, sampling),
-        (
-            engine.generate(sequences, 2, seed, sampling, hardware_error=dict(kinds=["gaussian"]))
-            for seed in (0, 0, 1)
-        ),
+        engine.generate(few, 2, 0, sampling),
+        (engine.generate(few, 2, seed, sampling, hardware_error=gaussian) for seed in (0, 0, 1)),
     )
     assert once[0] == again[0] != plain[0] and other[0] != once[0]
+    sampling["temperature"] = 0.0
     greedy = [
-        engine.generate(
-            sequences,
-            1,
-            seed,
-            dict(max_tokens=6, temperature=0.0),
-            hardware_error=dict(kinds=["gaussian"]),
-        )[0]
-        for seed in (0, 1)
+        engine.generate(few, 1, seed, sampling, hardware_error=gaussian)[0] for seed in (0, 1)
     ]
     assert greedy[0] != greedy[1], "errors are drawn anew, where nothing else is"

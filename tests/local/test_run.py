@@ -92,12 +92,13 @@ def assert_adapters_reached_the_rollout(facts):
         )
 
 
-def recorded(run):
-    """Everything that a run writes step by step, times aside."""
+def recorded(run, last=6):
+    """Everything that a run writes step by step, times aside, up to its step `last`."""
     return [
         {name: value for name, value in row.items() if "time/" not in name and name != "seconds"}
         for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
         for row in read_jsonl(file)
+        if row["step"] <= last
     ]
 
 
@@ -190,16 +191,19 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
 
 
 @pytest.mark.parametrize(
-    "victim",
+    "victim, stopped_by",
     [
-        "rank 1",
-        pytest.param("rollout engine", marks=pytest.mark.full),
-        pytest.param(None, marks=pytest.mark.full),
+        ("rank 1", signal.SIGINT),
+        pytest.param("rollout engine", signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(None, None, marks=pytest.mark.full),
     ],
 )
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, tmp_path, victim):
-    """A process that dies ends the run with its name; run.resume=auto then ends as the run that
-    nobody killed. Victim None: the whole run, with no time to say anything.
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    tiny_model, unbroken, tmp_path, victim, stopped_by
+):
+    """A process that dies ends the run with its name; run.resume=auto then does what the run did
+    that nobody killed, until it ends or is stopped. Victim None: the whole run, with no time to say
+    anything. No process is left behind.
     """
     process = start(tiny_model, tmp_path / "runs", *SAVING)
     until(process, "step 4/6")
@@ -216,19 +220,21 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tiny_model, unbroken, t
         assert code == -signal.SIGKILL and killed.status()["state"] == "running"
     assert_metrics_are_whole(killed, 4)
 
-    code, output = finish(start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto"))
-    assert (
-        code == 0
-        and f"run.resume=auto: {killed.path}" in output
-        and "Resumes after step 3" in output
-    )
-    assert recorded(killed) == recorded(unbroken)
+    process = start(tiny_model, tmp_path / "runs", *SAVING, "run.resume=auto")
+    begun = until(process, "step 5/6")
+    children = descendants(process)
+    if stopped_by:
+        process.send_signal(stopped_by)
+    code, rest = finish(process)
+    assert code == (130 if stopped_by else 0), begun + rest
+    assert_gone(children)
+    assert f"run.resume=auto: {killed.path}" in begun and "Resumes after step 3" in begun
+    last = len(assert_metrics_are_whole(killed, 5 if stopped_by else 6))
+    assert recorded(killed, last) == recorded(unbroken, last)
     discarded = [row["step"] for row in read_jsonl(killed.path / "discarded" / "metrics.jsonl")]
     assert discarded in ([4], [4, 5])  # 6 has a checkpoint
-    assert (
-        killed.status()["state"] == "finished"
-        and (killed.path / "command.txt").read_text().count("\n") == 2
-    )
+    assert killed.status()["state"] == ("failed" if stopped_by else "finished")
+    assert (killed.path / "command.txt").read_text().count("\n") == 2
 
 
 def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
@@ -296,26 +302,3 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     )
     assert [run.status()["state"] for run in killed] == ["finished"] * 4
     assert [recorded(run) for run in killed] == [recorded(run) for run in unbroken]
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
-)
-def test_a_stopped_run_leaves_no_process_behind(tiny_model, tmp_path, number):
-    process = start(
-        tiny_model,
-        tmp_path / "runs",
-        "megatron_training.train_iters=100000",
-        "rl_config.actor_resource.num_npus=1",
-        "actor_config.expert_model_parallel_size=1",
-        "eval.n_problems=4",
-        "eval.every=100000",
-    )
-    until(process, "step      1/100000")
-    children = descendants(process)
-    process.send_signal(number)
-    assert finish(process)[0] == 130
-    assert_gone(children)
-    run = only_run(tmp_path / "runs")
-    assert_metrics_are_whole(run, 1)
-    assert run.status()["state"] == "failed"

@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -23,8 +22,8 @@ from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora import export
 from mindspeed_qerl.lora.checkpoint import Adapters, load_adapters
 from mindspeed_qerl.lora.export import load_peft, save_merged, save_peft
+from tests.tasks.gsm8k.tool import run_tool
 
-ROOT = Path(__file__).parents[2]
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, EXPERTS, R, ALPHA = 24, 20, 12, 28, 8, 2, 6
 HEADS, GROUPS, HEAD_DIM = 4, 2, 8  # head_dim is not hidden / heads
 ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -751,26 +750,18 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, base_model, save, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def run_tool(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "export_adapter.py"), *map(str, arguments)]
-    return subprocess.run(
-        command,
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
 def test_the_tool(tmp_path, base_model):
-    adapters = make_adapters("qwen3_moe", 2)
+    adapters, base = make_adapters("qwen3_moe", 2), base_model("qwen3_moe")
     save = write_checkpoint(tmp_path / "save", adapters, "qwen3_moe", ep=2)
-    done = run_tool(
-        "--checkpoint", save, "--base", base_model("qwen3_moe"), "--output", tmp_path / "adapter"
-    )
+    out, merged = tmp_path / "adapter", tmp_path / "merged"
+
+    def run(*arguments):
+        return run_tool("export_adapter", "--checkpoint", save, "--base", base, *arguments)
+
+    done = run("--output", out)
     assert done.returncode == 0, done.stderr
     assert "iteration 3: 56 modules" in done.stdout and "r 2, alpha 6" in done.stdout
-    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    written = load_file(out / "adapter_model.safetensors")
     assert {
         name.removeprefix("base_model.model."): tensor.shape for name, tensor in written.items()
     } == {
@@ -778,34 +769,11 @@ def test_the_tool(tmp_path, base_model):
         for module, pair in adapters.weights.items()
         for side, tensor in zip("AB", pair, strict=True)
     }
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (R, ALPHA)
-    assert Path(config["base_model_name_or_path"]).samefile(base_model("qwen3_moe"))
-    again = run_tool(
-        "--checkpoint",
-        save,
-        "--base",
-        base_model("qwen3_moe"),
-        "--output",
-        tmp_path / "adapter",
-        "--merged",
-    )
-    assert (
-        again.returncode == 1
-        and again.stderr.startswith("export_adapter: ")
-        and "exists already" in again.stderr
-    )
-    assert again.stderr.count("\n") == 1
-    done = run_tool(
-        "--checkpoint",
-        save,
-        "--base",
-        base_model("qwen3_moe"),
-        "--output",
-        tmp_path / "merged",
-        "--merged",
-    )
-    assert (
-        done.returncode == 0
-        and tensors_of(tmp_path / "merged").keys() == tensors_of(base_model("qwen3_moe")).keys()
-    )
+    assert Path(config["base_model_name_or_path"]).samefile(base)
+    again = run("--output", out, "--merged")
+    assert again.returncode == 1 and "exists already" in again.stderr
+    assert again.stderr.startswith("export_adapter: ") and again.stderr.count("\n") == 1
+    assert run("--output", merged, "--merged").returncode == 0
+    assert tensors_of(merged).keys() == tensors_of(base).keys()

@@ -209,6 +209,9 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
             3,
             "8 experts cannot be divided by TP 1 x EP 3 = 3",
         ),
+        ("actor_config.expert_model_parallel_size", 0, "expert_model_parallel_size = 0: Input"),
+        ("megatron_training.global_batch_size", None, "global_batch_size is missing"),
+        ("generate_config.enable_expert_parallel", "yes", "enable_expert_parallel = 'yes': Input"),
         (
             "megatron_training.num_layer_list",
             "1,one",

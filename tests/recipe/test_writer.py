@@ -2,9 +2,7 @@
 in words.
 """
 
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +11,7 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.recipe.types import PARTS
 from mindspeed_qerl.recipe.writer import to_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from mutations import NAMES, run
+from tests.recipe.mutations import NAMES, run
 
 
 def parts(recipe):

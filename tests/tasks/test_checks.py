@@ -13,7 +13,6 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
-from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.gsm8k.convert import convert
@@ -21,6 +20,7 @@ from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
+from tests.word_problems import converted
 
 
 def sentences(check, *arguments, **settings):
@@ -44,11 +44,7 @@ GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    raw, converted = tmp_path_factory.mktemp("raw"), tmp_path_factory.mktemp("converted")
-    for name, pairs, count in zip(("train", "test"), split_pairs(0.15, 0), (500, 60)):
-        write_problems(raw / f"{name}.jsonl", make_problems(pairs, count, name))
-    convert(raw, converted)
-    return converted
+    return converted(tmp_path_factory.mktemp("data"), 500, 60)
 
 
 @pytest.fixture(scope="module")

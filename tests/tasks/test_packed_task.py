@@ -4,9 +4,6 @@ whole row.
 
 import datetime
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -18,8 +15,8 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.tasks.packed import convert_packed, pack_rows, read_packed_rows, rows_of_labels
 from mindspeed_qerl.tasks.rows import read_rows
+from tests.tasks.gsm8k.tool import run_tool
 
-REPO = Path(__file__).resolve().parents[2]
 COLUMNS = [
     {"prompt": f"Tom has {i} apples.", "answer": answer, "tags": ["fruit", i], "note": None}
     for i, answer in enumerate(["Ä cafe\u0301\n", " 7 ", "x" * 3000, *map(str, range(9))])
@@ -101,20 +98,11 @@ def test_columns_that_json_cannot_hold_are_refused_and_nothing_is_written(tmp_pa
 
 
 def test_tool(tmp_path, file, tokenizer):
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, REPO / "tools" / "pack_task.py", *map(str, arguments)],
-            check=False,
-            capture_output=True,
-            text=True,
-            env={"PYTHONPATH": str(REPO), "PATH": ""},
-        )
-
     target = ["--tokenizer", tokenizer, "--data-path", tmp_path / "out" / "mine"]
-    done = run("--rows", file, *target, "--max-prompt-length", "9")
+    done = run_tool("pack_task", "--rows", file, *target, "--max-prompt-length", "9")
     assert done.returncode == 0, done.stderr
     assert f'  data_path: "{tmp_path}/out/mine"\n' in done.stdout
     assert done.stdout.startswith("12 prompts of ") and "leaves out " in done.stdout
-    done = run("--rows", tmp_path / "none.jsonl", *target)
+    done = run_tool("pack_task", "--rows", tmp_path / "none.jsonl", *target)
     assert done.returncode == 1 and done.stderr.startswith("pack_task: ")
     assert "No such file" in done.stderr and "Traceback" not in done.stderr

@@ -1,7 +1,6 @@
 """Conversion: what is written, and that nothing is written when something is wrong."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,7 @@ import pytest
 from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.rows import read_rows
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tool import run_tool
+from tests.tasks.gsm8k.tool import run_tool
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"

@@ -4,7 +4,6 @@ writer.
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rows import read_rows
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tool import run_tool
+from tests.tasks.gsm8k.tool import run_tool
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"

@@ -22,9 +22,7 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     score,
     score_batch,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tables import plain, rows_of
+from tests.tasks.gsm8k.tables import plain, rows_of
 
 REPO = Path(__file__).resolve().parents[3]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
