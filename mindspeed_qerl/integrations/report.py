@@ -74,6 +74,8 @@ def table(rows: Rows) -> list[str]:
         else:
             arrived = row["tensors"] - len(row["failures"])
             cells["arrived"] = f"{arrived} of {row['tensors']} {row['of']}"
+            if row["not_compared"]:
+                cells["arrived"] += f", {row['not_compared']} not compared"
             if row["unchanged"]:
                 cells["arrived"] += ", as before"
     return markdown_table(header, (cells.values() for cells in lines.values()))

@@ -180,16 +180,18 @@ class WorkerRollout:
         held: Iterable[Held] = ()
         if adapter in slots:
             held = held_adapters(self.model, slots.index(adapter))
-        self._prove("adapters", self.adapter_arrival, held)
+        self._prove("adapters", self.adapter_arrival, held, self.not_compared)
 
-    def _prove(self, what: str, arrival: Arrival, held: Iterable[Held]) -> None:
+    def _prove(
+        self, what: str, arrival: Arrival, held: Iterable[Held], not_compared: int = 0
+    ) -> None:
         started = time.perf_counter()
         failures = arrival.failures(held)
         self._write(
             "arrival",
             of=what,
             tensors=len(arrival.sent),
-            not_compared=self.not_compared,
+            not_compared=not_compared,
             unchanged=arrival.unchanged,
             failures=[asdict(failure) for failure in failures],
             seconds=time.perf_counter() - started,

@@ -29,8 +29,8 @@ def with_tokenizer(family: str, folder: Path) -> Path:
     return folder
 
 
-def run_program(file: Path, folder: Path, *words: object, **variables: str) -> None:
-    """`file` as a program, in `folder`."""
+def run_program(file: Path | str, folder: Path, *words: object, **variables: str) -> str:
+    """What `file` ("-m": a module) prints as a program, in `folder`."""
     done = subprocess.run(
         [sys.executable, str(file), *map(str, words)],
         check=False,
@@ -40,6 +40,7 @@ def run_program(file: Path, folder: Path, *words: object, **variables: str) -> N
         cwd=folder,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 def keep_weights() -> None:
