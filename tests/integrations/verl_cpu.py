@@ -20,6 +20,9 @@ class NoDevice:
     def __getattr__(self, name):
         return nothing
 
+    def get_device_name(self, *args):
+        return "cpu"
+
     def mem_get_info(self, *args):
         return 8 << 30, 16 << 30
 
