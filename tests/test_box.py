@@ -110,7 +110,7 @@ def launch(
 
 
 @pytest.mark.parametrize(
-    ("box", "script", "config"),
+    "box, script, config",
     [
         (EIGHT, SEVEN, "grpo_qwen25_7b_gsm8k_8npu"),
         (
@@ -331,7 +331,7 @@ def test_those_who_join_a_ray_share_a_box_with_each_other_only(machine, facts, t
 
 
 @pytest.mark.parametrize(
-    ("variables", "box", "said"),
+    "variables, box, said",
     [
         (
             {"RAY_ADDRESS": "127.0.0.1:6399"},
@@ -487,7 +487,7 @@ def hung(machine, facts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "words"),
+    "stage, words",
     [
         ("facts.py", "the config is read"),
         ("preflight.py", "the preflight runs"),
@@ -516,7 +516,7 @@ def test_ctrl_c_at_every_stage(stage, words, hung, machine):
 
 
 @pytest.mark.parametrize(
-    ("stage", "number", "words"),
+    "stage, number, words",
     [
         ("preflight.py", signal.SIGTERM, "SIGTERM while the preflight runs: waiting for it to end"),
         ("train_grpo.py", signal.SIGHUP, "SIGHUP while the training runs: waiting for it to end"),

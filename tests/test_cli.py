@@ -117,7 +117,7 @@ def test_parts_of_configs(prefix):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         ("aqn=loud", "unknown aqn 'loud'. Known: mild, off, qerl, strong"),
         ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, strong"),

@@ -281,7 +281,7 @@ ONE_NODE, TWO_NODES = (
 
 
 @pytest.mark.parametrize(
-    ("script", "name", "value", "rule"),
+    "script, name, value, rule",
     [
         (ONE_NODE, "RAY_PORT", "08080", "a whole number from 1024 to 65534"),
         (ONE_NODE, "RAY_PORT", "65535", "a whole number from 1024 to 65534"),
@@ -307,7 +307,7 @@ def test_variables_that_cannot_be(script, name, value, rule, machine):
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    "variables, said",
     [
         ({"MASTER_ADDR": "10.0.0.2"}, "launch: NODE_ADDR=10.0.0.2 is MASTER_ADDR"),
         ({"RAY_ADDRESS": "ray://10.0.0.1:1"}, "error: RAY_ADDRESS='ray://10.0.0.1:1' is none that"),
@@ -347,7 +347,7 @@ NUMBER_OF_NPUS = "rl_config.actor_resource.num_npus"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "rule"),
+    "arguments, rule",
     [
         (f"{NUMBER_OF_NPUS}=0", "num_npus = 0: Input should be greater"),
         (f"{NUMBER_OF_NPUS}=abc", "num_npus = 'abc': Input should be a valid"),
@@ -651,7 +651,7 @@ def test_its_own_ray_is_private_and_the_only_one_it_stops(another_ray, launched)
 
 
 @pytest.mark.parametrize(
-    ("signals", "group"),
+    "signals, group",
     [
         pytest.param(signal.SIGTERM, False, marks=pytest.mark.full),
         pytest.param(signal.SIGTERM, True, marks=pytest.mark.full),
@@ -686,7 +686,7 @@ def test_a_missing_node_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seen", "status", "words"),
+    "seen, status, words",
     [
         ([["10.0.0.1"]], 1, "1 of 2 nodes are in Ray\n"),
         (

@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
-    ("name", "enabled", "start", "end"),
+    "name, enabled, start, end",
     [
         ("off", False, 0.05, 5e-4),
         ("qerl", True, 0.05, 5e-4),

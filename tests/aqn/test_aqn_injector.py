@@ -68,7 +68,7 @@ def bf16_change_probability(weight, sigma):
 
 
 @pytest.mark.parametrize(
-    ("weight", "sigma", "fact"),
+    "weight, sigma, fact",
     [
         (1.0, 1e-2, 0.77),
         (1.0, 1e-3, 0.025),

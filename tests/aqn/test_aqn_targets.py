@@ -122,7 +122,7 @@ def test_dense_models_with_gate_proj_are_no_mixture_of_experts(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"),
+    "name, extra",
     [
         ("Qwen3Moe", {}),
         ("Qwen2Moe", {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}),
@@ -142,7 +142,7 @@ def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
 
 @pytest.mark.parametrize("norm", [RMSNorm, AscendRMSNorm, lambda: nn.RMSNorm(8)])
 @pytest.mark.parametrize(
-    ("make_mlp", "names_in_a_block"),
+    "make_mlp, names_in_a_block",
     [
         (dense_mlp, ["input_layernorm", "post_attention_layernorm"]),
         (
@@ -168,7 +168,7 @@ def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
 
 
 @pytest.mark.parametrize(
-    ("targets", "exclude", "count"),
+    "targets, exclude, count",
     [
         ("all", (), 5),
         ("block", (), 4),
@@ -290,7 +290,7 @@ def test_multipliers_by_layer_target_and_both():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given, message",
     [
         ({"postattention": 2}, "unknown AQN target 'postattention'"),
         ({"inputs@0-3": 2}, "unknown AQN target 'inputs'"),

@@ -148,7 +148,7 @@ def test_a_model_that_is_warmed_up_knows_its_solutions(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "examples", "message"),
+    "rows, examples, message",
     [
         (
             [{"prompt": "a", "answer": "1", "solution": "1"}] * 33,

@@ -136,7 +136,7 @@ MASKED = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 
 @pytest.mark.parametrize(
-    ("box", "config", "shell"),
+    "box, config, shell",
     [
         (Box(), THIRTY, {}),
         (Box(mapped=12), TWELVE, {}),

@@ -260,7 +260,7 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    "given, error, message",
     [
         (
             {"quantization": Quantization("nvfp4", "beside"), "dtype": "bfloat16"},
@@ -334,7 +334,7 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         (["--model", "m"], "give --run, or --model, --data and --output"),
         (["--run", "r", "--adapter", "a"], "its adapters are its own"),

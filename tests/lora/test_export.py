@@ -215,7 +215,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "tp", "stages", "ep"),
+    "family, tp, stages, ep",
     [
         ("llama", 2, (1, 1), 1),
         ("qwen2", 1, (2,), 1),
@@ -370,7 +370,7 @@ def adapted_head(rank, state):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         (spoil_replica, r"mlp.linear_fc1.lora_A: ranks that should hold the same tensor do not"),
         (
@@ -561,7 +561,7 @@ def test_an_adapter_of_some_layers_is_merged_too(tmp_path, base_model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings, message",
     [
         ({"use_dora": True}, "use_dora"),
         ({"use_rslora": True}, "use_rslora"),

@@ -165,7 +165,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "name", "state", "found", "more"), CASES)
+@pytest.mark.parametrize("change, name, state, found, more", CASES)
 def test_a_box(ready, change, name, state, found, more):
     checks = look(ready, Box(**change))
     expected = {**more, name: state} if state not in (PASSED, None) else more
@@ -223,7 +223,7 @@ def test_the_list_is_counted_as_ray_counts_it(ready, given, entries, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("variables", "found"),
+    "variables, found",
     [
         ({"HCCL_IF_BASE_PORT": "19988"}, "19988 to 20003: 20002, 20003 are of Ray too"),
         ({"HCCL_IF_BASE_PORT": "19986"}, ""),
@@ -246,7 +246,7 @@ def test_a_ray_that_will_be_started(ready):
 
 
 @pytest.mark.parametrize(
-    ("address", "found"),
+    "address, found",
     [
         ("local", "16 dies"),
         ("", "one is running with 16"),
@@ -296,7 +296,7 @@ def test_the_interfaces_of_hccl(ready, value, known):
 
 
 @pytest.mark.parametrize(
-    ("text", "fails"),
+    "text, fails",
     [
         ("expandable_segments:False,max_split_size_mb:256", False),
         ("expandable_segments:True,garbage_collection_threshold : 0.9", True),

@@ -100,7 +100,7 @@ def test_the_rotary_base_of_another_model(own, model, described):
 
 
 @pytest.mark.parametrize(
-    ("change", "found", "fix"),
+    "change, found, fix",
     [
         ({"num_experts_per_tok": 4}, "moe_router_topk = 8 in the config, but the", "topk: 4"),
         ({"max_position_embeddings": 2048}, "max_position_embeddings = 2048", "=2048"),
@@ -161,7 +161,7 @@ def test_data_that_is_not_there(own):
 
 
 @pytest.mark.parametrize(
-    ("rows", "state", "found"),
+    "rows, state, found",
     [
         # upstream keeps what is shorter than 512: a half
         (

@@ -120,7 +120,7 @@ def of_files(template, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         ((NAME[:-1],), "did you mean"),
         ((NAME, "--nodes", "0"), "at least 1"),
@@ -235,7 +235,7 @@ def test_the_versions_are_those_of_the_guide():
 
 
 @pytest.mark.parametrize(
-    ("files", "room", "threads"),
+    "files, room, threads",
     [
         (
             {

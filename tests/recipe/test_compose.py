@@ -115,7 +115,7 @@ def test_a_run_whose_config_is_damaged_is_named(content, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("defaults", "is_refused"),
+    "defaults, is_refused",
     [
         ("[base, _self_]", False),
         ("[base]", False),
@@ -178,7 +178,7 @@ def path_of(own_configs: Path, by: str, text: str) -> str:
 
 @pytest.mark.parametrize("by", ["override", "file"])
 @pytest.mark.parametrize(
-    ("text", "path"),
+    "text, path",
     [
         ("~", "/home/me"),
         ("~/a b", "/home/me/a b"),
@@ -204,7 +204,7 @@ def test_what_a_shell_would_have_expanded_is_refused(own_configs, by, text):
 
 
 @pytest.mark.parametrize(
-    ("override", "values"),
+    "override, values",
     [
         ("task.train_file='/a,b.jsonl','/数据'", ["/a,b.jsonl", "/数据"]),
         ("task.train_file=null,a", [None, "a"]),
@@ -236,7 +236,7 @@ def test_a_number_that_yaml_reads_as_another_is_refused(own_configs, written):
 
 
 @pytest.mark.parametrize(
-    ("written", "value"),
+    "written, value",
     [("007", 7), ("-0_7", -7), ("0x1F", 31), ("12:60", "12:60"), ("'040'", "040"), ("1e6", 1e6)],
 )
 def test_other_numbers_are_what_is_written(own_configs, written, value):

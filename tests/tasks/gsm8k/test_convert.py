@@ -162,7 +162,7 @@ def test_tool(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("most", "kept"), [(1, ["one"]), (2, ["one", "two"]), (None, ["one", "two", "three"])]
+    "most, kept", [(1, ["one"]), (2, ["one", "two"]), (None, ["one", "two", "three"])]
 )
 def test_problems_of_few_steps(tmp_path, most, kept):
     rows = [
