@@ -94,15 +94,13 @@ def machine(tmp_path):
     }
 
 
-def called(machine: dict) -> list[str]:
+def called(machine):
     """What was called, by the names of the files, in order."""
     lines = Path(machine["RECORD"]).read_text().splitlines()
     return [re.search(r"(\w+)\.py|ray", line)[0] for line in lines]
 
 
-def launch(
-    machine: dict, box: Box, script: Path, folder: Path, *arguments: str
-) -> subprocess.CompletedProcess:
+def launch(machine, box, script, folder, *arguments):
     return run(box, ["bash", str(script), *arguments], folder / "box", machine)
 
 
@@ -433,7 +431,7 @@ def test_in_an_empty_environment(tmp_path):
 class Hung:
     """A launcher that hangs at a stage, up to there. Its Ray is played."""
 
-    def __init__(self, machine: dict, folder: Path, stage: str, **variables: str):
+    def __init__(self, machine, folder, stage, **variables):
         (folder / "run").mkdir()
         self.box = folder / "box"
         environment = {**machine, "NO_PREFLIGHT": "1", "HANGS": stage, **variables}
@@ -449,14 +447,14 @@ class Hung:
         self.output = ""
         self.read_until("it hangs")
 
-    def read_until(self, words: str) -> None:
+    def read_until(self, words):
         for line in self.process.stdout:
             self.output += line
             if words in line:
                 return
         raise AssertionError(self.output)
 
-    def script(self) -> psutil.Process:
+    def script(self):
         """The launcher's own process."""
         return next(
             process
@@ -464,10 +462,10 @@ class Hung:
             if process.cmdline()[:2] == ["bash", str(SEVEN)]
         )
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def end(self) -> int:
+    def end(self):
         self.output += self.process.stdout.read()
         return self.process.wait(timeout=60)
 

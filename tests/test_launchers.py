@@ -57,7 +57,7 @@ except KeyboardInterrupt:
 """
 
 
-def make_machine(folder: Path) -> dict:
+def make_machine(folder):
     """An environment in which python and ray write down that they were called, and everything that
     a launcher looks for is there.
     """
@@ -93,16 +93,14 @@ def machine(tmp_path):
     return make_machine(tmp_path)
 
 
-def few_files() -> None:
+def few_files():
     """A shell's usual soft limit, on any machine."""
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )
 
 
-def launch(
-    machine: dict, script: str | Path, *arguments: str, cwd: Path = ROOT
-) -> subprocess.CompletedProcess:
+def launch(machine, script, *arguments, cwd=ROOT):
     return subprocess.run(
         ["bash", str(script), *arguments],
         check=False,
@@ -123,7 +121,7 @@ def dry_run(tmp_path_factory):
     machine = make_machine(tmp_path_factory.mktemp("machine"))
 
     @functools.cache
-    def shown(*words: str) -> subprocess.CompletedProcess:
+    def shown(*words):
         """words: VARIABLE=value ..., then the launcher and its arguments."""
         start = next(place for place, word in enumerate(words) if word.endswith(".sh"))
         result = launch(
@@ -138,12 +136,12 @@ def dry_run(tmp_path_factory):
     return shown
 
 
-def commands(result: subprocess.CompletedProcess) -> list[list[str]]:
+def commands(result):
     """The words of each command that was shown."""
     return [shlex.split(line)[1:] for line in result.stdout.splitlines() if line.startswith("+ ")]
 
 
-def recorded(machine: dict) -> str:
+def recorded(machine):
     return Path(machine["RECORD"]).read_text()
 
 
@@ -251,7 +249,7 @@ def test_variants_and_overrides(machine):
         assert said in refused(machine, script, argument)
 
 
-def refused(machine: dict, script: Path, *arguments: str) -> str:
+def refused(machine, script, *arguments):
     """What a launcher says that stops before it does or shows anything, without a word of bash's or
     Python's own.
     """
@@ -497,7 +495,7 @@ def test_without_npus_it_stops_at_the_preflight(machine, tmp_path):
     ], "nothing converted, nothing trained"
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -508,7 +506,7 @@ class Launched:
     GO.
     """
 
-    def __init__(self, machine: dict, tmp_path: Path):
+    def __init__(self, machine, tmp_path):
         (tmp_path / "bin" / "ray").unlink()  # the real one
         (tmp_path / "training.py").write_text(TRAINING)
         (tmp_path / "run").mkdir()
@@ -542,7 +540,7 @@ class Launched:
         assert "asked b" in self.output, self.output
         self.session = int(re.search(r"--ray-process (\d+)", self.output)[1])
 
-    def of_ray(self) -> list[psutil.Process]:
+    def of_ray(self):
         found = []
         for process in psutil.process_iter():
             try:
@@ -555,7 +553,7 @@ class Launched:
                 pass
         return found
 
-    def end(self) -> int:
+    def end(self):
         self.output += self.process.stdout.read()
         return self.process.wait(timeout=60)
 

@@ -68,7 +68,7 @@ MAY_DIFFER = {  # of a variant from the config that it includes: its layout and 
 
 
 @cache
-def composed(name: str) -> dict:
+def composed(name):
     """The resolved config; not to be changed."""
     return compose(name)
 
@@ -169,7 +169,7 @@ def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
     config = composed(name)
     shape = shape_of_model(read_recipe(config))
 
-    def needed(tokens: int, h: int, experts: int, k: int, shared: int) -> float:
+    def needed(tokens, h, experts, k, shared):
         return 2 * tokens * ((2 * h + 512) * experts + 2 * h * (k + shared)) / 2**20
 
     assert 608 <= needed(512, 2048, 128, 8, 0) <= 609

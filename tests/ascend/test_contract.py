@@ -67,7 +67,7 @@ NAMES = (
 )
 
 
-def digests(source: str) -> dict[str, str]:
+def digests(source):
     module = ast.parse(source)
     return {name: digest(definitions(module, name)) for name in NAMES}
 

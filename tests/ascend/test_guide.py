@@ -56,7 +56,7 @@ ulimit() { :; }
 """
 
 
-def commands(page: str) -> str:
+def commands(page):
     """The blocks of commands, and the commands that stand before their output."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return "\n".join(
@@ -67,7 +67,7 @@ def commands(page: str) -> str:
     )
 
 
-def walk(page: str, folder: Path) -> list[str]:
+def walk(page, folder):
     """Faults of the commands of `page`, typed in a folder that has this repository and nothing
     else.
     """

@@ -15,7 +15,7 @@ from mindspeed_qerl.tasks.gsm8k.verifier import score
 STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 
 
-def asked(question: str) -> tuple[int, list[tuple[str, int]]]:
+def asked(question):
     """The first number and the steps that a question tells."""
     first, *steps, last = question.replace("?", ".").rstrip(".").split(". ")
     name = last.split(" does ")[1].split()[0]
@@ -26,7 +26,7 @@ def asked(question: str) -> tuple[int, list[tuple[str, int]]]:
     return int(re.search(r"\d+", first)[0]), told
 
 
-def pairs_of(first: int, steps: list[tuple[str, int]]) -> set[tuple[int, int]]:
+def pairs_of(first, steps):
     found, total = set(), first
     for op, number in steps:
         found.add((min(total, number), max(total, number)))

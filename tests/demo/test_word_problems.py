@@ -12,7 +12,7 @@ STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 NUMBERS = re.compile(r"\d+")
 
 
-def pairs_in(question: str, answer: str) -> set[tuple[int, ...]]:
+def pairs_in(question, answer):
     """Unordered operand pairs that a text asks about or states."""
     stated = {tuple(sorted((int(a), int(b)))) for a, _, b, _ in STATED.findall(answer)}
     return stated | {tuple(sorted(int(number) for number in NUMBERS.findall(question)))}

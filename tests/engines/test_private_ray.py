@@ -22,11 +22,11 @@ def started():
     private_ray.stop()
 
 
-def descendants(pid: int | None = None) -> list[psutil.Process]:
+def descendants(pid=None):
     return psutil.Process(pid).children(recursive=True)
 
 
-def run_script(script: str, **options) -> subprocess.CompletedProcess:
+def run_script(script, **options):
     command = [sys.executable, "-c", script]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=100, check=False, **options
@@ -55,7 +55,7 @@ def test_every_port_is_on_the_loopback_interface_and_no_worker_is_started_early(
     assert not [words for words in commands if "default_worker" in words or "ray::" in words]
 
     @ray.remote
-    def worker() -> int:
+    def worker():
         return psutil.Process().pid
 
     sockets = []
@@ -129,7 +129,7 @@ def child():
         process.kill()
 
 
-def guard_of(directory: Path, processes: list[psutil.Process]) -> psutil.Process:
+def guard_of(directory, processes):
     ours = {str(private_ray.GUARD), str(directory)}
     [guard] = (process for process in processes if ours <= {*process.cmdline()})
     return guard

@@ -20,7 +20,7 @@ HEALTHY = Case("", "", "", "")
 BOXES: list[list[Case]] = []  # cases that share one
 
 
-def together(one: Case, other: Case) -> bool:
+def together(one, other):
     """Whether two cases can be in one box: other checks, other parts of the box and of the shell,
     nothing that changes the whole command, and one of them at most with files of its own.
     """
@@ -40,7 +40,7 @@ for case in PREFLIGHT:
     box.append(case)
 
 
-def joined(cases: list[Case]) -> Case:
+def joined(cases):
     """The box, the shell and the files of all of them."""
     first = cases[0]
     changes = {name: value for case in cases for name, value in case.changes().items()}
@@ -58,7 +58,7 @@ def prepared(tmp_path_factory):
     """config -> what it reads, made once."""
     made = {}
 
-    def get(name: str) -> dict[str, str]:
+    def get(name):
         if name not in made:
             folder = tmp_path_factory.mktemp("files") / "of"
             made[name] = prepare(name, folder, 2 if name == PAIR else 1)
@@ -67,7 +67,7 @@ def prepared(tmp_path_factory):
     return get
 
 
-def broken(case: Case, folder: Path) -> dict[str, str]:
+def broken(case, folder):
     """Files of its own for a case that breaks them."""
     files = prepare(case.config, folder)
     model = Path(files["MODELS"]) / "Qwen3-30B-A3B"
@@ -75,7 +75,7 @@ def broken(case: Case, folder: Path) -> dict[str, str]:
     return files
 
 
-def preflight(case: Case, folder: Path, files: dict[str, str], *options: str) -> dict[str, dict]:
+def preflight(case, folder, files, *options):
     """Each check of the real tools/preflight.py in the box of a case, by name."""
     tool = ["python", "tools/preflight.py", "--config-name", case.config, "--json", *case.options]
     done = run(
@@ -92,7 +92,7 @@ def preflight(case: Case, folder: Path, files: dict[str, str], *options: str) ->
     return checks
 
 
-def wrong(checks) -> dict[str, str]:
+def wrong(checks):
     return {
         name: check["state"]
         for name, check in checks.items()

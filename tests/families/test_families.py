@@ -52,7 +52,7 @@ GARBAGE = (
 )
 
 
-def small(family: str) -> ModelShape:
+def small(family):
     """Sizes that no two of which are equal, so that none can be mistaken for another."""
     moe, own = FAMILIES[family].experts, FAMILIES[family].own_head_dim
     more = {"rms_norm_eps": 2e-5}
@@ -64,7 +64,7 @@ def small(family: str) -> ModelShape:
     return ModelShape("small", family, 3, 96, 6, 2, head_dim, width, 112, 5e5, False, 64, **more)
 
 
-def hf(shape: ModelShape):
+def hf(shape):
     import transformers
 
     rope = {"rope_type": "default", "rope_theta": shape.rope_theta}

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.local.limits import LAYOUT_RULES
@@ -21,7 +20,7 @@ QWEN3, QWEN15, DENSE = (
 )
 
 
-def plan(shape=QWEN3, batch=None, **layout) -> Plan:
+def plan(shape=QWEN3, batch=None, **layout):
     return new_plan(
         shape,
         Layout(
@@ -386,7 +385,7 @@ def test_context_parallel_ranks_share_a_prompt():
     assert it.layout.dp == 4 and not broken(it)
 
 
-def random_plan(draw: random.Random) -> Plan:
+def random_plan(draw):
     """Sizes that divide more often than not, of real and of odd models, so that legal and illegal
     plans are both common.
     """
@@ -406,7 +405,7 @@ def random_plan(draw: random.Random) -> Plan:
     )
     world = draw.choice([1, 2, 3, 4, 6, 8, 10, 12, 16, 18, 20, 24, 32, 36, 48])
 
-    def size(most: int) -> int:
+    def size(most):
         divisors = [n for n in range(1, most + 1) if most % n == 0]
         return draw.choice(divisors) if draw.random() < 0.85 else draw.randint(1, 8)
 

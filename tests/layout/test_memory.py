@@ -15,7 +15,7 @@ from mindspeed_qerl.layout.parts import (
     communicators,
     layer_activations,
 )
-from mindspeed_qerl.layout.plan import Plan, plan_of
+from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.weights import model_parameters, rollout_weights, training_weights
 from mindspeed_qerl.recipe.compose import compose
@@ -27,7 +27,7 @@ QWEN3, QWEN15, DENSE = (
 )
 
 
-def plan(shape: ModelShape, world: int, batch: Batch | None = None, **layout) -> Plan:
+def plan(shape, world, batch=None, **layout):
     return new_plan(shape, Layout(world, **layout), batch)
 
 
@@ -70,7 +70,7 @@ def test_int8_copies_come_on_top_of_what_vllm_takes():
     )
 
 
-def tensors(shape: ModelShape) -> list[tuple[str, int, int]]:
+def tensors(shape):
     """Every tensor of the model: name, numbers in it, and how many of them are in every TP rank
     whole (0 = it is divided).
     """
@@ -181,7 +181,7 @@ def test_adapters_under_tensor_parallelism():
     assert sum(mine) == qkv + proj + fc1 + fc2
 
 
-def parts(memory, moment: str) -> dict[str, float]:
+def parts(memory, moment):
     return {part.name: part.bytes / GB for part in memory.moments[moment]}
 
 

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +37,7 @@ QWEN3, QWEN15, DENSE = (
 )
 
 
-def sizes(plan) -> tuple[int, ...]:
+def sizes(plan):
     return tuple(getattr(plan.layout, name) for name in planner.CHANGEABLE)
 
 
@@ -161,7 +160,7 @@ def test_pipeline_waits_for_its_slowest_stage():
 # ---- the command line ----
 
 
-def plan_layout(*arguments: str) -> SimpleNamespace:
+def plan_layout(*arguments):
     return run_tool("plan_layout", *arguments)
 
 

@@ -17,7 +17,7 @@ NAMES = (
 )
 
 
-def model(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
+def model(seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     shapes = {name: (16,) if "norm" in name else (16, 16) for name in NAMES}
     return {
@@ -25,11 +25,11 @@ def model(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
     }
 
 
-def parts(tensors: dict[str, torch.Tensor]) -> list[Held]:
+def parts(tensors):
     return [Held(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
 
 
-def synced(*models: dict[str, torch.Tensor], elements: int = 64) -> Arrival:
+def synced(*models, elements=64):
     """One sync of each."""
     arrival = Arrival(elements)
     for tensors in models:

@@ -30,7 +30,7 @@ DRAWN = "/proc/sys/net/ipv4/ip_local_port_range"
 KEPT = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 
 
-def shell(**variables: str) -> dict:
+def shell(**variables):
     return {"shell": variables}
 
 

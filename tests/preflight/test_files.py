@@ -282,7 +282,7 @@ def test_base_weights_that_are_missing_or_cut(own):
     assert shlex.join(conversion_command(read(own)[0])) in check.fix
 
 
-def page_conversions() -> dict[str, list[str]]:
+def page_conversions():
     """config -> the command that docs/ascend.md gives (tests/upstream/test_configs.py runs them)."""
     text = (ROOT / "docs" / "ascend.md").read_text().replace("\\\n", " ")
     return {

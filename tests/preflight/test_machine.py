@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.ascend.contract import PINS, Finding, Report
+from mindspeed_qerl.ascend.contract import PINS, Finding
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, TABLE, WARNING, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
@@ -85,7 +85,7 @@ def test_forms_of_npu_smi(form):
 # ---- the table and the command ----
 
 
-def section(name: str) -> str:
+def section(name):
     """What stands between two comments of the page on troubleshooting."""
     text = PAGE.read_text(encoding="utf-8")
     return text.partition(f"<!-- {name}: begin -->\n")[2].partition(f"<!-- {name}: end -->")[0]
@@ -103,7 +103,7 @@ def tool(monkeypatch):
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
 
-    def call(box, *arguments: str) -> int:
+    def call(box, *arguments):
         monkeypatch.setattr(loaded, "Machine", lambda: box)
         monkeypatch.setattr(sys, "argv", ["preflight.py", *arguments])
         return loaded.main()
@@ -220,7 +220,7 @@ def test_upstream(ready):
     assert not_passed(look({**ready, "emulate_npu": True}, box))["vllm-ascend"] == FAILED
 
 
-def with_(report: Report, **values) -> Report:
+def with_(report, **values):
     return type(report)(**{**vars(report), **values})
 
 

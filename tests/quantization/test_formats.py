@@ -19,7 +19,7 @@ from mindspeed_qerl.recipe.features import ROLLOUT_FORMATS
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     """[256, 256] of every kind that a weight could be."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(256, 256, generator=generator)
@@ -44,7 +44,7 @@ def tensors() -> dict[str, torch.Tensor]:
 KINDS = list(tensors())
 
 
-def to_nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+def to_nearest(x, values):
     """Of the sorted `values`, in float64, the nearest to each of `x`; of two as near the one of
     even place.
     """
@@ -54,7 +54,7 @@ def to_nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where(x <= values[0], values[0], np.where(is_low, low, high))
 
 
-def of_byte(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
+def of_byte(exponent_bits, mantissa_bits, bias):
     """Every finite number >= 0 of a small float format, by IEEE's rule, in the order of their
     codes.
     """

@@ -29,7 +29,7 @@ def own_configs(tmp_path, monkeypatch):
     return tmp_path / "configs"
 
 
-def started(monkeypatch, capsys, *words) -> tuple[int, str, str]:
+def started(monkeypatch, capsys, *words):
     """(exit status, output, errors) of a program of this checkout."""
     file, *arguments = words
     monkeypatch.setattr(sys, "argv", [str(ROOT / file), *map(str, arguments)])
@@ -57,7 +57,7 @@ BROKEN = {
 }
 
 
-def write(folder: Path, name: str) -> tuple[str, str]:
+def write(folder, name):
     """Make a broken config; (its file, the words about it)."""
     text, words = BROKEN[name]
     file = folder / f"{name}.yaml"
@@ -168,7 +168,7 @@ def test_every_value_that_is_a_text_is_a_path_or_known_not_to_be():
     assert texts - NO_PATHS <= PATHS
 
 
-def path_of(own_configs: Path, by: str, text: str) -> str:
+def path_of(own_configs, by, text):
     """The value of run.root where it is set to `text`."""
     own = f"run: {{root: '{text}'}}\n" if by == "file" else ""
     (own_configs / "mine.yaml").write_text(f"{ON}{own}")

@@ -229,7 +229,7 @@ UNREAD_SCALES = plain(
 def test_a_number_is_read_whole_or_not_at_all(form):
     """Against Python's own formatting: the pieces of a number never count as an answer."""
 
-    def answers(written: str) -> set[str | None]:
+    def answers(written):
         text = form.format(written)
         return {
             extract_answer(text),
@@ -420,7 +420,7 @@ decimals = st.decimals(min_value=-(10**12), max_value=10**12, places=3).map(
 )  # no negative zero
 
 
-def renderings(number: Decimal) -> list[str]:
+def renderings(number):
     """The same number as people write it, made by Python's own formatting."""
     plain, grouped = f"{abs(number):f}", f"{abs(number):,f}"
     trimmed = grouped.rstrip("0").rstrip(".")
@@ -450,7 +450,7 @@ def test_equal_means_equal_as_decimals(number, other, style, same, frame):
     assert score(response, f"{gold:f}", "strict") == float(number == gold and frame == "#### {}")
 
 
-def read_word(word: str) -> Decimal | None:
+def read_word(word):
     """A word of the generated texts as a number, by string methods: the next test's oracle."""
     core = word.rstrip(".,%")
     sign = -1 if core.startswith("-") else 1
@@ -468,7 +468,7 @@ def read_word(word: str) -> Decimal | None:
     return sign * Decimal("".join(groups) + point + rest)
 
 
-def made_word(rng: random.Random) -> str:
+def made_word(rng):
     """A word, or `-?$?D,DD,DD.D.D%` with some of its parts left out: grouped well or badly."""
     if rng.random() < 0.5:
         return rng.choice("apples so is = + - ... $ # ## (a) Tom".split())

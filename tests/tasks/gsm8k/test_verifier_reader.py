@@ -49,7 +49,7 @@ pieces = st.one_of(numbers, *map(st.sampled_from, (MARKERS, SPACES, BEHIND, MARK
 texts = st.one_of(st.lists(pieces, max_size=12).map("".join), st.text(max_size=30))
 
 
-def assert_read_alike(text: str) -> None:
+def assert_read_alike(text):
     for method in METHODS:
         answer, expected = extract_answer(text, method), read(text, method)
         assert (None if answer is None else Fraction(answer)) == expected, (method, text[:500])
@@ -90,7 +90,7 @@ OTHERS = plain(
 ).split("¦")
 
 
-def spelt(rng: random.Random) -> str:
+def spelt(rng):
     """A number in one of the ways it is written."""
     value = rng.choice(
         [
@@ -117,7 +117,7 @@ def spelt(rng: random.Random) -> str:
     return rng.choice(SIGNS) + rng.choice(CURRENCIES) + text
 
 
-def made_answer(rng: random.Random) -> str:
+def made_answer(rng):
     text = rng.choice(BODIES) + rng.choice(STARTS)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         text += (
