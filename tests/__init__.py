@@ -1,0 +1,11 @@
+"""What tests of many rooms need: the checkout, and the real GSM8K beside it."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+needs_gsm8k = pytest.mark.skipif(
+    not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository"
+)

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,8 +13,8 @@ from mindspeed_qerl.common import entry
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
 from mindspeed_qerl.recipe.describe import list_of_keys
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 TINY = "grpo_tiny_moe_cpu"
 
 

@@ -2,11 +2,11 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 DOCS = ROOT / "docs"
 
 MOST_WORDS = 32_000  # of README.md and docs/

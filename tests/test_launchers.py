@@ -21,8 +21,8 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight.ports import RAY_PORT, WORKERS
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "grpo"
 LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
 DRY_RUNS = Path(__file__).parent / "dry_runs.md"

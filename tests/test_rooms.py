@@ -5,11 +5,11 @@ page names.
 import ast
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 PACKAGE = ROOT / "mindspeed_qerl"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 DOORS = ("engines/", "common/")  # they name modules in strings, to import them when asked for

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.runs.directory import RunDirectory
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 EXAMPLES = re.findall(
     r"```python\n(.*?)```\n```text\n(.*?)```", (ROOT / "docs/aqn.md").read_text(), re.DOTALL
 )

@@ -21,8 +21,8 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.description import dotted
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 # the model's section -> name of its published shape
 MODELS = {
     "qwen3_30b_a3b": "qwen3_30b_a3b",

@@ -25,8 +25,8 @@ from mindspeed_qerl.ascend.contract import (
     upstream_versions,
 )
 from mindspeed_qerl.common.errors import ConfigError, EngineError
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILE, OTHER = "mindspeed_rl/worker.py", "mindspeed_rl/other.py"
 WORKER = '''
 import os

@@ -7,12 +7,11 @@ and by the timeouts that are really set.
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.recipe.types import Npu
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 # What the commands take from the checkouts that they clone (paths of upstream at the pins).
 UPSTREAM = [
     "vllm-ascend/requirements.txt",

@@ -6,15 +6,14 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from mindspeed_qerl.demo import tiny_model
 from mindspeed_qerl.demo.supervised import fit, padded
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 SOLUTIONS = ["7+1=<<7+1=8>>8\n#### 8", "3+4=7\n#### 7", "5-2=<<5-2=3>>3\n#### 3", "9\n#### 9"]
 
 

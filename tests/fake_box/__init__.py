@@ -30,9 +30,9 @@ import yaml
 from mindspeed_qerl.ascend import contract
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.table import TABLE
+from tests import ROOT
 from tests.fake_box.npu_smi import table
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 UNSHARE = [
     "unshare",

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -26,10 +25,10 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
+from tests import ROOT
 from tests.layout.dealing import can_run
 from tests.tasks.gsm8k.tool import run_tool
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "grpo_qwen3_30b_a3b_gsm8k_16npu"
 MODEL = ["--model", "qwen3_30b_a3b", "--ranks"]
 QWEN3, QWEN15, DENSE = (

@@ -9,7 +9,6 @@ import runpy
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,10 +22,10 @@ from mindspeed_qerl.recipe.types import LoRA, Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from tests import ROOT
 
 from .conftest import raw_config
 
-ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "evaluate.py"
 
 

@@ -12,12 +12,12 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
+from tests import ROOT
 from tests.fake_box.broken_files import WEIGHTS, write_packed
 from tests.fake_box.prepared import write_base
 from tests.families.public_models import MODELS
 from tests.preflight.conftest import Box, look, not_passed, rewrite
 
-ROOT = Path(__file__).parents[2]
 LARGE = 30 * 10**9  # enough for a rank of any layout
 QWEN3_MOE = MODELS["Qwen3-30B-A3B"]
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,6 +24,7 @@ from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
 from mindspeed_qerl.preflight.probes import CANN_PROBE, read_table, see_npus
 from mindspeed_qerl.preflight.table import markdown
 from mindspeed_qerl.recipe.reader import read
+from tests import ROOT
 from tests.preflight.conftest import (
     NAME,
     NO_NPU,
@@ -34,7 +34,6 @@ from tests.preflight.conftest import (
     npu_smi,
 )
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
 

@@ -5,7 +5,6 @@ entry; paths are what is configured.
 import os
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, config
 from mindspeed_qerl.recipe.overrides import PATHS
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 TINY = "grpo_tiny_moe_cpu"
 
 

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,8 @@ from mindspeed_qerl.engines import checked, examine
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.types import Batch, Optimizer, Task
 from mindspeed_qerl.train import run
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 MODEL = {
     "model_type": "qwen3_moe",
     "num_hidden_layers": 2,

@@ -26,9 +26,9 @@ from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import ROOT
 from tests.word_problems import converted
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "upstream"))
 from measure import terms
 

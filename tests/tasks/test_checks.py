@@ -6,7 +6,6 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
+from tests import GSM8K, needs_gsm8k
 from tests.word_problems import converted
 
 
@@ -36,10 +36,6 @@ def check_rows(*arguments, **settings):
 
 def check_prompts(*arguments):
     return sentences(checks.check_prompts, *arguments)
-
-
-REPO = Path(__file__).resolve().parents[2]
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +56,8 @@ def test_rows_without_a_fault_are_silent(rows):
     assert check_rows(*rows, ["gsm8k"]) == ([], [])
 
 
+@needs_gsm8k
 def test_the_real_gsm8k_has_no_fault(tmp_path):
-    if not GSM8K.is_dir():
-        pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
     convert(GSM8K, tmp_path)
     train, test = (read_rows(tmp_path / f"{name}_chat.parquet") for name in ("train", "test"))
     assert check_rows(train, test, ["gsm8k_strict"]) == ([], [])

@@ -16,9 +16,9 @@ import pytest
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
-TEXT = (REPO / "docs" / "own_task.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "own_task.md").read_text(encoding="utf-8")
 EXAMPLE = TEXT[TEXT.index("## A complete example") : TEXT.index("## The files")]
 FILES = dict(re.findall(r"`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.DOTALL))
 [COMMAND] = re.findall(r"```bash\n(.*?)```", EXAMPLE, re.DOTALL)
@@ -28,7 +28,7 @@ def start(folder, command):
     variables = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
+        "PYTHONPATH": str(ROOT),
     }
     return subprocess.run(
         ["bash", "-c", command],
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
     make_tiny_model(
         folder / "models" / "tiny_qwen3_moe", Recipe(steps=0, train_problems=4, test_problems=4)
     )
-    (folder / "cli").symlink_to(REPO / "cli")
+    (folder / "cli").symlink_to(ROOT / "cli")
     (folder / "my_task").mkdir()
     for name, content in FILES.items():
         (folder / name).write_text(content, encoding="utf-8")

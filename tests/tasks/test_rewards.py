@@ -20,8 +20,8 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k import verifier
 from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_rewards
 from mindspeed_qerl.tasks.rows import row_of
+from tests import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
 ROWS = [
     row_of({"prompt": f"question {i}", "answer": str(i), "level": i}, f"data.jsonl:{i + 1}")
     for i in range(4)
@@ -451,7 +451,7 @@ def test_a_script_of_another_folder_finds_the_reward_too(modules):
         cwd=modules,
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(REPO), "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )
     assert done.stdout == "[1.0]\n", done.stderr
 

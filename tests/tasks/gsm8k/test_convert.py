@@ -8,10 +8,9 @@ import pytest
 from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import GSM8K, needs_gsm8k
 from tests.tasks.gsm8k.tool import run_tool
 
-REPO = Path(__file__).resolve().parents[3]
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 NAMES = ["test_chat.parquet", "train_chat.parquet"]
 ROW = {"question": "Wie viele Äpfel sind 3+4?", "answer": "3+4=7\n#### 7"}
 
@@ -185,9 +184,8 @@ def test_no_problem_of_so_few_steps(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@needs_gsm8k
 def test_gsm8k_itself(tmp_path):
-    if not GSM8K.is_dir():
-        pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
     easy = read_splits(GSM8K, max_steps=2)
     assert (len(easy["train"]), len(easy["test"])) == (1961, 326)
     convert(GSM8K, tmp_path)

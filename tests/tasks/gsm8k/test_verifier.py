@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -22,10 +21,8 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     score,
     score_batch,
 )
+from tests import GSM8K, ROOT, needs_gsm8k
 from tests.tasks.gsm8k.tables import plain, rows_of
-
-REPO = Path(__file__).resolve().parents[3]
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 
 # (response, gold, strict, flexible): the table of docs/verifier.md, where the reasons are.
 FIELD_TABLE = [
@@ -274,7 +271,7 @@ def test_verdicts(response, gold, strict, flexible):
 
 
 def test_docs_table_is_the_tested_table():
-    text = (REPO / "docs" / "verifier.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "verifier.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     documented = [tuple(cell.strip() for cell in row.split("|")[2:4]) for row in rows]
     assert documented == [
@@ -283,11 +280,8 @@ def test_docs_table_is_the_tested_table():
     ]
 
 
+@needs_gsm8k
 def test_all_gold_answers_of_gsm8k():
-    if not GSM8K.is_dir():
-        pytest.skip(
-            "no ../shared/data/gsm8k beside the repository: the 8,792 gold answers are not here"
-        )
     lines = [
         line
         for split in ("train", "test")
@@ -403,7 +397,7 @@ def test_any_text_is_read_in_linear_time(length, limit):
     texts = [(start, unit) for unit in HOSTILE_UNITS for start in HOSTILE_STARTS]
     texts = [(start, unit) for start, unit in texts if not start or unit in " ,9*\\$"]
     command = [sys.executable, "-c", program, json.dumps([length, limit, texts])]
-    done = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"slow: {texts[len(lines) :][:1]}, {done.stderr[-500:]}"
     verdicts = dict(zip(texts, lines, strict=True))
@@ -528,7 +522,7 @@ def test_imports_without_any_installed_package():
         "convert, prompts, verifier"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program, str(REPO)],
+        [sys.executable, "-I", "-S", "-c", program, str(ROOT)],
         check=False,
         capture_output=True,
         text=True,

@@ -4,16 +4,15 @@ import io
 import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-REPO = Path(__file__).resolve().parents[3]
+from tests import ROOT
 
 
 def run_tool(name: str, *arguments: object) -> SimpleNamespace:
     """returncode, stdout and stderr of the command."""
-    script = REPO / "tools" / f"{name}.py"
+    script = ROOT / "tools" / f"{name}.py"
     command = [str(script), *map(str, arguments)]
     with (
         patch.object(sys, "argv", command),
