@@ -94,6 +94,12 @@ def machine(tmp_path):
     }
 
 
+@pytest.fixture
+def played(machine, facts):
+    """Without the preflight, and without facts.py at work."""
+    return {**machine, "FACTS": facts, "NO_PREFLIGHT": "1"}
+
+
 def called(machine):
     """What was called, by the names of the files, in order."""
     lines = Path(machine["RECORD"]).read_text().splitlines()
@@ -242,7 +248,7 @@ def test_nothing_is_converted_before_the_preflight_and_its_files_are_checked_aft
 # ---- one owner of a box ----
 
 
-def test_a_box_has_one_owner(machine, facts, tmp_path):
+def test_a_box_has_one_owner(played, tmp_path):
     """Also with other ports, and as long as anything that the first one started lives; a joined Ray
     is not another.
     """
@@ -266,7 +272,7 @@ def test_a_box_has_one_owner(machine, facts, tmp_path):
         EIGHT,
         ["bash", "-c", script],
         tmp_path / "box",
-        {**machine, "NO_PREFLIGHT": "1", "FACTS": facts},
+        played,
     )
     assert done.stderr.count("this box is taken") == 4
     taken = (
@@ -291,7 +297,7 @@ def test_a_box_has_one_owner(machine, facts, tmp_path):
     ]
 
 
-def test_the_lock_goes_with_its_owner(machine, facts, tmp_path):
+def test_the_lock_goes_with_its_owner(played, tmp_path):
     """A second launch after the first has ended; BOX_LOCK names another file."""
     script = f"""
         bash {SEVEN} && bash {SEVEN} && BOX_LOCK={tmp_path}/lock bash {SEVEN} && cat {tmp_path}/lock
@@ -301,9 +307,9 @@ def test_the_lock_goes_with_its_owner(machine, facts, tmp_path):
         EIGHT,
         ["bash", "-c", script],
         tmp_path / "box",
-        {**machine, "NO_PREFLIGHT": "1", "FACTS": facts},
+        played,
     )
-    assert called(machine).count("train_grpo.py") == 3, done.stderr
+    assert called(played).count("train_grpo.py") == 3, done.stderr
     assert (
         "process " in done.stdout
         and done.returncode == 2
@@ -364,14 +370,12 @@ def test_an_address_that_no_interface_has(machine, tmp_path):
     )
 
 
-def test_a_jemalloc_that_cannot_be_loaded(machine, facts, tmp_path):
+def test_a_jemalloc_that_cannot_be_loaded(played, tmp_path):
     """Else every command of the launch says so, and with one for other pages ends."""
     (tmp_path / "jemalloc.so").write_text("not a library")
     done = launch(
         {
-            **machine,
-            "FACTS": facts,
-            "NO_PREFLIGHT": "1",
+            **played,
             "JEMALLOC": str(tmp_path / "jemalloc.so"),
             "TRAINING": "echo preloaded: ${LD_PRELOAD:-nothing}",
         },
@@ -388,7 +392,7 @@ def test_a_jemalloc_that_cannot_be_loaded(machine, facts, tmp_path):
     ), done
 
 
-def test_below_uv_run(machine, facts, tmp_path):
+def test_below_uv_run(played, tmp_path):
     """Ray looks for `uv run` among all parents (uv_runtime_env_hook.py)."""
     looks = (
         "from ray._private import ray_constants as it\n"
@@ -402,9 +406,7 @@ def test_below_uv_run(machine, facts, tmp_path):
         ["bash", "-c", f"cd {tmp_path}; exec -a uv bash run"],
         tmp_path / "box",
         {
-            **machine,
-            "FACTS": facts,
-            "NO_PREFLIGHT": "1",
+            **played,
             "TRAINING": f"{sys.executable} {tmp_path}/looks.py",
         },
     )
@@ -434,7 +436,7 @@ class Hung:
     def __init__(self, machine, folder, stage, **variables):
         (folder / "run").mkdir()
         self.box = folder / "box"
-        environment = {**machine, "NO_PREFLIGHT": "1", "HANGS": stage, **variables}
+        environment = {**machine, "HANGS": stage, **variables}
         self.process = start(
             EIGHT,
             ["bash", str(SEVEN)],
@@ -471,11 +473,11 @@ class Hung:
 
 
 @pytest.fixture
-def hung(machine, facts, tmp_path):
+def hung(played, tmp_path):
     started = []
 
     def hang(*arguments, **variables):
-        started.append(Hung({**machine, "FACTS": facts}, tmp_path, *arguments, **variables))
+        started.append(Hung(played, tmp_path, *arguments, **variables))
         return started[0]
 
     yield hang
@@ -508,9 +510,8 @@ def test_ctrl_c_at_every_stage(stage, words, hung, machine):
         line.startswith(("+ kill ", "launch: Ray's logs are left in")) for line in after[1:]
     ), after
     assert left_over(launcher.box) == []
-    assert not list(Path(machine["MODELS"]).rglob("latest_checkpointed_iteration.txt")), (
-        "it is not whole"
-    )
+    # it is not whole
+    assert not list(Path(machine["MODELS"]).rglob("latest_checkpointed_iteration.txt"))
 
 
 @pytest.mark.parametrize(
@@ -528,15 +529,13 @@ def test_signals_to_the_launcher_alone(stage, number, words, hung):
 
 
 @pytest.mark.parametrize("what", ["Ctrl-C", "closed"])
-def test_a_real_terminal(what, machine, facts, tmp_path):
+def test_a_real_terminal(what, played, tmp_path):
     """^C typed in it goes to its foreground processes, the training is none; or it goes away, and
     whoever prints gets an error: the run's log has the training's last words all the same.
     """
     (tmp_path / "run").mkdir()
     variables = {
-        **machine,
-        "FACTS": facts,
-        "NO_PREFLIGHT": "1",
+        **played,
         "TRAINING": (
             f"trap 'echo told to stop; kill $!; exit 1' TERM; echo Run directory: {tmp_path}/run; "
             "echo it hangs; tail -f /dev/null & wait"

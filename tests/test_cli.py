@@ -152,7 +152,8 @@ def test_the_combinations_of_a_sweep():
     for override, message in (("aqn=off,loud", "unknown aqn 'loud'"), ("sed=1,2", "key 'sed'")):
         done = train("--multirun", "--config-name", TINY, override)
         assert done.returncode == 2 and message in done.stderr
-        assert done.stdout == "", "before the first run"
+        # before the first run
+        assert done.stdout == ""
 
 
 def test_keys_with_values():

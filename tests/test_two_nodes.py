@@ -165,7 +165,8 @@ def test_an_address_where_the_first_node_does_not_reach_the_second(nodes):
         "launch: a task on the node at 172.17.0.1 fails: its NODE_ADDR must be an address where"
         in nodes.said(0)
     )
-    assert "(raylet)" not in nodes.said(0), "a page of Ray's own"
+    # a page of Ray's own
+    assert "(raylet)" not in nodes.said(0)
     assert "whether it could reach NODE_ADDR=172.17.0.1" in nodes.said(1)
 
 

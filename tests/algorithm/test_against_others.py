@@ -42,6 +42,13 @@ def batch(seed=0, rows=8, dtype=torch.float64):
     return LossInputs(logprobs.requires_grad_(), old, rollout, advantages, mask, reference, entropy)
 
 
+def with_gradients(total, inputs):
+    """The loss, and its gradients in the log probabilities and the entropy."""
+    of = [inputs.logprobs, inputs.entropy]
+    gradients = torch.autograd.grad(total, of, allow_unused=True, materialize_grads=True)
+    return total.detach(), gradients
+
+
 def ours(inputs, algorithm, correction=NONE, parts=None):
     """The loss of the mini-batch, cut into `parts`, and its gradients in the log probabilities and
     the entropy.
@@ -52,10 +59,7 @@ def ours(inputs, algorithm, correction=NONE, parts=None):
         part = LossInputs(*(value[rows] for value in vars(inputs).values()))
         summed, _ = loss(part, algorithm, correction)
         total = total + summed / whole
-    gradients = torch.autograd.grad(total, [inputs.logprobs, inputs.entropy], allow_unused=True)
-    return total.detach(), [
-        torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients
-    ]
+    return with_gradients(total, inputs)
 
 
 def verls(inputs, algorithm, weights=None):
@@ -94,10 +98,7 @@ def verls(inputs, algorithm, weights=None):
     if algorithm.entropy_coefficient:
         bonus = verl.core.agg_loss(inputs.entropy, mask, algorithm.loss_agg_mode, **info)
         total = total - algorithm.entropy_coefficient * bonus
-    gradients = torch.autograd.grad(total, [inputs.logprobs, inputs.entropy], allow_unused=True)
-    return total.detach(), [
-        torch.zeros_like(inputs.logprobs) if each is None else each for each in gradients
-    ]
+    return with_gradients(total, inputs)
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,12 @@
 """configs/aqn: what Hydra makes of each file is a schedule and a target the code accepts."""
 
-from pathlib import Path
-
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.aqn.targets import check_targets
-
-CONFIGS = Path(__file__).parents[2] / "configs"
+from mindspeed_qerl.recipe.compose import CONFIGS
 
 
 @pytest.mark.parametrize(

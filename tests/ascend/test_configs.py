@@ -16,6 +16,7 @@ from mindspeed_qerl.ascend.limits import vllm_dp_size
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
 from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
+from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
@@ -92,7 +93,8 @@ def raw(request, tmp_path, monkeypatch):
         json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]]]))
     )
     train = Path(config["megatron_training"]["data_path"])
-    assert train.parent.name == model.name, "token ids are one tokenizer's: a folder for each model"
+    # token ids are one tokenizer's: a folder for each model
+    assert train.parent.name == model.name
     train.parent.mkdir(parents=True)
     for file in (
         config["task"]["train_file"],
@@ -136,22 +138,24 @@ def test_a_missing_model_and_missing_data_are_named(raw, tmp_path):
 def test_layout_is_the_one_that_is_meant_and_legal(name):
     config = composed(name)
     _, npus, training, infer, node = SHIPPED[name]
-    plan = plan_of(read_recipe(config), ranks_per_node=node)
+    recipe = read_recipe(config)
+    plan = plan_of(recipe, ranks_per_node=node)
+    memory = estimate(plan, settings_of(recipe))
+    assert memory.fits, memory.faults
     it = plan.layout
     assert (it.world, (it.tp, it.pp, it.ep), (it.infer_tp, it.infer_ep)) == (npus, training, infer)
-    assert broken(plan) == []
+    assert broken(plan) == [] and plan.lora and plan.share_backbone
     load = Path(config["actor_config"]["load"]).name
+    # else they are the base weights of another layout
     assert load == Path(
         config["megatron_training"]["tokenizer_name_or_path"]
-    ).name + f"-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if plan.shape.moe else ""), (
-        "base weights of another layout"
-    )
-    assert (
-        config["megatron_training"].get("recompute_num_layers", plan.layers[0]) == plan.layers[0]
-    ), "all of a stage's layers"
+    ).name + f"-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if plan.shape.moe else "")
+    # all of a stage's layers
+    assert config["megatron_training"].get("recompute_num_layers", plan.layers[0]) == plan.layers[0]
+    # once through the training set
     assert config["megatron_training"]["train_iters"] * plan.batch.global_batch_size in range(
         7400, 7473 + 1
-    ), "once through the training set"
+    )
     assert (
         config["rl_config"]["max_prompt_length"]
         + config["generate_config"]["sampling_config"]["max_tokens"]

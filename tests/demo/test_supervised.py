@@ -4,15 +4,13 @@ tiny model.
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from mindspeed_qerl.demo import tiny_model
 from mindspeed_qerl.demo.supervised import fit, padded
-from tests import ROOT
+from tests.tasks.gsm8k.tool import run_tool
 
 SOLUTIONS = ["7+1=<<7+1=8>>8\n#### 8", "3+4=7\n#### 7", "5-2=<<5-2=3>>3\n#### 3", "9\n#### 9"]
 
@@ -29,23 +27,7 @@ def base(tmp_path_factory):
 def warm_up(base, output, rows, *arguments):
     data = output.parent / f"{output.name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return subprocess.run(
-        [
-            sys.executable,
-            "tools/warm_up.py",
-            "--model",
-            base,
-            "--data",
-            data,
-            "--output",
-            output,
-            *map(str, arguments),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_tool("warm_up", "--model", base, "--data", data, "--output", output, *arguments)
 
 
 def test_the_first_step_is_that_of_a_loop_of_ones_own(base):

@@ -27,6 +27,7 @@ THIRTY, TWELVE, SEVEN = (
     "grpo_qwen3_30b_a3b_gsm8k_12npu",
     "grpo_qwen25_7b_gsm8k_8npu",
 )
+ON_TWO = ("--nodes", "2", "--own-ray")
 PAIR = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
 HEALTHY = Box()
 FAILED, WARNING, PASSED = "failed", "warning", "passed"
@@ -69,9 +70,17 @@ def of_npus(*arguments, **more) -> Case:
     return Case(*arguments, besides=besides, **more)
 
 
-def exported(name: str, value: str, state: str, found: str) -> Case:
-    """A variable that the shell has."""
-    return Case(f"{name}={value}", name, state, found, shell={name: value}, besides=("variables",))
+def exported(
+    name: str,
+    value: str,
+    state: str,
+    found: str,
+    check: str = "",
+    besides: tuple[str, ...] = ("variables",),
+) -> Case:
+    """A variable that the shell has; check: the one that says so, if it is not the variable's."""
+    shell = {name: value}
+    return Case(f"{name}={value}", check or name, state, found, shell=shell, besides=besides)
 
 
 OF_CONFIG_JSON = ("config.json",)  # which transformers reads
@@ -238,7 +247,7 @@ NPUS = [
         "this node shows 16 to CANN, and upstream asks Ray for groups of as many",
         Box(etc={"hccn.conf": HCCN}),
         PAIR,
-        options=("--nodes", "2", "--own-ray"),
+        options=ON_TWO,
     ),
 ]
 LISTENER = """exec python -c 'import os, socket, sys
@@ -342,36 +351,13 @@ HOST = [
         options=("--own-ray", "run.root=/tmp/ro/runs"),
         besides=("disk for the run",),
     ),
-    Case(
-        "HCCL_IF_BASE_PORT=65530",
-        "ports of HCCL",
-        FAILED,
-        "must be numbers from 1024 to 65535",
-        shell={"HCCL_IF_BASE_PORT": "65530"},
-        besides=("variables",),
+    exported(
+        "HCCL_IF_BASE_PORT", "65530", FAILED, "must be numbers from 1024 to 65535", "ports of HCCL"
     ),
-    Case(
-        "HCCL_IF_BASE_PORT=abc",
-        "ports of HCCL",
-        FAILED,
-        "HCCL_IF_BASE_PORT=abc: it",
-        shell={"HCCL_IF_BASE_PORT": "abc"},
-        besides=("variables",),
-    ),
-    Case(
-        "HCCL_IF_BASE_PORT=20000",
-        "ports of HCCL",
-        FAILED,
-        "20014, 20015 are of Ray too",
-        shell={"HCCL_IF_BASE_PORT": "20000"},
-        besides=("variables",),
-    ),
-    Case(
-        "RAY_PORT=12350",
-        "ports of HCCL",
-        FAILED,
-        "12350, 12351 are of Ray too",
-        shell={"RAY_PORT": "12350"},
+    exported("HCCL_IF_BASE_PORT", "abc", FAILED, "HCCL_IF_BASE_PORT=abc: it", "ports of HCCL"),
+    exported("HCCL_IF_BASE_PORT", "20000", FAILED, "20014, 20015 are of Ray too", "ports of HCCL"),
+    exported(
+        "RAY_PORT", "12350", FAILED, "12350, 12351 are of Ray too", "ports of HCCL", besides=()
     ),
     Case(
         "something listens on a port of HCCL",
@@ -419,7 +405,7 @@ HOST = [
         "has no address of die 0, 1",
         Box(dies=8),
         PAIR,
-        options=("--nodes", "2", "--own-ray"),
+        options=ON_TWO,
     ),
     Case(
         "2x8, and the NPUs' links are down",
@@ -428,7 +414,7 @@ HOST = [
         "of die 0, 1, 2, 3, 4, 5, 6, 7: link status: DOWN",
         Box(dies=8, etc={"hccn.conf": HCCN}, links="DOWN"),
         PAIR,
-        options=("--nodes", "2", "--own-ray"),
+        options=ON_TWO,
     ),
 ]
 SOURCED = ("CANN's paths", "NNAL", "imports of a worker", "ranks", "Ray")
@@ -548,12 +534,13 @@ SHELL = [
         FAILED,
         "does not take them together",
     ),
-    Case(
-        "HCCL_CONNECT_TIMEOUT=120",
-        "variables",
+    exported(
+        "HCCL_CONNECT_TIMEOUT",
+        "120",
         WARNING,
         "HCCL_CONNECT_TIMEOUT is '120', the engine would set '1800'",
-        shell={"HCCL_CONNECT_TIMEOUT": "120"},
+        "variables",
+        besides=(),
     ),
     exported("ASCEND_LAUNCH_BLOCKING", "1", WARNING, "every kernel is waited for"),
     exported(
@@ -568,12 +555,11 @@ SHELL = [
     exported("HCCL_OP_EXPANSION_MODE", "AIV", FAILED, "the dispatch of experts waits for"),
     exported("OMP_PROC_BIND", "true", FAILED, "to one core"),
     exported("VLLM_PLUGINS", "lora_filesystem_resolver", FAILED, "Failed to infer device type"),
-    Case(
-        "HCCL_HOST_SOCKET_PORT_RANGE=60000-60050",
+    exported(
         "HCCL_HOST_SOCKET_PORT_RANGE",
+        "60000-60050",
         WARNING,
         "not from HCCL_IF_BASE_PORT on",
-        shell={"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050"},
         besides=("variables", "ports of HCCL"),
     ),
     exported("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050", WARNING, "of a guide for several nodes"),

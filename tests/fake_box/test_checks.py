@@ -4,13 +4,14 @@ other share one.
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, why_not
 from tests.fake_box.broken_files import half, packed_test_split, pointers
-from tests.fake_box.cases import EIGHT, NODE, PAIR, PREFLIGHT, SEVEN, THIRTY, TWELVE, Case
+from tests.fake_box.cases import EIGHT, NODE, ON_TWO, PAIR, PREFLIGHT, SEVEN, THIRTY, TWELVE, Case
 from tests.fake_box.page import NOT_CAUGHT, OTHERS, catalogue
 from tests.fake_box.prepared import prepare
 from tests.preflight.test_machine import section
@@ -56,13 +57,11 @@ def joined(cases):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """config -> what it reads, made once."""
-    made = {}
 
+    @cache
     def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp("files") / "of"
-            made[name] = prepare(name, folder, 2 if name == PAIR else 1)
-        return made[name]
+        folder = tmp_path_factory.mktemp("files") / "of"
+        return prepare(name, folder, 2 if name == PAIR else 1)
 
     return get
 
@@ -147,7 +146,7 @@ MASKED = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     ids=["16", "12 mapped", "8", "2x8", "2x8 of 16"],
 )
 def test_healthy_boxes_pass_whole(box, config, shell, prepared, tmp_path):
-    options = ("--nodes", "2", "--own-ray") if config == PAIR else ("--own-ray",)
+    options = ON_TWO if config == PAIR else HEALTHY.options
     case = replace(HEALTHY, box=box, config=config, shell=shell, options=options)
     assert wrong(preflight(case, tmp_path, prepared(config))) == {}
 

@@ -185,6 +185,10 @@ def parts(memory, moment):
     return {part.name: part.bytes / GB for part in memory.moments[moment]}
 
 
+def of_update(it, **settings):
+    return parts(estimate(it, Settings(**settings)), "update")
+
+
 @pytest.mark.parametrize(
     "world, layout, dense, experts",
     [  # worked out independently for Qwen3-30B-A3B in bfloat16
@@ -194,7 +198,7 @@ def parts(memory, moment):
     ],
 )
 def test_base_weights_of_a_rank(world, layout, dense, experts):
-    found = parts(estimate(plan(QWEN3, world, **layout), Settings()), "update")
+    found = of_update(plan(QWEN3, world, **layout))
     assert (
         round(found["frozen base, dense part"], 1),
         round(found["frozen base, experts"], 1),
@@ -206,7 +210,7 @@ def test_what_users_report():
     20-25 GB a rank (without recomputation).
     """
     it = plan(QWEN3, 16, Batch(seq_length=2048), ep=4, infer_ep=4)
-    found = parts(estimate(it, Settings(recompute=False)), "update")
+    found = of_update(it, recompute=False)
     assert 14 < found["frozen base, experts"] < 18
     assert (
         20
@@ -306,9 +310,8 @@ def test_offload_moves_what_is_trained_and_never_the_frozen_base():
         for flag in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")
     ] == [{"adapters"}, {"gradients"}, {"AdamW"}]
     full = estimate(replace(it, lora=False, share_backbone=False), Settings())
-    assert not any(name.startswith("weights") for name in parts(full, "rollout")), (
-        "without LoRA the weights are offloaded"
-    )
+    # without LoRA the weights are offloaded
+    assert not any(name.startswith("weights") for name in parts(full, "rollout"))
     update = parts(full, "update")
     assert update["gradients"] == pytest.approx(
         2 * (update["weights, dense part"] + update["weights, experts"])
@@ -317,11 +320,8 @@ def test_offload_moves_what_is_trained_and_never_the_frozen_base():
 
 def test_recomputation():
     it = plan(DENSE, 8)
-    update = {
-        layers: parts(estimate(it, Settings(recompute_num_layers=layers)), "update")
-        for layers in (7, 28)
-    }
-    none = parts(estimate(it, Settings(recompute=False)), "update")
+    update = {layers: of_update(it, recompute_num_layers=layers) for layers in (7, 28)}
+    none = of_update(it, recompute=False)
     layer = layer_activations(it, 2560, 1) / GB
     assert none["activations kept"] == pytest.approx(28 * layer) and "layer inputs kept" not in none
     assert update[7]["activations kept"] == pytest.approx(21 * layer)

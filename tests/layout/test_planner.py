@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -159,8 +160,7 @@ def test_pipeline_waits_for_its_slowest_stage():
 # ---- the command line ----
 
 
-def plan_layout(*arguments):
-    return run_tool("plan_layout", *arguments)
+plan_layout = partial(run_tool, "plan_layout")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def test_every_entry_says_it_in_a_line(own_configs, monkeypatch, capsys, words):
     assert status == 2 and output == "", errors
     *before, last = errors.splitlines()
     assert place in last and reason in last
-    assert not before or before[0].startswith("usage: "), "argparse's own"
+    # argparse's own
+    assert not before or before[0].startswith("usage: ")
 
 
 def test_a_broken_config_is_in_nobodys_way(own_configs, monkeypatch, capsys):

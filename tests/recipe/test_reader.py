@@ -13,7 +13,7 @@ from mindspeed_qerl.engines import checked, examine
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.types import Batch, Optimizer, Task
 from mindspeed_qerl.train import run
-from tests import ROOT
+from tests import ROOT, put
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -45,13 +45,6 @@ def raw(tmp_path):
     for split in ("train", "test"):
         put(config, f"task.{split}_file", f"{tmp_path}/{split}_chat.parquet")
     return config
-
-
-def put(raw, key, value):
-    *sections, last = key.split(".")
-    for section in sections:
-        raw = raw.setdefault(section, {})
-    raw[last] = value
 
 
 def refusal(raw, **values):

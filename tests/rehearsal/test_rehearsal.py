@@ -74,12 +74,14 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
             assert getattr(after, key) == getattr(planned, key), key
     assert shape.num_hidden_layers == 6 and small.lora.r == 32 and small.noise.enabled
     schedule = small.noise.noise_schedule(small.run.train_iters)
-    assert schedule.sigma(small.run.train_iters - 1) > 0, "the last step has noise"
+    # the last step has noise
+    assert schedule.sigma(small.run.train_iters - 1) > 0
     sampled = replace(
         small, layout=replace(small.layout, infer_tp=recipe.layout.infer_tp)
     )  # one vLLM samples here
     plan = replace(plan_of(sampled, shape), padded_vocab_size=shape.vocab_size)
-    assert broken(plan) == [], "the narrow model obeys every rule"
+    # the narrow model obeys every rule
+    assert broken(plan) == []
 
 
 @pytest.mark.parametrize("name", NPU_CONFIGS)
@@ -138,9 +140,8 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
         sum(any(character.isdigit() for character in answer) for answer in answers)
         > len(answers) / 2
     ), answers
-    assert (
-        make_model(shape, rows, tmp_path) == directory != make_model(shape, rows[:100], tmp_path)
-    ), "another task"
+    # another task
+    assert make_model(shape, rows, tmp_path) == directory != make_model(shape, rows[:100], tmp_path)
 
 
 def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):

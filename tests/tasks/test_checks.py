@@ -211,6 +211,14 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
         Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
 
 
+@pytest.fixture
+def tom(tmp_path):
+    """A file of one row."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "Tom", "answer": "3"}\n')
+    return file
+
+
 @pytest.mark.parametrize(
     "template, words",
     [
@@ -222,24 +230,19 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
         ({"tool_use": "a", "rag": "b"}, "no default"),
     ],
 )
-def test_any_error_of_a_template_is_the_templates(tmp_path, tokenizer, template, words):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
+def test_any_error_of_a_template_is_the_templates(tom, tokenizer, template, words):
     tokenizer.chat_template = template
     with pytest.raises(ConfigError) as error:
-        Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
-    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:1: the chat template of ")
+        Prompts(tom, tokenizer, "chat", 96)
+    assert str(error.value).startswith(f"{tom}:1: the chat template of ")
     assert words in str(error.value)
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
-    alone = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).prompts
+def test_of_named_templates_the_default_is_taken(tmp_path, tom, tokenizer):
+    alone = Prompts(tom, tokenizer, "chat", 96).prompts
     tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
     tokenizer.save_pretrained(tmp_path / "named")
-    assert (
-        Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path / "named"), "chat", 96).prompts
-        == alone
-    )
+    assert Prompts(tom, load_tokenizer(tmp_path / "named"), "chat", 96).prompts == alone
 
 
 def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
@@ -255,21 +258,20 @@ def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
         load_tokenizer(tmp_path)
 
 
-def test_a_templates_date_is_the_one_it_is_told(tmp_path, tokenizer):
+def test_a_templates_date_is_the_one_it_is_told(tom, tokenizer):
     """Against transformers' own answer, on a day when the clock says so."""
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
     tokenizer.chat_template = (
         "{% if strftime_now is defined %}{{ strftime_now('%d') }} {{ strftime_now('%H') }}"
         "{% endif %} {{ messages[0].content }}"
     )
     started = datetime(2026, 7, 26, 23, 59)
-    then = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=started)
+    then = Prompts(tom, tokenizer, "chat", 96, at=started)
     assert tokenizer.decode(then.prompts[0]).split()[-1] == "Tom" and tokenizer.decode(
         then.prompts[0]
     ).replace(" ", "").startswith("2623")
     with freeze(started):
-        assert then.digest() == Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).digest()
-    later = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=datetime(2026, 7, 27, 23, 59))
+        assert then.digest() == Prompts(tom, tokenizer, "chat", 96).digest()
+    later = Prompts(tom, tokenizer, "chat", 96, at=datetime(2026, 7, 27, 23, 59))
     assert later.digest() != then.digest()
 
 

@@ -80,7 +80,8 @@ def test_the_example_runs_as_printed(folder):
         assert one["answer"] == row.answer and [one["reward"]] == reward(
             [one["response"]], [row.answer], [row.columns]
         )
-    assert len({one["reward"] for one in kept}) > 2, "the length counts"
+    # the length counts
+    assert len({one["reward"] for one in kept}) > 2
 
     tested = read_rows(folder / "my_task" / "test.jsonl")
     for scored in read_jsonl(run.path / "eval_answers.jsonl"):

@@ -68,14 +68,12 @@ VERL = {
             "7",
             ROW["answer"],
         ),
-        (VERL | {"extra_info": {"split": "train", "index": 0}}, None, "7", "7"),
         (
             {"prompt": [TURN], "solution": "7"},
             None,
             "7",
             "7",
         ),  # TRL, examples/scripts/async_grpo.py
-        ({"prompt": "3+4? Think.", "answer": 7}, None, "7", "7"),
         (
             {"messages": [{"role": "system", "content": "Add."}, TURN], "solution": ROW["answer"]},
             None,
@@ -136,12 +134,9 @@ def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure):
     assert snapshot(out) == before
 
 
-def test_missing_or_empty_split(tmp_path):
+def test_an_empty_split(tmp_path):
     raw = write_raw(tmp_path / "raw", test=[])
     with pytest.raises(ValueError, match="no test rows"):
-        convert(raw, tmp_path / "out")
-    (raw / "test.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match="no test.jsonl or test.parquet"):
         convert(raw, tmp_path / "out")
 
 
@@ -175,13 +170,6 @@ def test_problems_of_few_steps(tmp_path, most, kept):
     assert [row.columns["question"] for row in written] == kept
     splits = read_splits(raw, max_steps=most)
     assert [row["question"] for row in splits["train"]] == kept and len(splits["test"]) == 1
-
-
-def test_no_problem_of_so_few_steps(tmp_path):
-    raw = write_raw(tmp_path / "raw", test=[{"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"}])
-    with pytest.raises(ValueError, match="raw: no test rows, or none of so few steps"):
-        convert(raw, tmp_path / "out", max_steps=1)
-    assert not (tmp_path / "out").exists()
 
 
 @needs_gsm8k

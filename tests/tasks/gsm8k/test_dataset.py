@@ -1,30 +1,15 @@
 """Rows and prompts: what is read, and what bad files say."""
 
-import json
-
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from mindspeed_qerl.tasks.gsm8k.convert import converted, gold_answer, load_raw
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages, plain_prompt
+from tests.tasks.test_rows import write_jsonl, write_parquet
 
 RAW = [
     {"question": "3+4?", "answer": "3+4=7\n#### 7"},
     {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"},
 ]
-
-
-def write_jsonl(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def write_parquet(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
 
 
 def test_prompts():
@@ -67,6 +52,7 @@ def test_gold_answer_errors(solution, words):
     ],
 )
 def test_raw_rows_from_a_folder(tmp_path, write, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     write(tmp_path / name, RAW)
     assert [row for _, row in load_raw(tmp_path, "train")] == RAW
     with pytest.raises(FileNotFoundError, match="no test.jsonl or test.parquet in "):

@@ -143,10 +143,11 @@ def test_every_row_reads_back(tmp_path, raw, bpe):
     for split, one in zip(("train", "test"), packed, strict=True):
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
         prompts = check_split(split, one, bpe, chat_file)
+        # evaluation asks otherwise
         assert (
             prompts
             == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts
-        ), "evaluation asks otherwise"
+        )
 
 
 def test_bytes_are_those_of_megatrons_writer(tmp_path):
