@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.fake_box import GB, ROOT, Box
 from tests.fake_box.broken_files import (
@@ -52,32 +51,32 @@ class Case:
     besides: tuple[str, ...] = ()  # checks that may say something too
 
     @property
-    def alone(self) -> bool:
+    def alone(self):
         """Whether it changes the whole command or the whole box, so that no other case fits in."""
         whole = any(words in self.before for words in ("set --", "exec", "PYTHONPATH", "mount"))
         config_json = self.besides == OF_CONFIG_JSON
         return whole or config_json or self.config != THIRTY or self.check == "npu-smi"
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self):
         """What its box has otherwise than a healthy one."""
         values = vars(self.box).items()
         return {name: value for name, value in values if value != getattr(HEALTHY, name)}
 
 
-def of_npus(*arguments, **more) -> Case:
+def of_npus(*arguments, **more):
     """A case after which NPUs are missing, which `ranks` sums up."""
     besides = ("ranks", "Ray", "CANN", "npu-smi", "/dev/davinci*", "processes on the dies")
     return Case(*arguments, besides=besides, **more)
 
 
 def exported(
-    name: str,
-    value: str,
-    state: str,
-    found: str,
-    check: str = "",
-    besides: tuple[str, ...] = ("variables",),
-) -> Case:
+    name,
+    value,
+    state,
+    found,
+    check="",
+    besides=("variables",),
+):
     """A variable that the shell has; check: the one that says so, if it is not the variable's."""
     shell = {name: value}
     return Case(f"{name}={value}", check or name, state, found, shell=shell, besides=besides)
@@ -86,7 +85,7 @@ def exported(
 OF_CONFIG_JSON = ("config.json",)  # which transformers reads
 
 
-def importing(done: str, module: str, error: str, **more) -> Case:
+def importing(done, module, error, **more):
     """A module that cannot be imported."""
     return Case(
         done,
@@ -98,13 +97,13 @@ def importing(done: str, module: str, error: str, **more) -> Case:
     )
 
 
-def of_operators(done: str, found: str, before: str) -> Case:
+def of_operators(done, found, before):
     """What is done to the cache of operators, /tmp/c."""
     shell = {"TORCH_EXTENSIONS_DIR": "/tmp/c"}
     return Case(done, "MindSpeed's operators", FAILED, found, shell=shell, before=before)
 
 
-def path_without(words: str) -> str:
+def path_without(words):
     return f"export PYTHONPATH=$(tr : '\\n' <<< \"$PYTHONPATH\" | grep -v {words} | paste -s -d :)"
 
 

@@ -49,7 +49,7 @@ NOT_CAUGHT = {
 }
 
 
-def catalogue() -> str:
+def catalogue():
     reported: dict[str, list[str]] = {}
     for case in PREFLIGHT:
         reported.setdefault(case.check, []).append(case.done.removeprefix(f"{case.check}="))

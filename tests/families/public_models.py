@@ -10,15 +10,7 @@ from typing import Any
 Config = dict[str, Any]
 
 
-def qwen2(
-    layers: int,
-    hidden: int,
-    width: int,
-    heads: int,
-    groups: int,
-    vocabulary: int = 152064,
-    **more: Any,
-) -> Config:
+def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -46,7 +38,7 @@ def qwen2(
     }
 
 
-def qwen3(*sizes: int, **more: Any) -> Config:
+def qwen3(*sizes, **more):
     own = {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
@@ -60,7 +52,7 @@ def qwen3(*sizes: int, **more: Any) -> Config:
     return {**qwen2(*sizes, 151936), **own, **more}
 
 
-def experts(count: int, top: int, width: int, **more: Any) -> Config:
+def experts(count, top, width, **more):
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -74,7 +66,7 @@ def experts(count: int, top: int, width: int, **more: Any) -> Config:
     }
 
 
-def llama(layers: int, hidden: int, width: int, heads: int, vocabulary: int, **more: Any) -> Config:
+def llama(layers, hidden, width, heads, vocabulary, **more):
     return {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 1,
@@ -356,7 +348,7 @@ OTHERS: dict[str, tuple[Config, str]] = {
 }
 
 
-def newer(config: Config) -> Config:
+def newer(config):
     """As transformers 5 writes it: dtype, rope_parameters, num_local_experts."""
     config = {**config, "dtype": config["torch_dtype"], "transformers_version": "5.2.0"}
     scaling = config.pop("rope_scaling", None) or {}

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from tests import ROOT
 
 
-def run_tool(name: str, *arguments: object) -> SimpleNamespace:
+def run_tool(name, *arguments):
     """returncode, stdout and stderr of the command."""
     script = ROOT / "tools" / f"{name}.py"
     command = [str(script), *map(str, arguments)]
