@@ -194,27 +194,9 @@ def test_what_megatron_derives_may_be_left_out():
     "changed, message",
     [
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_type is 'yarn'; only 'default' is built",
-        ),
-        (
-            {
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 1e6,
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                }
-            },
-            "rope_type is 'llama3'",
-        ),
-        (
             {"rope_parameters": {"rope_type": "llama3"}},
             "Missing required keys in `rope_parameters` for",
         ),
-        ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is built"),
         (
             {"rms_norm_eps": 1e-5},

@@ -127,10 +127,6 @@ def test_shape_from_a_config_json(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(written))
     shape = read_shape(tmp_path)
     assert {**vars(shape), "name": ""} == {**vars(NAMED_SHAPES["qwen3_30b_a3b"]), "name": ""}
-    with pytest.raises(
-        ConfigError, match="unknown model 'qwen3_30b_a3', did you mean 'qwen3_30b_a3b'"
-    ):
-        read_shape("qwen3_30b_a3")
 
 
 WRITTEN = {
@@ -165,8 +161,6 @@ WRITTEN = {
         ({"rope_theta": float("nan")}, "rope_theta = nan in config.json: "),
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] in config.json is not modelled here"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 in config.json is not modelled here"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config = .* is not modelled here"),
     ],
 )
 def test_a_config_json_that_cannot_be(tmp_path, changed, message):

@@ -3,7 +3,6 @@ entry; paths are what is configured.
 """
 
 import os
-import runpy
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, config
 from mindspeed_qerl.recipe.overrides import PATHS
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
-from tests import ROOT
+from tests.tasks.gsm8k.tool import run_program
 
 TINY = "grpo_tiny_moe_cpu"
 
@@ -26,15 +25,6 @@ def own_configs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     return tmp_path / "configs"
-
-
-def started(monkeypatch, capsys, *words):
-    """(exit status, output, errors) of a program of this checkout."""
-    file, *arguments = words
-    monkeypatch.setattr(sys, "argv", [str(ROOT / file), *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / file), run_name="__main__")
-    return end.value.code, *capsys.readouterr()
 
 
 # ---- faults ----
@@ -84,34 +74,34 @@ def test_every_fault_of_a_config_is_a_line_with_its_file(own_configs, name):
         ("examples/grpo/facts.py", "--config-name"),
     ],
 )
-def test_every_entry_says_it_in_a_line(own_configs, monkeypatch, capsys, words):
+def test_every_entry_says_it_in_a_line(own_configs, words):
     place, reason = write(own_configs, "twice")
-    status, output, errors = started(monkeypatch, capsys, *words, "twice")
-    assert status == 2 and output == "", errors
-    *before, last = errors.splitlines()
+    done = run_program(*words, "twice")
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    *before, last = done.stderr.splitlines()
     assert place in last and reason in last
     # argparse's own
     assert not before or before[0].startswith("usage: ")
 
 
-def test_a_broken_config_is_in_nobodys_way(own_configs, monkeypatch, capsys):
+def test_a_broken_config_is_in_nobodys_way(own_configs):
     for name in BROKEN:
         write(own_configs, name)
     assert compose(TINY)["engine"] == "local"
-    status, _, errors = started(monkeypatch, capsys, "cli/train_grpo.py")
-    assert status == 2 and "\n  latin " in errors
+    done = run_program("cli/train_grpo.py")
+    assert done.returncode == 2 and "\n  latin " in done.stderr
 
 
 @pytest.mark.parametrize("content", ["run: {root: [", "- 1\n"])
-def test_a_run_whose_config_is_damaged_is_named(content, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_config_is_damaged_is_named(content, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints" / "iter_0000001").mkdir(parents=True)
     (run / "status.json").write_text("{}")
     (run / "config.yaml").write_text(content)
     words = ("tools/evaluate.py", "--run", run, "--step", "0")
-    status, _, errors = started(monkeypatch, capsys, *words)
-    assert status == 1 and len(errors.splitlines()) == 1
-    assert f"{run}/config.yaml is damaged: " in errors
+    done = run_program(*words)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert f"{run}/config.yaml is damaged: " in done.stderr
 
 
 @pytest.mark.parametrize(

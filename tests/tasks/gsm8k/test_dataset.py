@@ -33,8 +33,6 @@ def test_gold_answer_is_behind_the_last_hashes():
     [
         ("seven", "not a number: 'seven'"),
         ("#### ", "not a number: ' '"),
-        ("#### 7 or 8", "not a number: ' 7 or 8'"),
-        ("#### 1e9", "1e9"),
     ],
 )
 def test_gold_answer_errors(solution, words):
@@ -89,7 +87,6 @@ def test_raw_rows_from_the_hub(monkeypatch):
     "row, words",
     [
         ({"answer": "#### 1"}, "column 'question' is missing; the row has answer"),
-        ({"question": "q"}, "column 'answer' is missing"),
         ({"question": " ", "answer": "#### 1"}, "column 'question': expected a non-empty string"),
         ({"question": "q", "answer": 1}, "column 'answer': expected a non-empty string, got 1 "),
     ],
