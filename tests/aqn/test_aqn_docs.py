@@ -24,5 +24,4 @@ def run(code):
 @pytest.mark.parametrize("example", range(2))
 def test_example_prints_what_the_page_shows(example):
     code, shown = EXAMPLES[example]
-    pytest.importorskip("transformers")
     assert run(code) == shown

@@ -4,8 +4,6 @@ started.
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +11,7 @@ from mindspeed_qerl.ascend import limits
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
 from tests import put
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
-from rehearsal import FAMILIES, make_config
+from tests.upstream.rehearsal import FAMILIES, make_config
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from mindspeed_qerl.demo.step_problems import MIXTURE
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs
 from mindspeed_qerl.tasks.gsm8k.verifier import score
-
-STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
+from tests.demo.test_word_problems import STATED, pairs_stated
 
 
 def asked(question):
@@ -73,7 +72,7 @@ def test_no_training_text_asks_or_states_a_held_out_equation(split):
             problem = step_problems.random_problem(training, rng)
             answer = step_problems.mixed_answer(problem, set(training), {kind: 1.0}, rng)
             shown |= pairs_of(*asked(problem.question))
-            shown |= {tuple(sorted((int(a), int(b)))) for a, _, b, _ in STATED.findall(answer)}
+            shown |= pairs_stated(answer)
     assert shown == set(training)
 
 

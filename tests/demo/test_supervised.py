@@ -12,6 +12,7 @@ from mindspeed_qerl.demo import tiny_model
 from mindspeed_qerl.demo.supervised import fit, padded
 from tests.tasks.gsm8k.tool import run_tool
 
+PROMPTS, COMPLETIONS = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
 SOLUTIONS = ["7+1=<<7+1=8>>8\n#### 8", "3+4=7\n#### 7", "5-2=<<5-2=3>>3\n#### 3", "9\n#### 9"]
 
 
@@ -34,13 +35,9 @@ def test_the_first_step_is_that_of_a_loop_of_ones_own(base):
     from transformers import AutoModelForCausalLM
 
     model, other = (AutoModelForCausalLM.from_pretrained(base) for _ in range(2))
-    ids, labels = padded([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], pad=1)
-    (loss,) = fit(model, [(ids, labels)], 1, 1e-3)
+    (loss,) = fit(model, [padded(PROMPTS, COMPLETIONS, pad=1)], 1, 1e-3)
     total, tokens = 0.0, 0
-    for prompt, completion in (
-        ([5, 6, 7], [9, 10]),
-        ([8], [11, 12, 13]),
-    ):  # a row by itself, unpadded
+    for prompt, completion in zip(PROMPTS, COMPLETIONS):  # a row by itself, unpadded
         logits = other(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
         for at, token in enumerate(completion, len(prompt) - 1):
             total, tokens = total - logits[at, token], tokens + 1
@@ -63,7 +60,7 @@ def test_products_in_bfloat16_train_the_weights_nearly_as_those_in_float32(base)
     from transformers import AutoModelForCausalLM
 
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
-    batch = padded([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], pad=1)
+    batch = padded(PROMPTS, COMPLETIONS, pad=1)
     changes, losses = [], []
     for bfloat16 in (False, True):
         model = AutoModelForCausalLM.from_pretrained(base)

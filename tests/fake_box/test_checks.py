@@ -2,7 +2,6 @@
 other share one.
 """
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.fake_box.broken_files import half, packed_test_split, pointers
 from tests.fake_box.cases import EIGHT, NODE, ON_TWO, PAIR, PREFLIGHT, SEVEN, THIRTY, TWELVE, Case
 from tests.fake_box.page import NOT_CAUGHT, OTHERS, catalogue
 from tests.fake_box.prepared import prepare
-from tests.preflight.test_machine import section
+from tests.preflight.test_machine import by_name, section
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 HEALTHY = Case("", "", "", "")
@@ -86,7 +85,7 @@ def preflight(case, folder, files, *options):
         timeout=400,
     )
     assert done.stdout and "Traceback" not in done.stdout + done.stderr, done.stderr
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    checks = by_name(done.stdout)
     assert not [check for check in checks.values() if "could not be checked" in check["found"]]
     return checks
 
@@ -219,7 +218,7 @@ def test_a_ray_in_which_another_job_holds_npus(prepared, tmp_path):
         sourced=True,
     )
     pid, _, output = done.stdout.partition("\n")
-    checks = {check["name"]: check for check in json.loads(output)["checks"]}
+    checks = by_name(output)
     assert wrong(checks) == {"ranks": "failed", "Ray": "failed"}, done.stdout
     words = f"of which 4 are free; the others are held by process {pid}"
     assert words in checks["Ray"]["found"] and "holder.py" in checks["Ray"]["found"]

@@ -3,9 +3,7 @@ config.json, whatever is in either.
 """
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +19,7 @@ from mindspeed_qerl.families import (
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
 from mindspeed_qerl.layout.weights import model_parameters
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
-from rehearsal import FAMILIES as REHEARSED
+from tests.upstream.rehearsal import FAMILIES as REHEARSED
 
 
 def compare_with_model(*arguments):

@@ -33,21 +33,17 @@ def saved(tmp_path_factory):
     return folder
 
 
-def shards(folder, index=None, more=None):
+def shards(folder, **more):
     """The single file divided in two, with an index; more: what the second file has besides."""
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
     parts = (
         {name: tensors[name] for name in names[::2]},
-        {name: tensors[name] for name in names[1::2]} | (more or {}),
+        {name: tensors[name] for name in names[1::2]} | more,
     )
     for file, part in zip(SHARDS, parts):
         save_file(part, folder / file, metadata={"format": "pt"})
-    weight_map = (
-        {name: file for file, part in zip(SHARDS, parts) for name in part}
-        if index is None
-        else index
-    )
+    weight_map = {name: file for file, part in zip(SHARDS, parts) for name in part}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / SINGLE).unlink()
     return weight_map
@@ -63,7 +59,7 @@ def dtypes(folder):
 
 
 def twice(folder):
-    shards(folder, more={"lm_head.weight": torch.full((16, 8), 7.0)})
+    shards(folder, **{"lm_head.weight": torch.full((16, 8), 7.0)})
 
 
 def stale_names(folder):

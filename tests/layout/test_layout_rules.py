@@ -13,11 +13,7 @@ from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
-from tests.layout.dealing import can_run
-
-QWEN3, QWEN15, DENSE = (
-    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
-)
+from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 
 
 def plan(shape=QWEN3, batch=None, **layout):

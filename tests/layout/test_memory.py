@@ -21,10 +21,7 @@ from mindspeed_qerl.layout.weights import model_parameters, rollout_weights, tra
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
-
-QWEN3, QWEN15, DENSE = (
-    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
-)
+from tests.layout.dealing import DENSE, QWEN3, QWEN15
 
 
 def plan(shape, world, batch=None, **layout):

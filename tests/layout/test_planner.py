@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 
-from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout import planner
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.plan import plan_of
@@ -27,14 +26,11 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
 from tests import ROOT
-from tests.layout.dealing import can_run
+from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 from tests.tasks.gsm8k.tool import run_tool
 
 CONFIG = "grpo_qwen3_30b_a3b_gsm8k_16npu"
 MODEL = ["--model", "qwen3_30b_a3b", "--ranks"]
-QWEN3, QWEN15, DENSE = (
-    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
-)
 
 
 def sizes(plan):

@@ -90,6 +90,10 @@ def section(name):
     return text.partition(f"<!-- {name}: begin -->\n")[2].partition(f"<!-- {name}: end -->")[0]
 
 
+def by_name(output):
+    return {check["name"]: check for check in json.loads(output)["checks"]}
+
+
 def test_the_page_has_every_check():
     """python -m mindspeed_qerl.preflight.table prints it."""
     assert section("checks").strip() == markdown()
@@ -291,7 +295,7 @@ def test_the_tool_on_this_machine(of_files):
         text=True,
         timeout=120,
     )
-    told = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    told = by_name(done.stdout)
     failures = [check for check in told.values() if check["state"] == FAILED]
     assert done.returncode == bool(failures) and "Assertion" not in done.stderr, done.stderr
     for name in ("config.json", "test rows", "base weights"):

@@ -27,10 +27,8 @@ from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import ROOT
+from tests.upstream.measure import terms
 from tests.word_problems import converted
-
-sys.path.insert(0, str(ROOT / "tests" / "upstream"))
-from measure import terms
 
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
 FEW = ["rehearsal.enabled=true", "rehearsal.layers=6", "engine=local"]

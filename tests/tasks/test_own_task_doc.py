@@ -40,6 +40,12 @@ def start(folder, command):
     )
 
 
+def only_run(done, folder):
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [path] = folder.iterdir()
+    return path
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where the quickstart's model is, untrained."""
@@ -65,8 +71,7 @@ def test_the_example_is_complete_and_short():
 @pytest.mark.full
 def test_the_example_runs_as_printed(folder):
     done = start(folder, COMMAND)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [path] = (folder / "runs" / "grpo_tiny_moe_cpu").iterdir()
+    path = only_run(done, folder / "runs" / "grpo_tiny_moe_cpu")
     run = RunDirectory.open(path)
     reward = runpy.run_path(str(folder / "my_task" / "reward.py"))["right_and_short"]
 
@@ -177,8 +182,7 @@ def test_files_and_rewards_of_verl_and_trl_run_as_they_are(folder, name, reward,
         command.replace("my_task.reward:right_and_short", verifiers)
         + f" run.name={name} {weights}",
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [path] = (folder / "runs" / name).iterdir()
+    path = only_run(done, folder / "runs" / name)
     kept = read_jsonl(path / "rollouts.jsonl")
     for one in kept:
         assert one["reward"] == len(set(one["response"])) + 100 * (one["answer"] in one["response"])

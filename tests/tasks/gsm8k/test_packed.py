@@ -17,6 +17,7 @@ from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import GSM8K, needs_gsm8k
+from tests.tasks.gsm8k.test_convert import snapshot
 from tests.tasks.gsm8k.tool import run_tool
 
 TEMPLATE = (
@@ -106,10 +107,6 @@ def words(directory, decoder, template=TEMPLATE):
 
 def read(prefix, field):
     return IndexedDataset(f"{prefix}_packed_{field}_document")
-
-
-def snapshot(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def check_split(split, packed, tokenizer_dir, chat_file):
