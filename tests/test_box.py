@@ -16,6 +16,7 @@ import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, start, why_not
 from tests.fake_box.cases import HCCN
+from tests.fake_box.nodes import Launcher
 from tests.fake_box.prepared import prepare
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -430,14 +431,14 @@ def test_in_an_empty_environment(tmp_path):
 # ---- how it ends ----
 
 
-class Hung:
+class Hung(Launcher):
     """A launcher that hangs at a stage, up to there. Its Ray is played."""
 
     def __init__(self, machine, folder, stage, **variables):
         (folder / "run").mkdir()
         self.box = folder / "box"
         environment = {**machine, "HANGS": stage, **variables}
-        self.process = start(
+        process = start(
             EIGHT,
             ["bash", str(SEVEN)],
             self.box,
@@ -446,15 +447,8 @@ class Hung:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.output = ""
+        super().__init__(process)
         self.read_until("it hangs")
-
-    def read_until(self, words):
-        for line in self.process.stdout:
-            self.output += line
-            if words in line:
-                return
-        raise AssertionError(self.output)
 
     def script(self):
         """The launcher's own process."""
@@ -466,10 +460,6 @@ class Hung:
 
     def interrupt(self):
         os.killpg(self.process.pid, signal.SIGINT)
-
-    def end(self):
-        self.output += self.process.stdout.read()
-        return self.process.wait(timeout=60)
 
 
 @pytest.fixture

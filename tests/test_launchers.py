@@ -22,6 +22,7 @@ import pytest
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight.ports import RAY_PORT, WORKERS
 from tests import ROOT
+from tests.fake_box.nodes import Launcher
 
 FOLDER = ROOT / "examples" / "grpo"
 LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
@@ -448,7 +449,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-class Launched:
+class Launched(Launcher):
     """A launcher with a real Ray and a training that is played, up to where the training waits for
     GO.
     """
@@ -462,7 +463,7 @@ class Launched:
         llm = tmp_path / "MindSpeed-LLM"
         llm.mkdir()
         (llm / "convert_ckpt.py").touch()
-        self.process = subprocess.Popen(
+        process = subprocess.Popen(
             ["bash", str(FOLDER / "grpo_trainer_qwen25_7b_8npu.sh")],
             text=True,
             stdout=subprocess.PIPE,
@@ -479,12 +480,8 @@ class Launched:
                 "JEMALLOC": "",
             },
         )
-        self.output = ""
-        for line in self.process.stdout:
-            self.output += line
-            if line.startswith("asked b"):
-                break
-        assert "asked b" in self.output, self.output
+        super().__init__(process)
+        self.read_until("asked b")
         self.session = int(re.search(r"--ray-process (\d+)", self.output)[1])
 
     def of_ray(self):
@@ -499,10 +496,6 @@ class Launched:
             except (ProcessLookupError, psutil.NoSuchProcess):
                 pass
         return found
-
-    def end(self):
-        self.output += self.process.stdout.read()
-        return self.process.wait(timeout=60)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 tables are of its data alone.
 """
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,11 +17,9 @@ from tests import ROOT
 
 @pytest.fixture
 def study(monkeypatch):
-    spec = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "study.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "study", module)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec.loader.exec_module(module)
+    monkeypatch.delitem(sys.modules, "study", raising=False)
+    module = importlib.import_module("study")
     monkeypatch.setitem(
         module.STUDIES,
         "two",

@@ -5,14 +5,10 @@ data).
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from mindspeed_qerl.tasks.packed import indexed_format
 from mindspeed_qerl.tasks.rows import read_rows
 
-Breaking = Callable[[Path, Path, Path], Any]
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
 WEIGHTS = "model-00001-of-00001.safetensors"
 

@@ -16,6 +16,24 @@ COMMAND = f"""[[ -z ${{HIDDEN:-}} ]] || mount -t tmpfs none "$HIDDEN"
 bash {LAUNCHER} "$@"; status=$?; echo left: /tmp/qerl-ray*; exit $status"""
 
 
+class Launcher:
+    """A launcher whose output is read, in `output`."""
+
+    def __init__(self, process):
+        self.process, self.output = process, ""
+
+    def read_until(self, words):
+        for line in self.process.stdout:
+            self.output += line
+            if words in line:
+                return
+        raise AssertionError(self.output)
+
+    def end(self):
+        self.output += self.process.stdout.read()
+        return self.process.wait(timeout=60)
+
+
 class Nodes:
     """The two launchers, what they print, and how long they took. arguments: those of both."""
 

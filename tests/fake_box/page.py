@@ -50,7 +50,7 @@ NOT_CAUGHT = {
 
 
 def catalogue():
-    reported: dict[str, list[str]] = {}
+    reported = {}
     for case in PREFLIGHT:
         reported.setdefault(case.check, []).append(case.done.removeprefix(f"{case.check}="))
     for part, cases in OTHERS.items():

@@ -17,7 +17,7 @@ from tests.preflight.test_machine import by_name, section
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 HEALTHY = Case("", "", "", "")
-BOXES: list[list[Case]] = []  # cases that share one
+BOXES = []  # cases that share one
 
 
 def together(one, other):

@@ -5,10 +5,6 @@ MODELS: those that are built. OTHERS: those that are refused, with words of the 
 form of transformers 4; `newer` gives that of transformers 5.
 """
 
-from typing import Any
-
-Config = dict[str, Any]
-
 
 def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
     return {
@@ -109,7 +105,7 @@ LLAMA31_ROPE = {
 QWEN_7B = 28, 3584, 18944, 28, 4
 QWEN_1_5B = 28, 1536, 8960, 12, 2
 LLAMA_7B = 32, 4096, 11008, 32
-MODELS: dict[str, Config] = {
+MODELS = {
     "Qwen1.5-0.5B-Chat": qwen2(
         24, 1024, 2816, 16, 16, 151936, tie_word_embeddings=True, max_window_layers=21
     ),
@@ -233,7 +229,7 @@ MODELS: dict[str, Config] = {
 }
 CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
-OTHERS: dict[str, tuple[Config, str]] = {
+OTHERS = {
     "Qwen2.5-7B-Instruct-1M": (
         qwen2(
             *QWEN_7B,

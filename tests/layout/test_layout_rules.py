@@ -101,18 +101,6 @@ EXAMPLES = {
         plan(DENSE, world=20, ranks_per_node=16),
         "20 ranks cannot be divided by 16 ranks a node",
     ),
-    "heads_by_tp": (
-        plan(replace(DENSE, num_attention_heads=30), tp=4),
-        "30 attention heads cannot be divided by TP 4",
-    ),
-    "kv_heads_by_tp": (
-        plan(replace(DENSE, num_attention_heads=32), tp=8),
-        "4 KV heads cannot be divided by TP 8",
-    ),
-    "width_by_tp": (
-        plan(replace(DENSE, intermediate_size=18946), tp=4),
-        "18,946 columns of the MLP cannot be divided by TP 4",
-    ),
     "vocabulary_by_tp": (
         plan(
             replace(
@@ -206,18 +194,6 @@ EXAMPLES = {
     "stages_hold_whole_infer_tp_groups": (
         plan(DENSE, world=4, pp=4, infer_tp=4),
         "1 ranks a stage (4 / PP 4) cannot be divided by infer TP 4",
-    ),
-    "heads_by_infer_tp": (
-        plan(replace(DENSE, num_attention_heads=30), infer_tp=4),
-        "30 attention heads cannot be divided by infer TP 4",
-    ),
-    "kv_heads_by_infer_tp": (
-        plan(replace(DENSE, num_attention_heads=32), infer_tp=8),
-        "4 KV heads cannot be divided by infer TP 8",
-    ),
-    "width_by_infer_tp": (
-        plan(replace(DENSE, intermediate_size=18946), infer_tp=4),
-        "18,946 columns of the MLP cannot be divided by infer TP 4",
     ),
     "vocabulary_by_infer_tp": (
         plan(
@@ -320,6 +296,14 @@ EXAMPLES = {
         "60 experts cannot be divided by TP 1 x EP 8 = 8",
     ),
 }
+for part, changed, tp, things in (
+    ("heads", {"num_attention_heads": 30}, 4, "30 attention heads"),
+    ("kv_heads", {"num_attention_heads": 32}, 8, "4 KV heads"),
+    ("width", {"intermediate_size": 18946}, 4, "18,946 columns of the MLP"),
+):
+    shape, words = replace(DENSE, **changed), f"{things} cannot be divided by"
+    EXAMPLES[f"{part}_by_tp"] = plan(shape, tp=tp), f"{words} TP {tp}"
+    EXAMPLES[f"{part}_by_infer_tp"] = plan(shape, infer_tp=tp), f"{words} infer TP {tp}"
 # rules that no plan breaks without the one behind them
 TOGETHER = {"experts_by_training_ranks": "experts_by_infer_ranks"}
 

@@ -41,9 +41,13 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def composed(data, tmp_path, monkeypatch):
+def variables(data, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA", str(data))
     monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
+
+
+@pytest.fixture
+def composed(variables, tmp_path):
     return lambda name, *overrides: compose(
         name, [*FEW, f"rehearsal.models={tmp_path}/models", *overrides]
     )
@@ -241,10 +245,8 @@ def test_the_fewest_layers_are_one_on_each_stage(composed, name, asked, layers):
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages):
+def test_from_the_command_line_to_the_report(variables, tmp_path, stages):
     """Stages of two tensor parallel ranks, with experts spread over them."""
-    monkeypatch.setenv("DATA", str(data))
-    monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
     command = [
         sys.executable,
         str(ROOT / "cli" / "train_grpo.py"),
@@ -305,9 +307,8 @@ MEASURED = {
 }
 
 
-@pytest.fixture
-def planned():
-    """The planner's formulas for the model and the layout of MEASURED."""
+def test_what_was_measured_is_what_is_planned():
+    """By the planner's formulas for the model and the layout of MEASURED."""
     shape = ModelShape(
         "tiny",
         "qwen2_moe",
@@ -327,8 +328,6 @@ def planned():
         shared_expert_intermediate_size=64,
     )
     layout = Layout(2, tp=2, ep=1, infer_tp=1, infer_ep=2, sequence_parallel=True)
-    return terms(stage_memory(Plan(shape, layout, padded_vocab_size=4096), Settings(lora_r=4), 0))
-
-
-def test_what_was_measured_is_what_is_planned(planned):
+    plan = Plan(shape, layout, padded_vocab_size=4096)
+    planned = terms(stage_memory(plan, Settings(lora_r=4), 0))
     assert planned == {term: MEASURED[term] for term in planned}
