@@ -1,0 +1,19 @@
+"""What tests of many rooms need: the checkout, and the real GSM8K beside it."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+needs_gsm8k = pytest.mark.skipif(
+    not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside the repository"
+)
+
+
+def put(config, key, value):
+    """Set a dotted key."""
+    *sections, last = key.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[last] = value

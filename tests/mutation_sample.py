@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,7 @@ class Mutant:
     line: str
     mutated: str
 
-    def is_seen(self, path: Path, root: Path, tests: list[str]) -> bool:
+    def is_seen(self, path, root, tests):
         """Whether one of `tests` fails with it in the file `path`."""
         source = path.read_text()
         path.write_text(source.replace(self.line, self.mutated, 1))
@@ -62,7 +61,7 @@ class Mutant:
             path.write_text(source)
 
 
-def tests_of(path: Path, root: Path) -> list[str]:
+def tests_of(path, root):
     """Test files that import the module `path`."""
     name = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
     package, module = name.rsplit(".", 1)
@@ -79,7 +78,7 @@ def tests_of(path: Path, root: Path) -> list[str]:
     return [str(file.relative_to(root)) for file in files]
 
 
-def lines_of(root: Path) -> dict[str, Path]:
+def lines_of(root):
     """Lines that the package has once -> their file."""
     places: dict[str, list[Path]] = {}
     for path in sorted(root.glob("mindspeed_qerl/**/*.py")):
@@ -89,10 +88,10 @@ def lines_of(root: Path) -> dict[str, Path]:
     return {line: files[0] for line, files in places.items() if len(files) == 1}
 
 
-def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
+def changes(node, source):
     """A part of one line's code, and what is put in its place."""
 
-    def text(part: ast.AST) -> str:
+    def text(part):
         return ast.get_source_segment(source, part)
 
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -107,7 +106,7 @@ def changes(node: ast.AST, source: str) -> Iterator[tuple[ast.AST, str]]:
         yield node, str(not node.value) if isinstance(node.value, bool) else str(node.value + 1)
 
 
-def mutants(path: Path, common: set[str]) -> Iterator[Mutant]:
+def mutants(path, common):
     """Those of a file in lines that are among `common`."""
     source = path.read_text()
     lines = source.splitlines()
@@ -119,7 +118,7 @@ def mutants(path: Path, common: set[str]) -> Iterator[Mutant]:
                 yield Mutant(f"{line}\n", f"{mutated}\n")
 
 
-def copy_of(commit: str, folder: Path) -> Path:
+def copy_of(commit, folder):
     """A commit's files, with this checkout's environment and models."""
     folder.mkdir()
     archive = subprocess.run(
@@ -132,7 +131,7 @@ def copy_of(commit: str, folder: Path) -> Path:
     return folder
 
 
-def fail(root: Path, tests: list[str]) -> bool:
+def fail(root, tests):
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
@@ -148,7 +147,7 @@ def fail(root: Path, tests: list[str]) -> bool:
     return done.returncode != 0
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -170,7 +169,7 @@ def main() -> None:
         sample = random.Random(arguments.seed).sample(ordered, arguments.count)
         print(f"{len(sample)} of {len(possible):,} mutants", flush=True)
 
-        def seen(name: str) -> list[bool | None]:
+        def seen(name):
             """Of each mutant; None: its tests fail without it."""
             root, results, whole = copies[name], [], {}
             for number, mutant in enumerate(sample, 1):

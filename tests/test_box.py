@@ -16,6 +16,7 @@ import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, start, why_not
 from tests.fake_box.cases import HCCN
+from tests.fake_box.nodes import Launcher
 from tests.fake_box.prepared import prepare
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -94,15 +95,19 @@ def machine(tmp_path):
     }
 
 
-def called(machine: dict) -> list[str]:
+@pytest.fixture
+def played(machine, facts):
+    """Without the preflight, and without facts.py at work."""
+    return {**machine, "FACTS": facts, "NO_PREFLIGHT": "1"}
+
+
+def called(machine):
     """What was called, by the names of the files, in order."""
     lines = Path(machine["RECORD"]).read_text().splitlines()
     return [re.search(r"(\w+)\.py|ray", line)[0] for line in lines]
 
 
-def launch(
-    machine: dict, box: Box, script: Path, folder: Path, *arguments: str
-) -> subprocess.CompletedProcess:
+def launch(machine, box, script, folder, *arguments):
     return run(box, ["bash", str(script), *arguments], folder / "box", machine)
 
 
@@ -110,7 +115,7 @@ def launch(
 
 
 @pytest.mark.parametrize(
-    ("box", "script", "config"),
+    "box, script, config",
     [
         (EIGHT, SEVEN, "grpo_qwen25_7b_gsm8k_8npu"),
         (
@@ -244,7 +249,7 @@ def test_nothing_is_converted_before_the_preflight_and_its_files_are_checked_aft
 # ---- one owner of a box ----
 
 
-def test_a_box_has_one_owner(machine, facts, tmp_path):
+def test_a_box_has_one_owner(played, tmp_path):
     """Also with other ports, and as long as anything that the first one started lives; a joined Ray
     is not another.
     """
@@ -268,7 +273,7 @@ def test_a_box_has_one_owner(machine, facts, tmp_path):
         EIGHT,
         ["bash", "-c", script],
         tmp_path / "box",
-        {**machine, "NO_PREFLIGHT": "1", "FACTS": facts},
+        played,
     )
     assert done.stderr.count("this box is taken") == 4
     taken = (
@@ -293,7 +298,7 @@ def test_a_box_has_one_owner(machine, facts, tmp_path):
     ]
 
 
-def test_the_lock_goes_with_its_owner(machine, facts, tmp_path):
+def test_the_lock_goes_with_its_owner(played, tmp_path):
     """A second launch after the first has ended; BOX_LOCK names another file."""
     script = f"""
         bash {SEVEN} && bash {SEVEN} && BOX_LOCK={tmp_path}/lock bash {SEVEN} && cat {tmp_path}/lock
@@ -303,9 +308,9 @@ def test_the_lock_goes_with_its_owner(machine, facts, tmp_path):
         EIGHT,
         ["bash", "-c", script],
         tmp_path / "box",
-        {**machine, "NO_PREFLIGHT": "1", "FACTS": facts},
+        played,
     )
-    assert called(machine).count("train_grpo.py") == 3, done.stderr
+    assert called(played).count("train_grpo.py") == 3, done.stderr
     assert (
         "process " in done.stdout
         and done.returncode == 2
@@ -331,7 +336,7 @@ def test_those_who_join_a_ray_share_a_box_with_each_other_only(machine, facts, t
 
 
 @pytest.mark.parametrize(
-    ("variables", "box", "said"),
+    "variables, box, said",
     [
         (
             {"RAY_ADDRESS": "127.0.0.1:6399"},
@@ -366,14 +371,12 @@ def test_an_address_that_no_interface_has(machine, tmp_path):
     )
 
 
-def test_a_jemalloc_that_cannot_be_loaded(machine, facts, tmp_path):
+def test_a_jemalloc_that_cannot_be_loaded(played, tmp_path):
     """Else every command of the launch says so, and with one for other pages ends."""
     (tmp_path / "jemalloc.so").write_text("not a library")
     done = launch(
         {
-            **machine,
-            "FACTS": facts,
-            "NO_PREFLIGHT": "1",
+            **played,
             "JEMALLOC": str(tmp_path / "jemalloc.so"),
             "TRAINING": "echo preloaded: ${LD_PRELOAD:-nothing}",
         },
@@ -390,7 +393,7 @@ def test_a_jemalloc_that_cannot_be_loaded(machine, facts, tmp_path):
     ), done
 
 
-def test_below_uv_run(machine, facts, tmp_path):
+def test_below_uv_run(played, tmp_path):
     """Ray looks for `uv run` among all parents (uv_runtime_env_hook.py)."""
     looks = (
         "from ray._private import ray_constants as it\n"
@@ -404,9 +407,7 @@ def test_below_uv_run(machine, facts, tmp_path):
         ["bash", "-c", f"cd {tmp_path}; exec -a uv bash run"],
         tmp_path / "box",
         {
-            **machine,
-            "FACTS": facts,
-            "NO_PREFLIGHT": "1",
+            **played,
             "TRAINING": f"{sys.executable} {tmp_path}/looks.py",
         },
     )
@@ -430,14 +431,14 @@ def test_in_an_empty_environment(tmp_path):
 # ---- how it ends ----
 
 
-class Hung:
+class Hung(Launcher):
     """A launcher that hangs at a stage, up to there. Its Ray is played."""
 
-    def __init__(self, machine: dict, folder: Path, stage: str, **variables: str):
+    def __init__(self, machine, folder, stage, **variables):
         (folder / "run").mkdir()
         self.box = folder / "box"
-        environment = {**machine, "NO_PREFLIGHT": "1", "HANGS": stage, **variables}
-        self.process = start(
+        environment = {**machine, "HANGS": stage, **variables}
+        process = start(
             EIGHT,
             ["bash", str(SEVEN)],
             self.box,
@@ -446,17 +447,10 @@ class Hung:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        self.output = ""
+        super().__init__(process)
         self.read_until("it hangs")
 
-    def read_until(self, words: str) -> None:
-        for line in self.process.stdout:
-            self.output += line
-            if words in line:
-                return
-        raise AssertionError(self.output)
-
-    def script(self) -> psutil.Process:
+    def script(self):
         """The launcher's own process."""
         return next(
             process
@@ -464,20 +458,16 @@ class Hung:
             if process.cmdline()[:2] == ["bash", str(SEVEN)]
         )
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         os.killpg(self.process.pid, signal.SIGINT)
-
-    def end(self) -> int:
-        self.output += self.process.stdout.read()
-        return self.process.wait(timeout=60)
 
 
 @pytest.fixture
-def hung(machine, facts, tmp_path):
+def hung(played, tmp_path):
     started = []
 
     def hang(*arguments, **variables):
-        started.append(Hung({**machine, "FACTS": facts}, tmp_path, *arguments, **variables))
+        started.append(Hung(played, tmp_path, *arguments, **variables))
         return started[0]
 
     yield hang
@@ -487,7 +477,7 @@ def hung(machine, facts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stage", "words"),
+    "stage, words",
     [
         ("facts.py", "the config is read"),
         ("preflight.py", "the preflight runs"),
@@ -510,13 +500,12 @@ def test_ctrl_c_at_every_stage(stage, words, hung, machine):
         line.startswith(("+ kill ", "launch: Ray's logs are left in")) for line in after[1:]
     ), after
     assert left_over(launcher.box) == []
-    assert not list(Path(machine["MODELS"]).rglob("latest_checkpointed_iteration.txt")), (
-        "it is not whole"
-    )
+    # it is not whole
+    assert not list(Path(machine["MODELS"]).rglob("latest_checkpointed_iteration.txt"))
 
 
 @pytest.mark.parametrize(
-    ("stage", "number", "words"),
+    "stage, number, words",
     [
         ("preflight.py", signal.SIGTERM, "SIGTERM while the preflight runs: waiting for it to end"),
         ("train_grpo.py", signal.SIGHUP, "SIGHUP while the training runs: waiting for it to end"),
@@ -530,15 +519,13 @@ def test_signals_to_the_launcher_alone(stage, number, words, hung):
 
 
 @pytest.mark.parametrize("what", ["Ctrl-C", "closed"])
-def test_a_real_terminal(what, machine, facts, tmp_path):
+def test_a_real_terminal(what, played, tmp_path):
     """^C typed in it goes to its foreground processes, the training is none; or it goes away, and
     whoever prints gets an error: the run's log has the training's last words all the same.
     """
     (tmp_path / "run").mkdir()
     variables = {
-        **machine,
-        "FACTS": facts,
-        "NO_PREFLIGHT": "1",
+        **played,
         "TRAINING": (
             f"trap 'echo told to stop; kill $!; exit 1' TERM; echo Run directory: {tmp_path}/run; "
             "echo it hangs; tail -f /dev/null & wait"

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,12 +13,12 @@ from mindspeed_qerl.common import entry
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
 from mindspeed_qerl.recipe.describe import list_of_keys
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 TINY = "grpo_tiny_moe_cpu"
 
 
-def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+def run(*command, cwd=ROOT, **variables):
     environment = {
         key: value for key, value in os.environ.items() if key != "PYTHONPATH"
     } | variables
@@ -29,7 +28,7 @@ def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.
     )
 
 
-def train(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def train(*arguments, cwd=ROOT):
     return run(sys.executable, ROOT / "cli" / "train_grpo.py", *arguments, cwd=cwd)
 
 
@@ -117,7 +116,7 @@ def test_parts_of_configs(prefix):
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    "override, message",
     [
         ("aqn=loud", "unknown aqn 'loud'. Known: mild, off, qerl, strong"),
         ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, strong"),
@@ -153,7 +152,8 @@ def test_the_combinations_of_a_sweep():
     for override, message in (("aqn=off,loud", "unknown aqn 'loud'"), ("sed=1,2", "key 'sed'")):
         done = train("--multirun", "--config-name", TINY, override)
         assert done.returncode == 2 and message in done.stderr
-        assert done.stdout == "", "before the first run"
+        # before the first run
+        assert done.stdout == ""
 
 
 def test_keys_with_values():
@@ -198,14 +198,14 @@ def test_many_known_names_are_not_listed():
 
 
 @pytest.fixture
-def bare_python(tmp_path) -> Path:
+def bare_python(tmp_path):
     """A Python 3.11 without a single package, as the machine's own."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     return tmp_path / "bare" / "bin" / "python"
 
 
 @pytest.fixture
-def checkout(tmp_path) -> Path:
+def checkout(tmp_path):
     """A checkout that no Python has installed."""
     for folder in ("cli", "tools", "configs", "mindspeed_qerl"):
         shutil.copytree(
@@ -303,7 +303,7 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     zipfile.ZipFile(wheel).extractall(site)
     start = "import sys; from mindspeed_qerl.common.entry import command; sys.argv = sys.argv[1:]; sys.exit(command())"
 
-    def call(python: Path | str, *words: str) -> subprocess.CompletedProcess:
+    def call(python, *words):
         return run(python, "-c", start, *words, cwd=tmp_path, PYTHONPATH=str(site))
 
     assert f"\n  {TINY} " in call(sys.executable, "bin/qerl-train").stderr

@@ -2,11 +2,11 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 DOCS = ROOT / "docs"
 
 MOST_WORDS = 32_000  # of README.md and docs/
@@ -24,12 +24,12 @@ PAGES = [
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def without_code(text: str) -> str:
+def without_code(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @cache
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

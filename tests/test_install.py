@@ -2,9 +2,8 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
 
 
 def test_without_python_3_11_and_without_a_network_it_says_what_is_needed(tmp_path):

@@ -5,11 +5,11 @@ page names.
 import ast
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import ROOT
+
 PACKAGE = ROOT / "mindspeed_qerl"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 DOORS = ("engines/", "common/")  # they name modules in strings, to import them when asked for
@@ -23,14 +23,14 @@ TABLE = {
 }
 
 
-def files(room: str) -> list[Path]:
+def files(room):
     """The modules of a room; emulation's stand-ins are packages of other names."""
     place = (ROOT if room in OUTSIDE else PACKAGE) / room
     found = sorted(place.rglob("*.py")) if place.is_dir() else [place]
     return [file for file in found if "stand_ins" not in file.parts]
 
 
-def imported(room: str) -> set[str]:
+def imported(room):
     """Names of modules that a room imports, at the top of a file, in a function, or, except in a
     door, by name.
     """
@@ -50,7 +50,7 @@ def imported(room: str) -> set[str]:
     return names
 
 
-def rooms_used(room: str) -> set[str]:
+def rooms_used(room):
     """The other rooms that a room imports from."""
     heads = {name.split(".")[1] for name in imported(room) if name.startswith("mindspeed_qerl.")}
     return {

@@ -2,7 +2,7 @@
 tables are of its data alone.
 """
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.runs.directory import RunDirectory
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests import ROOT
 
 
 @pytest.fixture
 def study(monkeypatch):
-    spec = importlib.util.spec_from_file_location("study", ROOT / "benchmarks" / "study.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "study", module)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    spec.loader.exec_module(module)
+    monkeypatch.delitem(sys.modules, "study", raising=False)
+    module = importlib.import_module("study")
     monkeypatch.setitem(
         module.STUDIES,
         "two",
@@ -35,6 +32,15 @@ def study(monkeypatch):
     )
     monkeypatch.setattr(module.Study, "weights", lambda _: "a model")
     return module
+
+
+@pytest.fixture
+def carry_out(study, tmp_path):
+    def carry_out(data, most=30, hours=1.0):
+        cores = study.OneRunACore(hours, [0])
+        study.carry_out("two", data, cores, most, root=tmp_path)
+
+    return carry_out
 
 
 def drawn(asked, effects, of_seed=0.01, questions=300, model="a model"):
@@ -61,15 +67,18 @@ def drawn(asked, effects, of_seed=0.01, questions=300, model="a model"):
     return run
 
 
-def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(study, monkeypatch, tmp_path):
+def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(
+    study, monkeypatch, tmp_path, carry_out
+):
     asked = []
     monkeypatch.setattr(
         study, "run_cell", drawn(asked, {"one": 0.3, "other": 0.0, "third": 0.0}, 0.04)
     )
     data = study.Data("two", tmp_path)
-    study.carry_out("two", data, study.OneRunACore(0.0, [0]), 30, root=tmp_path)
-    assert asked == [], "no time, no run"
-    study.carry_out("two", data, study.OneRunACore(1.0, [0]), 2, root=tmp_path)
+    carry_out(data, hours=0.0)
+    # no time, no run
+    assert asked == []
+    carry_out(data, 2)
     assert (
         asked == [(seed, cell) for seed in (1, 2) for cell in ("one", "other", "third")]
         and data.most is None
@@ -77,22 +86,19 @@ def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(study, mon
     again = study.Data("two", tmp_path)
     assert again.cells == data.cells
     asked.clear()
-    study.carry_out("two", again, study.OneRunACore(1.0, [0]), 30, root=tmp_path)
+    carry_out(again)
     assert min(seed for seed, _ in asked) == 3 and len(set(asked)) == len(asked)
     words = again.words()
     assert words["one", "other", "accuracy"][0] == "better" and None not in words.values()
     counts = {cell: max(seed for seed, of in asked if of == cell) for cell in data.cells}
-    assert counts["one"] < counts["third"] == counts["other"] <= again.most <= 30, (
-        "what is decided needs no more runs"
-    )
+    # what is decided needs no more runs
+    assert counts["one"] < counts["third"] == counts["other"] <= again.most <= 30
     asked.clear()
-    study.carry_out(
-        "two", study.Data("two", tmp_path), study.OneRunACore(1.0, [0]), 30, root=tmp_path
-    )
+    carry_out(study.Data("two", tmp_path))
     assert asked == []
 
 
-def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_path):
+def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_path, carry_out):
     """As on another machine, where the same recipe makes other weights."""
     data = study.Data("two", tmp_path)
     run = drawn([], dict.fromkeys(data.cells, 0.0))
@@ -103,14 +109,13 @@ def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_pat
     monkeypatch.setattr(study.Study, "weights", lambda _: "another")
     assert data.missing(2) == [(2, "one"), (2, "other"), (2, "third")]
     data.cells["other"]["2"]["model"] = "another"
-    assert len(data.differences("one", "other", "accuracy")) == 1, (
-        "stopped half-way, no pair has two models"
-    )
+    # stopped half-way, no pair has two models
+    assert len(data.differences("one", "other", "accuracy")) == 1
     asked = []
     monkeypatch.setattr(
         study, "run_cell", drawn(asked, dict.fromkeys(data.cells, 0.0), model="another")
     )
-    study.carry_out("two", data, study.OneRunACore(1.0, [0]), 2, root=tmp_path)
+    carry_out(data, 2)
     assert asked == [(2, "one"), (2, "other"), (2, "third")] and data.missing(2) == []
     data.cells["one"]["1"]["model"] = "a third"
     assert data.missing(2) == [(1, "one"), (1, "other"), (1, "third")]
@@ -139,12 +144,14 @@ def test_further_overrides_are_kept_apart(study, monkeypatch, capsys, tmp_path):
         assert "x=1 makes another study" in capsys.readouterr().err
 
 
-def test_the_number_of_seeds_follows_from_the_pilots_variance(study, monkeypatch, tmp_path):
+def test_the_number_of_seeds_follows_from_the_pilots_variance(
+    study, monkeypatch, tmp_path, carry_out
+):
     most = {}
     for of_seed in (0.005, 0.03):
         data = study.Data("two", tmp_path / str(of_seed))
         monkeypatch.setattr(study, "run_cell", drawn([], dict.fromkeys(data.cells, 0.0), of_seed))
-        study.carry_out("two", data, study.OneRunACore(1.0, [0]), 60, root=tmp_path)
+        carry_out(data, 60)
         most[of_seed] = data.most
     assert 12 <= most[0.005] < most[0.03] <= 60
 
@@ -159,10 +166,10 @@ def test_pass_at_k_is_the_chance_over_all_subsets(study):
             assert study.pass_at(k, np.array([right]), samples)[0] == pytest.approx(brute)
 
 
-def test_tables_say_what_was_found(study, monkeypatch, tmp_path):
+def test_tables_say_what_was_found(study, monkeypatch, tmp_path, carry_out):
     data = study.Data("two", tmp_path)
     monkeypatch.setattr(study, "run_cell", drawn([], {"one": 0.2, "other": 0.0, "third": 0.0}))
-    study.carry_out("two", data, study.OneRunACore(1.0, [0]), 30, root=tmp_path)
+    carry_out(data)
     text = study.tables(study.Data("two", tmp_path))
     one = np.mean(
         [
@@ -177,9 +184,8 @@ def test_tables_say_what_was_found(study, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "two.json").read_text())["most"] == data.most
     data.cells = {cell: {"1": runs["1"]} for cell, runs in data.cells.items()}
     data.most = None
-    assert study.tables(data).endswith("0.500 → 0.250 |"), (
-        "of one seed no comparison is said, not an empty one"
-    )
+    # of one seed no comparison is said, not an empty one
+    assert study.tables(data).endswith("0.500 → 0.250 |")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +205,8 @@ def test_a_folder_of_runs_has_one_config_and_model_and_set_of_overrides(study):
         for cell, overrides in each.cells.items():
             of_cell = (each.config, each.model, each.overrides, frozenset(overrides) - {"aqn=qerl"})
             assert what.setdefault(each.place(cell, Path("runs")), of_cell) == of_cell
-    assert len(what) < sum(len(each.cells) for each in study.STUDIES.values()), "some are shared"
+    # some are shared
+    assert len(what) < sum(len(each.cells) for each in study.STUDIES.values())
 
 
 def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
@@ -254,7 +261,8 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
         "run.name=2",
         f"run.root={tmp_path}/runs/grpo_steps_moe_cpu_a model",
     } <= set(command)
-    assert set(asked[0]) <= set(command), "the run that is read is the one that was asked for"
+    # the run that is read is the one that was asked for
+    assert set(asked[0]) <= set(command)
     read.faults = ("the noise of step 3 reached no norm",)
     with pytest.raises(SystemExit, match="run: the noise of step 3 reached no norm"):
         study.run_cell("two", "other", 3, 1, tmp_path / "runs", [])

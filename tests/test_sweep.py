@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.runs.directory import RunDirectory
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 STUB = """
 import sys, time
 from pathlib import Path

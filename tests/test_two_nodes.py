@@ -79,6 +79,13 @@ def nodes(files, tmp_path):
         both.kill()
 
 
+def trained(nodes, status="0"):
+    """The statuses of both, of a training that ends with `status`."""
+    nodes.until(0, "it trains")
+    (nodes.folder / "go").write_text(status)
+    return nodes.end(0), nodes.end(1)
+
+
 # For faults that come after the preflight
 NO_PREFLIGHT = {"NO_PREFLIGHT": "1"}
 
@@ -90,9 +97,7 @@ def test_a_healthy_run(nodes):
     before = sorted(map(str, Path("/tmp").glob("qerl-ray*")))
     nodes.start(0)
     nodes.start(1)
-    nodes.until(0, "it trains")
-    (nodes.folder / "go").write_text("0")
-    assert (nodes.end(0), nodes.end(1)) == (0, 0), nodes.said(0) + nodes.said(1)
+    assert trained(nodes) == (0, 0), nodes.said(0) + nodes.said(1)
     assert "NPUs 16.0\n[('10.0.0.1', '10.0.0.1'), ('10.0.0.2', '10.0.0.2')]\n" in nodes.said(0)
     for rank in (0, 1):
         assert "HCCL_SOCKET_IFNAME=eth0" in nodes.said(rank)
@@ -125,9 +130,7 @@ def test_the_second_node_is_late(nodes):
     nodes.start(0, **NO_PREFLIGHT)
     nodes.until(0, "Ray has 8 NPUs at 10.0.0.1; waiting")
     nodes.start(1, **NO_PREFLIGHT)
-    nodes.until(0, "it trains")
-    (nodes.folder / "go").write_text("7")
-    assert (nodes.end(0), nodes.end(1)) == (7, 0)
+    assert trained(nodes, "7") == (7, 0)
 
 
 @pytest.mark.parametrize("how", ["killed", "Ctrl-C", "cable"])
@@ -165,7 +168,8 @@ def test_an_address_where_the_first_node_does_not_reach_the_second(nodes):
         "launch: a task on the node at 172.17.0.1 fails: its NODE_ADDR must be an address where"
         in nodes.said(0)
     )
-    assert "(raylet)" not in nodes.said(0), "a page of Ray's own"
+    # a page of Ray's own
+    assert "(raylet)" not in nodes.said(0)
     assert "whether it could reach NODE_ADDR=172.17.0.1" in nodes.said(1)
 
 
@@ -227,9 +231,7 @@ def test_another_clock_on_the_second_node(nodes, tmp_path):
     )
     nodes.start(0, **NO_PREFLIGHT)
     nodes.start(1, **NO_PREFLIGHT, PYTHONPATH=str(tmp_path / "site"))
-    nodes.until(0, "it trains")
-    (nodes.folder / "go").write_text("0")
-    assert (nodes.end(0), nodes.end(1)) == (0, 0)
+    assert trained(nodes) == (0, 0)
     assert re.search(
         "launch: warning: the clock of the node at 10.0.0.2 is (9|10)[0-9] s or more from",
         nodes.said(0),

@@ -1,12 +1,10 @@
 """Data of runs: word problems in GSM8K's form, converted."""
 
-from pathlib import Path
-
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 
 
-def converted(folder: Path, train: int, test: int) -> Path:
+def converted(folder, train, test):
     """The folder of as many training and test rows."""
     raw, made = folder / "raw", folder / "gsm8k"
     raw.mkdir()

@@ -16,7 +16,7 @@ import torch
 ROOT = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
 
 
-def functions(file: str, names: list[str], **globals_: Any) -> SimpleNamespace:
+def functions(file, names, **globals_):
     """`names` of a file of verl's, without decorators and annotations."""
     namespace = {
         "torch": torch,
@@ -39,7 +39,7 @@ def functions(file: str, names: list[str], **globals_: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: namespace[name] for name in names})
 
 
-def _name(node: ast.stmt) -> str | None:
+def _name(node):
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", node)
     return getattr(target, "id", getattr(target, "name", None))
 

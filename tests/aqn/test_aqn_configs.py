@@ -1,19 +1,16 @@
 """configs/aqn: what Hydra makes of each file is a schedule and a target the code accepts."""
 
-from pathlib import Path
-
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.aqn.targets import check_targets
-
-CONFIGS = Path(__file__).parents[2] / "configs"
+from mindspeed_qerl.recipe.compose import CONFIGS
 
 
 @pytest.mark.parametrize(
-    ("name", "enabled", "start", "end"),
+    "name, enabled, start, end",
     [
         ("off", False, 0.05, 5e-4),
         ("qerl", True, 0.05, 5e-4),

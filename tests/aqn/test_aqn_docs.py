@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 EXAMPLES = re.findall(
     r"```python\n(.*?)```\n```text\n(.*?)```", (ROOT / "docs/aqn.md").read_text(), re.DOTALL
 )
@@ -24,5 +24,4 @@ def run(code):
 @pytest.mark.parametrize("example", range(2))
 def test_example_prints_what_the_page_shows(example):
     code, shown = EXAMPLES[example]
-    pytest.importorskip("transformers")
     assert run(code) == shown

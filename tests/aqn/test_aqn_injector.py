@@ -35,6 +35,10 @@ def norms(count=4, size=4096, dtype=torch.float32, value=None):
     return model
 
 
+def injector_of(model, sigma=0.05, seed=0, **more):
+    return NoiseInjector(model, always(sigma), "*", seed=seed, **more)
+
+
 def weights(model):
     return torch.cat([module.weight.detach().clone() for module in model])
 
@@ -46,7 +50,7 @@ def bits(tensor):
 def test_noise_is_gaussian_with_the_nominal_sigma():
     model = norms(16)
     before = weights(model).double()
-    report = NoiseInjector(model, always(0.05), "*", seed=3).apply(ON)
+    report = injector_of(model, seed=3).apply(ON)
     difference = weights(model).double() - before
     assert report.measured_std == pytest.approx(difference.std(correction=0).item(), rel=1e-12)
     assert report.changed_fraction == (difference != 0).double().mean().item() > 0.999
@@ -68,7 +72,7 @@ def bf16_change_probability(weight, sigma):
 
 
 @pytest.mark.parametrize(
-    ("weight", "sigma", "fact"),
+    "weight, sigma, fact",
     [
         (1.0, 1e-2, 0.77),
         (1.0, 1e-3, 0.025),
@@ -81,25 +85,22 @@ def bf16_change_probability(weight, sigma):
     ],
 )
 def test_bf16_swallows_small_noise_as_computed(weight, sigma, fact, caplog):
-    report = NoiseInjector(
-        norms(64, dtype=torch.bfloat16, value=weight), always(sigma), "*", seed=0
-    ).apply(ON)
+    report = injector_of(norms(64, dtype=torch.bfloat16, value=weight), sigma).apply(ON)
     expected = bf16_change_probability(weight, sigma)
     assert expected == pytest.approx(fact, rel=0.1, abs=1e-6)
     n = 64 * 4096
     assert abs(report.changed_fraction - expected) <= 4 * math.sqrt(expected / n) + 1e-12
     assert report.sigma == sigma
     swallowed = report.measured_std < sigma / 2
-    assert swallowed == (caplog.text.count("WARNING") == 1), (
-        "noise that is mostly swallowed is a warning"
-    )
+    # noise that is mostly swallowed is a warning
+    assert swallowed == (caplog.text.count("WARNING") == 1)
     assert swallowed == (expected < 0.02)
 
 
 def test_noise_is_added_in_float32_and_rounded_once():
     model = norms(dtype=torch.bfloat16)
     before = weights(model)
-    NoiseInjector(model, always(0.01), "*", seed=5).apply(ON)
+    injector_of(model, 0.01, seed=5).apply(ON)
     noise = torch.cat([standard_normal(5, ON, f"{index}.weight", [4096]) for index in range(4)])
     once = (before.double() + 0.01 * noise.double()).to(torch.bfloat16)
     assert (weights(model) != once).double().mean() < 1e-3  # float32 before bf16: ties only
@@ -115,7 +116,7 @@ def test_remove_restores_every_bit_in_the_same_storage(dtype):
             [-0.0, math.nan, math.inf]
         )  # a broken model must not confuse the check
     clean, pointers = bits(weights(model)), [module.weight.data_ptr() for module in model]
-    injector = NoiseInjector(model, always(0.1), "*", seed=0)
+    injector = injector_of(model, 0.1)
     for step in (1, 2, 3, 0, 4):
         injector.apply(step)
     assert not torch.equal(bits(weights(model)), clean)
@@ -127,12 +128,10 @@ def test_remove_restores_every_bit_in_the_same_storage(dtype):
 
 def test_noise_does_not_accumulate():
     model, fresh = norms(), norms()
-    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector = injector_of(model)
     reports = [injector.apply(step) for step in (1, 2, 3)]
-    assert torch.equal(
-        weights(model),
-        (NoiseInjector(fresh, always(0.05), "*", seed=0).apply(3), weights(fresh))[1],
-    )
+    injector_of(fresh).apply(3)
+    assert torch.equal(weights(model), weights(fresh))
     assert max(report.measured_std for report in reports) < 0.052
 
 
@@ -168,7 +167,7 @@ def test_key_is_stable_across_processes_and_versions():
 
 def test_global_generator_is_untouched():
     state = torch.get_rng_state()
-    injector = NoiseInjector(norms(), always(0.05), "*", seed=0)
+    injector = injector_of(norms())
     injector.apply(ON)
     injector.remove()
     assert torch.equal(torch.get_rng_state(), state)
@@ -177,7 +176,7 @@ def test_global_generator_is_untouched():
 def test_stage_zero_leaves_weights_alone_and_says_so():
     model = norms()
     clean = bits(weights(model))
-    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector = injector_of(model)
     injector.apply(ON)
     report = injector.apply(0)
     assert torch.equal(bits(weights(model)), clean)
@@ -194,10 +193,8 @@ def test_stage_zero_leaves_weights_alone_and_says_so():
 def test_multipliers_scale_the_noise_of_their_norms():
     model, plain = norms(), norms()
     before = [module.weight.detach().clone() for module in model]
-    NoiseInjector(plain, always(0.05), "*", seed=3).apply(ON)
-    injector = NoiseInjector(
-        model, always(0.05), "*", multipliers=[("0-1", 2.0), ("1@1-2", 3.0), ("3", 0.0)], seed=3
-    )
+    injector_of(plain, seed=3).apply(ON)
+    injector = injector_of(model, multipliers=[("0-1", 2.0), ("1@1-2", 3.0), ("3", 0.0)], seed=3)
     report = injector.apply(ON)
     for module, unscaled, clean, factor in zip(model, plain, before, (2, 6, 1, 0)):
         torch.testing.assert_close(
@@ -218,7 +215,7 @@ def test_multipliers_scale_the_noise_of_their_norms():
 
 def test_norms_that_are_excluded_stay_as_they_are():
     model, plain = norms(), norms()
-    report = NoiseInjector(model, always(0.05), "*", exclude="[13]", seed=3).apply(ON)
+    report = injector_of(model, exclude="[13]", seed=3).apply(ON)
     assert report.names == ("0", "2")
     assert [torch.equal(module.weight, clean.weight) for module, clean in zip(model, plain)] == [
         False,
@@ -230,9 +227,9 @@ def test_multipliers_of_nothing_are_refused():
     with pytest.raises(
         ValueError, match="'7' selects none of the 4 norms that get noise: 0, 1, 2, 3"
     ):
-        NoiseInjector(norms(), always(0.05), "*", multipliers=[("7", 2.0)], seed=0)
+        injector_of(norms(), multipliers=[("7", 2.0)])
     with pytest.raises(ValueError, match="0 for all 4 norms; to run without noise, use aqn=off"):
-        NoiseInjector(norms(), always(0.05), "*", multipliers=[("0-3", 0.0)], seed=0)
+        injector_of(norms(), multipliers=[("0-3", 0.0)])
 
 
 def test_the_sigma_of_the_config_check_is_where_bf16_keeps_half():
@@ -241,15 +238,13 @@ def test_the_sigma_of_the_config_check_is_where_bf16_keeps_half():
     """
     for factor, kept in ((0.95, False), (1.05, True)):
         sigma = factor * BF16_LEAST_SIGMA
-        report = NoiseInjector(
-            norms(256, dtype=torch.bfloat16, value=1.0), always(sigma), "*", seed=0
-        ).apply(ON)
+        report = injector_of(norms(256, dtype=torch.bfloat16, value=1.0), sigma).apply(ON)
         assert (report.measured_std > sigma / 2) is kept
 
 
 def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
     model = norms()
-    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector = injector_of(model)
     injector.apply(1)
     with torch.no_grad():
         model[2].weight[5] = 7.0
@@ -270,7 +265,7 @@ def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
 
 def test_sync_between_remove_and_apply_is_the_contract():
     model, other = norms(), norms(value=2.0)
-    injector = NoiseInjector(model, always(0.05), "*", seed=0)
+    injector = injector_of(model)
     injector.apply(1)
     injector.remove()
     model.load_state_dict(other.state_dict())
@@ -281,7 +276,7 @@ def test_sync_between_remove_and_apply_is_the_contract():
 
 def test_logs_names_once_and_each_application(caplog):
     caplog.set_level(logging.INFO)
-    injector = NoiseInjector(norms(), always(0.05), "*", seed=0)
+    injector = injector_of(norms())
     injector.apply(1)
     injector.apply(2)
     assert caplog.text.count("AQN targets 4 RMSNorm layers: 0, 1, 2, 3") == 1
@@ -305,8 +300,8 @@ def test_a_schedule_that_is_never_on_is_a_warning(caplog):
 def test_weights_on_another_device_get_the_cpus_noise():
     model, reference = norms(dtype=torch.bfloat16).cuda(), norms(dtype=torch.bfloat16)
     clean = weights(model)
-    injector = NoiseInjector(model, always(0.05), "*", seed=0)
-    assert injector.apply(1) == NoiseInjector(reference, always(0.05), "*", seed=0).apply(1)
+    injector = injector_of(model)
+    assert injector.apply(1) == injector_of(reference).apply(1)
     assert torch.equal(weights(model).cpu(), weights(reference))
     injector.remove()
     assert torch.equal(weights(model), clean)

@@ -92,7 +92,7 @@ def test_a_restarted_schedule_is_that_of_one_epoch_again_and_again(epoch):
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    "fields, message",
     [
         ({"kind": "exponental"}, "'exponental'; known: exponential, linear"),
         ({"num_stages": 0}, "num_stages = 0, .* must be integers >= 1"),

@@ -70,14 +70,6 @@ class Block(nn.Module):
         self.mlp = mlp
 
 
-def engine_model(norm, make_mlp, layers=2):
-    """The names of vLLM's qwen3 and qwen3_moe."""
-    blocks = nn.ModuleList(Block(norm, make_mlp()) for _ in range(layers))
-    return nn.ModuleDict(
-        {"model": nn.ModuleDict({"layers": blocks, "norm": norm()}), "lm_head": nn.Linear(8, 8)}
-    )
-
-
 def dense_mlp():
     return nn.ModuleDict(
         {
@@ -85,6 +77,14 @@ def dense_mlp():
             "gate_proj": nn.Linear(8, 8),
             "down_proj": nn.Linear(8, 8),
         }
+    )
+
+
+def engine_model(norm=RMSNorm, make_mlp=dense_mlp, layers=2):
+    """The names of vLLM's qwen3 and qwen3_moe."""
+    blocks = nn.ModuleList(Block(norm, make_mlp()) for _ in range(layers))
+    return nn.ModuleDict(
+        {"model": nn.ModuleDict({"layers": blocks, "norm": norm()}), "lm_head": nn.Linear(8, 8)}
     )
 
 
@@ -122,7 +122,7 @@ def test_dense_models_with_gate_proj_are_no_mixture_of_experts(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "extra"),
+    "name, extra",
     [
         ("Qwen3Moe", {}),
         ("Qwen2Moe", {"shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}),
@@ -142,7 +142,7 @@ def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
 
 @pytest.mark.parametrize("norm", [RMSNorm, AscendRMSNorm, lambda: nn.RMSNorm(8)])
 @pytest.mark.parametrize(
-    ("make_mlp", "names_in_a_block"),
+    "make_mlp, names_in_a_block",
     [
         (dense_mlp, ["input_layernorm", "post_attention_layernorm"]),
         (
@@ -168,7 +168,7 @@ def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
 
 
 @pytest.mark.parametrize(
-    ("targets", "exclude", "count"),
+    "targets, exclude, count",
     [
         ("all", (), 5),
         ("block", (), 4),
@@ -190,7 +190,7 @@ def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
     ],
 )
 def test_names_patterns_and_excludes(targets, exclude, count):
-    assert len(select_targets(engine_model(RMSNorm, dense_mlp), targets, exclude)) == count
+    assert len(select_targets(engine_model(), targets, exclude)) == count
 
 
 def test_other_block_norms_count_as_block_but_norms_inside_attention_do_not():
@@ -217,7 +217,7 @@ def test_unknown_target_lists_the_known_ones(bad):
     ):
         check_targets(bad)
     with pytest.raises(ValueError, match="unknown AQN target"):
-        select_targets(engine_model(RMSNorm, dense_mlp), "all", exclude=bad)
+        select_targets(engine_model(), "all", exclude=bad)
 
 
 def test_nothing_matches_lists_the_norm_classes_seen():
@@ -250,7 +250,7 @@ def test_nothing_matches_lists_the_norm_classes_seen():
     ],
 )
 def test_a_selected_norm_without_a_usable_weight_is_an_error(norm):
-    model = engine_model(RMSNorm, dense_mlp)
+    model = engine_model()
     model["model"]["layers"][1].input_layernorm = norm
     message = "model.layers.1.input_layernorm .* has no 1-D float weight parameter.*aqn.exclude"
     with pytest.raises(ValueError, match=message):
@@ -273,7 +273,7 @@ def test_target_names_are_checked_without_torch():
 
 def test_multipliers_by_layer_target_and_both():
     """Each norm's factor worked out by hand, for a dense model of 3 layers with vLLM's names."""
-    norms = select_targets(engine_model(RMSNorm, dense_mlp, layers=3))
+    norms = select_targets(engine_model(layers=3))
     given = check_multipliers({"0-1": 2, 2: 0.5, "input": 3, "post_attention@1-2": 5, "*.norm": 0})
     expected = {
         "model.layers.0.input_layernorm": 6,
@@ -290,7 +290,7 @@ def test_multipliers_by_layer_target_and_both():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    "given, message",
     [
         ({"postattention": 2}, "unknown AQN target 'postattention'"),
         ({"inputs@0-3": 2}, "unknown AQN target 'inputs'"),
@@ -308,7 +308,7 @@ def test_multipliers_that_cannot_be_are_refused(given, message):
 
 @pytest.mark.parametrize("selector", ["3", "3-9", "input@3", "qk", "*.q_norm", "final@0"])
 def test_a_multiplier_of_nothing_lists_what_there_is(selector):
-    norms = select_targets(engine_model(RMSNorm, dense_mlp, layers=3))
+    norms = select_targets(engine_model(layers=3))
     with pytest.raises(
         ValueError,
         match=r"selects none of the 7 norms that get noise: model\.layers\.0\.input_layernorm",

@@ -16,13 +16,14 @@ from mindspeed_qerl.ascend.limits import vllm_dp_size
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
 from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
+from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.description import dotted
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 # the model's section -> name of its published shape
 MODELS = {
     "qwen3_30b_a3b": "qwen3_30b_a3b",
@@ -68,7 +69,7 @@ MAY_DIFFER = {  # of a variant from the config that it includes: its layout and 
 
 
 @cache
-def composed(name: str) -> dict:
+def composed(name):
     """The resolved config; not to be changed."""
     return compose(name)
 
@@ -92,7 +93,8 @@ def raw(request, tmp_path, monkeypatch):
         json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]]]))
     )
     train = Path(config["megatron_training"]["data_path"])
-    assert train.parent.name == model.name, "token ids are one tokenizer's: a folder for each model"
+    # token ids are one tokenizer's: a folder for each model
+    assert train.parent.name == model.name
     train.parent.mkdir(parents=True)
     for file in (
         config["task"]["train_file"],
@@ -136,22 +138,24 @@ def test_a_missing_model_and_missing_data_are_named(raw, tmp_path):
 def test_layout_is_the_one_that_is_meant_and_legal(name):
     config = composed(name)
     _, npus, training, infer, node = SHIPPED[name]
-    plan = plan_of(read_recipe(config), ranks_per_node=node)
+    recipe = read_recipe(config)
+    plan = plan_of(recipe, ranks_per_node=node)
+    memory = estimate(plan, settings_of(recipe))
+    assert memory.fits, memory.faults
     it = plan.layout
     assert (it.world, (it.tp, it.pp, it.ep), (it.infer_tp, it.infer_ep)) == (npus, training, infer)
-    assert broken(plan) == []
+    assert broken(plan) == [] and plan.lora and plan.share_backbone
     load = Path(config["actor_config"]["load"]).name
+    # else they are the base weights of another layout
     assert load == Path(
         config["megatron_training"]["tokenizer_name_or_path"]
-    ).name + f"-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if plan.shape.moe else ""), (
-        "base weights of another layout"
-    )
-    assert (
-        config["megatron_training"].get("recompute_num_layers", plan.layers[0]) == plan.layers[0]
-    ), "all of a stage's layers"
+    ).name + f"-tp{it.tp}-pp{it.pp}" + (f"-ep{it.ep}" if plan.shape.moe else "")
+    # all of a stage's layers
+    assert config["megatron_training"].get("recompute_num_layers", plan.layers[0]) == plan.layers[0]
+    # once through the training set
     assert config["megatron_training"]["train_iters"] * plan.batch.global_batch_size in range(
         7400, 7473 + 1
-    ), "once through the training set"
+    )
     assert (
         config["rl_config"]["max_prompt_length"]
         + config["generate_config"]["sampling_config"]["max_tokens"]
@@ -169,7 +173,7 @@ def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
     config = composed(name)
     shape = shape_of_model(read_recipe(config))
 
-    def needed(tokens: int, h: int, experts: int, k: int, shared: int) -> float:
+    def needed(tokens, h, experts, k, shared):
         return 2 * tokens * ((2 * h + 512) * experts + 2 * h * (k + shared)) / 2**20
 
     assert 608 <= needed(512, 2048, 128, 8, 0) <= 609

@@ -25,8 +25,8 @@ from mindspeed_qerl.ascend.contract import (
     upstream_versions,
 )
 from mindspeed_qerl.common.errors import ConfigError, EngineError
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILE, OTHER = "mindspeed_rl/worker.py", "mindspeed_rl/other.py"
 WORKER = '''
 import os
@@ -67,7 +67,7 @@ NAMES = (
 )
 
 
-def digests(source: str) -> dict[str, str]:
+def digests(source):
     module = ast.parse(source)
     return {name: digest(definitions(module, name)) for name in NAMES}
 
@@ -83,7 +83,7 @@ def test_what_does_not_change_the_code_changes_no_digest():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "seen"),
+    "old, new, seen",
     [
         ("tp: int = 1", "tp: int = 2", {"Worker.build", "Worker"}),
         ("tp > 1", "tp >= 1", {"Worker.build", "Worker"}),
@@ -169,7 +169,7 @@ def test_another_version_with_all_that_we_rely_on_unchanged_is_a_warning(checkou
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "told"),
+    "file, old, new, told",
     [
         (FILE, "tp: int = 1", "tp: int = 2", f"changed {FILE} Worker.build: we call it"),
         (FILE, "def build", "def built", f"gone {FILE} Worker.build: we call it"),

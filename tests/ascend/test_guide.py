@@ -7,12 +7,11 @@ and by the timeouts that are really set.
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.recipe.types import Npu
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 # What the commands take from the checkouts that they clone (paths of upstream at the pins).
 UPSTREAM = [
     "vllm-ascend/requirements.txt",
@@ -56,7 +55,7 @@ ulimit() { :; }
 """
 
 
-def commands(page: str) -> str:
+def commands(page):
     """The blocks of commands, and the commands that stand before their output."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return "\n".join(
@@ -67,7 +66,7 @@ def commands(page: str) -> str:
     )
 
 
-def walk(page: str, folder: Path) -> list[str]:
+def walk(page, folder):
     """Faults of the commands of `page`, typed in a folder that has this repository and nothing
     else.
     """

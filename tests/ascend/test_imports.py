@@ -60,7 +60,7 @@ def workers(tmp_path_factory):
     sys.path.remove(str(folder))
 
 
-def failed(worker: type, tmp_path) -> str:
+def failed(worker, tmp_path):
     """What the engine says of an upstream that starts such a worker."""
     train = SimpleNamespace(
         _function=lambda _: ray.get(ray.remote(worker).remote().starts.remote())

@@ -4,17 +4,14 @@ started.
 
 import copy
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.ascend import limits
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import checked
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "upstream"))
-from rehearsal import FAMILIES, make_config
+from tests import put
+from tests.upstream.rehearsal import FAMILIES, make_config
 
 
 @pytest.fixture
@@ -36,29 +33,11 @@ def raw(tmp_path):
         (model / "config.json").write_text(
             json.dumps({**FAMILIES[family][1], "model_type": family})
         )
-        return copy.deepcopy(
-            make_config(
-                family,
-                model,
-                tmp_path,
-                tmp_path,
-                **{
-                    "npus": 2,
-                    "ep": 2 if "moe" in family else 1,
-                    "infer_ep": 2 if "moe" in family else 1,
-                    **layout,
-                },
-            )
-        )
+        ranks = 2 if "moe" in family else 1
+        layout = {"npus": 2, "ep": ranks, "infer_ep": ranks, **layout}
+        return copy.deepcopy(make_config(family, model, tmp_path, tmp_path, **layout))
 
     return make
-
-
-def put(raw, key, value):
-    *sections, last = key.split(".")
-    for section in sections:
-        raw = raw.setdefault(section, {})
-    raw[last] = value
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,7 +17,6 @@ from mindspeed_qerl.ascend.cluster import check_resources
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
-from mindspeed_qerl.recipe.types import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def cluster():
 
 
 @cache
-def asked(npus: int, cpus_per_npu: int) -> Recipe:
+def asked(npus, cpus_per_npu):
     return read_recipe(
         compose(
             "grpo_qwen3_30b_a3b_gsm8k_16npu",

@@ -25,10 +25,10 @@ from mindspeed_qerl.compare.run import (
 from mindspeed_qerl.compare.statistics import seeds_needed
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
+from tests import ROOT
 
 from .test_statistics import differences
 
-ROOT = Path(__file__).parents[2]
 STEPS = 20
 
 

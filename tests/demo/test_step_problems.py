@@ -11,11 +11,10 @@ from mindspeed_qerl.demo.step_problems import MIXTURE
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs
 from mindspeed_qerl.tasks.gsm8k.verifier import score
+from tests.demo.test_word_problems import STATED, pairs_stated
 
-STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 
-
-def asked(question: str) -> tuple[int, list[tuple[str, int]]]:
+def asked(question):
     """The first number and the steps that a question tells."""
     first, *steps, last = question.replace("?", ".").rstrip(".").split(". ")
     name = last.split(" does ")[1].split()[0]
@@ -26,7 +25,7 @@ def asked(question: str) -> tuple[int, list[tuple[str, int]]]:
     return int(re.search(r"\d+", first)[0]), told
 
 
-def pairs_of(first: int, steps: list[tuple[str, int]]) -> set[tuple[int, int]]:
+def pairs_of(first, steps):
     found, total = set(), first
     for op, number in steps:
         found.add((min(total, number), max(total, number)))
@@ -73,7 +72,7 @@ def test_no_training_text_asks_or_states_a_held_out_equation(split):
             problem = step_problems.random_problem(training, rng)
             answer = step_problems.mixed_answer(problem, set(training), {kind: 1.0}, rng)
             shown |= pairs_of(*asked(problem.question))
-            shown |= {tuple(sorted((int(a), int(b)))) for a, _, b, _ in STATED.findall(answer)}
+            shown |= pairs_stated(answer)
     assert shown == set(training)
 
 

@@ -4,17 +4,15 @@ tiny model.
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from mindspeed_qerl.demo import tiny_model
 from mindspeed_qerl.demo.supervised import fit, padded
+from tests.tasks.gsm8k.tool import run_tool
 
-ROOT = Path(__file__).parents[2]
+PROMPTS, COMPLETIONS = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
 SOLUTIONS = ["7+1=<<7+1=8>>8\n#### 8", "3+4=7\n#### 7", "5-2=<<5-2=3>>3\n#### 3", "9\n#### 9"]
 
 
@@ -30,36 +28,16 @@ def base(tmp_path_factory):
 def warm_up(base, output, rows, *arguments):
     data = output.parent / f"{output.name}.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return subprocess.run(
-        [
-            sys.executable,
-            "tools/warm_up.py",
-            "--model",
-            base,
-            "--data",
-            data,
-            "--output",
-            output,
-            *map(str, arguments),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_tool("warm_up", "--model", base, "--data", data, "--output", output, *arguments)
 
 
 def test_the_first_step_is_that_of_a_loop_of_ones_own(base):
     from transformers import AutoModelForCausalLM
 
     model, other = (AutoModelForCausalLM.from_pretrained(base) for _ in range(2))
-    ids, labels = padded([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], pad=1)
-    (loss,) = fit(model, [(ids, labels)], 1, 1e-3)
+    (loss,) = fit(model, [padded(PROMPTS, COMPLETIONS, pad=1)], 1, 1e-3)
     total, tokens = 0.0, 0
-    for prompt, completion in (
-        ([5, 6, 7], [9, 10]),
-        ([8], [11, 12, 13]),
-    ):  # a row by itself, unpadded
+    for prompt, completion in zip(PROMPTS, COMPLETIONS):  # a row by itself, unpadded
         logits = other(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
         for at, token in enumerate(completion, len(prompt) - 1):
             total, tokens = total - logits[at, token], tokens + 1
@@ -82,7 +60,7 @@ def test_products_in_bfloat16_train_the_weights_nearly_as_those_in_float32(base)
     from transformers import AutoModelForCausalLM
 
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
-    batch = padded([[5, 6, 7], [8]], [[9, 10], [11, 12, 13]], pad=1)
+    batch = padded(PROMPTS, COMPLETIONS, pad=1)
     changes, losses = [], []
     for bfloat16 in (False, True):
         model = AutoModelForCausalLM.from_pretrained(base)
@@ -148,7 +126,7 @@ def test_a_model_that_is_warmed_up_knows_its_solutions(base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "examples", "message"),
+    "rows, examples, message",
     [
         (
             [{"prompt": "a", "answer": "1", "solution": "1"}] * 33,

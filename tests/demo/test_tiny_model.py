@@ -11,9 +11,6 @@ from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 from mindspeed_qerl.tasks.rows import read_rows
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 QUICK = Recipe(steps=2, batch_size=4, train_problems=30, test_problems=20)
 
 

@@ -12,10 +12,16 @@ STATED = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 NUMBERS = re.compile(r"\d+")
 
 
-def pairs_in(question: str, answer: str) -> set[tuple[int, ...]]:
-    """Unordered operand pairs that a text asks about or states."""
-    stated = {tuple(sorted((int(a), int(b)))) for a, _, b, _ in STATED.findall(answer)}
-    return stated | {tuple(sorted(int(number) for number in NUMBERS.findall(question)))}
+def pairs_stated(answer):
+    """Unordered operand pairs."""
+    return {tuple(sorted((int(a), int(b)))) for a, _, b, _ in STATED.findall(answer)}
+
+
+def pairs_in(question, answer):
+    """Those that a text asks about or states."""
+    return pairs_stated(answer) | {
+        tuple(sorted(int(number) for number in NUMBERS.findall(question)))
+    }
 
 
 @pytest.fixture(scope="module", params=[0, 7])

@@ -22,11 +22,11 @@ def started():
     private_ray.stop()
 
 
-def descendants(pid: int | None = None) -> list[psutil.Process]:
+def descendants(pid=None):
     return psutil.Process(pid).children(recursive=True)
 
 
-def run_script(script: str, **options) -> subprocess.CompletedProcess:
+def run_script(script, **options):
     command = [sys.executable, "-c", script]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=100, check=False, **options
@@ -51,18 +51,20 @@ def test_every_port_is_on_the_loopback_interface_and_no_worker_is_started_early(
     """`ray.init` would wait for a worker, and for ever when it is killed."""
     others = descendants()
     commands = [" ".join(child.cmdline()[:4]) for child in others]
-    assert len(commands) > 3, "the guard, the head, the raylet, its agents"
+    # the guard, the head, the raylet, its agents
+    assert len(commands) > 3
     assert not [words for words in commands if "default_worker" in words or "ray::" in words]
 
     @ray.remote
-    def worker() -> int:
+    def worker():
         return psutil.Process().pid
 
     sockets = []
     for pid in {ray.get(worker.remote()), *(child.pid for child in others)}:
         sockets += psutil.Process(pid).net_connections()
     listening = [socket for socket in sockets if socket.status == psutil.CONN_LISTEN]
-    assert len(listening) > 4, "the head, the raylet and the worker listen"
+    # the head, the raylet and the worker listen
+    assert len(listening) > 4
     assert {socket.laddr.ip.removeprefix("::ffff:") for socket in listening} <= {"127.0.0.1", "::1"}
 
 
@@ -129,7 +131,7 @@ def child():
         process.kill()
 
 
-def guard_of(directory: Path, processes: list[psutil.Process]) -> psutil.Process:
+def guard_of(directory, processes):
     ours = {str(private_ray.GUARD), str(directory)}
     [guard] = (process for process in processes if ours <= {*process.cmdline()})
     return guard
@@ -180,7 +182,8 @@ def test_what_killed_processes_left_is_removed_where_it_is_this_users(monkeypatc
     monkeypatch.setattr(os, "getuid", lambda: another)
     private_ray.remove_left(tmp_path)
     assert {path.read_text() for path in tmp_path.glob("*/lock")} == {"theirs"}
-    assert len([*tmp_path.iterdir()]) == 3, "another user's are not even opened"
+    # another user's are not even opened
+    assert len([*tmp_path.iterdir()]) == 3
     monkeypatch.undo()
     with hold(tmp_path / "qerl_ray_held"):
         private_ray.remove_left(tmp_path)
@@ -189,7 +192,8 @@ def test_what_killed_processes_left_is_removed_where_it_is_this_users(monkeypatc
 
 def test_a_second_interrupt_while_it_stops_leaves_nothing(monkeypatch, capfd):
     directory = private_ray.start(num_cpus=1)
-    assert directory.stat().st_mode & 0o077 == 0, "nobody else looks into it"
+    # nobody else looks into it
+    assert directory.stat().st_mode & 0o077 == 0
     guard = guard_of(directory, psutil.Process().children())
 
     def interrupted(*arguments, **options):
@@ -211,7 +215,8 @@ def test_what_was_left_because_the_guard_was_killed_goes_with_the_next_start(sta
     guard_of(directory, others).kill()
     private_ray.stop()
     private_ray.start(num_cpus=1)
-    assert directory.exists(), "it is in use"
+    # it is in use
+    assert directory.exists()
     process.kill()
     assert not psutil.wait_procs(others, timeout=60)[1] and directory.exists()
     private_ray.stop()

@@ -20,19 +20,18 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from mindspeed_qerl.ascend import contract
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.table import TABLE
+from tests import ROOT
 from tests.fake_box.npu_smi import table
 
-ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 UNSHARE = [
     "unshare",
@@ -114,14 +113,14 @@ class Box:
     address: str = ""  # one more of its loopback interface
 
     @property
-    def nodes(self) -> list[int]:
+    def nodes(self):
         """Numbers of /dev/davinci*."""
         mapped = range(self.dies if self.mapped is None else self.mapped)
         return [die for die in mapped if die not in self.lost]
 
 
 @functools.cache
-def why_not() -> str:
+def why_not():
     """Why there can be no fake box here; "" if there can."""
     if sys.platform != "linux" or not shutil.which("unshare"):
         return "a fake box needs Linux and unshare (util-linux)"
@@ -135,14 +134,14 @@ def why_not() -> str:
 
 
 def start(
-    box: Box,
-    command: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
-    sourced: bool = False,
-    within: Sequence[str] = (),
-    **options: Any,
-) -> subprocess.Popen:
+    box,
+    command,
+    folder,
+    environment=None,
+    sourced=False,
+    within=(),
+    **options,
+):
     """Start `command` in a new box; `options` are Popen's. folder: for what the box is made of, on
     a path without colons.
 
@@ -189,15 +188,7 @@ def start(
     )
 
 
-def run(
-    box: Box,
-    command: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str] | None = None,
-    sourced: bool = False,
-    timeout: float = 120,
-    **options: Any,
-) -> subprocess.CompletedProcess:
+def run(box, command, folder, environment=None, sourced=False, timeout=120, **options):
     """`start`, until it has ended."""
     process = start(
         box,
@@ -220,12 +211,12 @@ def run(
     return subprocess.CompletedProcess(list(command), process.returncode, output, complaint)
 
 
-def left_over(folder: Path) -> list[str]:
+def left_over(folder):
     """The command lines of the processes that still ran in the box when its command ended."""
     return json.loads((folder / "left.json").read_text())
 
 
-def in_box(box: Box, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+def in_box(box, folder, environment):
     """`environment`, with the box's packages and sources first on PYTHONPATH, its npu-smi and this
     Python on PATH.
     """
@@ -245,12 +236,12 @@ def in_box(box: Box, folder: Path, environment: Mapping[str, str]) -> dict[str, 
     }
 
 
-def _many_files() -> None:
+def _many_files():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _make(box: Box, folder: Path) -> dict[str, Any]:
+def _make(box, folder):
     """Write what the box is made of into `folder`, and what inside.py is to do with it."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in ("Ascend", "bin", "site", "lib", "binds", "etc"):
@@ -317,7 +308,7 @@ def _make(box: Box, folder: Path) -> dict[str, Any]:
     }
 
 
-def _meminfo(box: Box) -> str:
+def _meminfo(box):
     """The host's /proc/meminfo with the box's sizes, free and without swap."""
     sizes = {
         "MemTotal": box.memory,
@@ -335,7 +326,7 @@ def _meminfo(box: Box) -> str:
     )
 
 
-def _npu_smi(box: Box) -> str:
+def _npu_smi(box):
     if box.smi == "missing":
         return ""
     if box.smi == "hangs":
@@ -352,7 +343,7 @@ def _npu_smi(box: Box) -> str:
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
 
 
-def _ascend(box: Box, folder: Path) -> None:
+def _ascend(box, folder):
     """/usr/local/Ascend: the driver with its tools, CANN with its environment and acl, NNAL."""
     if box.links:
         tool = folder / "driver" / "tools" / "hccn_tool"
@@ -388,12 +379,12 @@ def _ascend(box: Box, folder: Path) -> None:
         shutil.copy(HERE / "ascend" / "atb_set_env.sh", folder / "nnal" / "atb" / "set_env.sh")
 
 
-def _checkouts(box: Box, folder: Path) -> list[Path]:
+def _checkouts(box, folder):
     root = Path(box.upstream) if box.upstream else folder / "upstream"
     return [root / pin.title for pin in contract.PINS.values()]
 
 
-def _of_this_python() -> list[str]:
+def _of_this_python():
     """Folders of upstream's packages that this Python has beside the box's, as the local engine's
     megatron-core.
     """
@@ -432,7 +423,7 @@ OF_UPSTREAM = {
 }
 
 
-def _imported(box: Box, folder: Path) -> None:
+def _imported(box, folder):
     """Modules for the imports of a worker, with what `raises`."""
     shutil.rmtree(folder / "upstream", ignore_errors=True)
     for name, code in {**dict.fromkeys([*box.raises, *OF_UPSTREAM], ""), **STUBS}.items():
@@ -442,7 +433,7 @@ def _imported(box: Box, folder: Path) -> None:
         (module / "__init__.py").write_text(f"{code}{box.raises.get(name, '')}\n")
 
 
-def _stand_ins(folder: Path, operators: bool) -> str:
+def _stand_ins(folder, operators):
     """A repository of few files for each of upstream's, and a contract.yaml of which they are the
     pins. operators: those of vllm-ascend can be imported, though their file is empty.
     """

@@ -16,7 +16,7 @@ from tests.fake_box import Box, start, why_not
 from tests.fake_box.prepared import prepare
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.fake_box import GB, ROOT, Box
 from tests.fake_box.broken_files import (
@@ -27,6 +26,7 @@ THIRTY, TWELVE, SEVEN = (
     "grpo_qwen3_30b_a3b_gsm8k_12npu",
     "grpo_qwen25_7b_gsm8k_8npu",
 )
+ON_TWO = ("--nodes", "2", "--own-ray")
 PAIR = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
 HEALTHY = Box()
 FAILED, WARNING, PASSED = "failed", "warning", "passed"
@@ -51,33 +51,41 @@ class Case:
     besides: tuple[str, ...] = ()  # checks that may say something too
 
     @property
-    def alone(self) -> bool:
+    def alone(self):
         """Whether it changes the whole command or the whole box, so that no other case fits in."""
         whole = any(words in self.before for words in ("set --", "exec", "PYTHONPATH", "mount"))
         config_json = self.besides == OF_CONFIG_JSON
         return whole or config_json or self.config != THIRTY or self.check == "npu-smi"
 
-    def changes(self) -> dict[str, Any]:
+    def changes(self):
         """What its box has otherwise than a healthy one."""
         values = vars(self.box).items()
         return {name: value for name, value in values if value != getattr(HEALTHY, name)}
 
 
-def of_npus(*arguments, **more) -> Case:
+def of_npus(*arguments, **more):
     """A case after which NPUs are missing, which `ranks` sums up."""
     besides = ("ranks", "Ray", "CANN", "npu-smi", "/dev/davinci*", "processes on the dies")
     return Case(*arguments, besides=besides, **more)
 
 
-def exported(name: str, value: str, state: str, found: str) -> Case:
-    """A variable that the shell has."""
-    return Case(f"{name}={value}", name, state, found, shell={name: value}, besides=("variables",))
+def exported(
+    name,
+    value,
+    state,
+    found,
+    check="",
+    besides=("variables",),
+):
+    """A variable that the shell has; check: the one that says so, if it is not the variable's."""
+    shell = {name: value}
+    return Case(f"{name}={value}", check or name, state, found, shell=shell, besides=besides)
 
 
 OF_CONFIG_JSON = ("config.json",)  # which transformers reads
 
 
-def importing(done: str, module: str, error: str, **more) -> Case:
+def importing(done, module, error, **more):
     """A module that cannot be imported."""
     return Case(
         done,
@@ -89,13 +97,13 @@ def importing(done: str, module: str, error: str, **more) -> Case:
     )
 
 
-def of_operators(done: str, found: str, before: str) -> Case:
+def of_operators(done, found, before):
     """What is done to the cache of operators, /tmp/c."""
     shell = {"TORCH_EXTENSIONS_DIR": "/tmp/c"}
     return Case(done, "MindSpeed's operators", FAILED, found, shell=shell, before=before)
 
 
-def path_without(words: str) -> str:
+def path_without(words):
     return f"export PYTHONPATH=$(tr : '\\n' <<< \"$PYTHONPATH\" | grep -v {words} | paste -s -d :)"
 
 
@@ -238,7 +246,7 @@ NPUS = [
         "this node shows 16 to CANN, and upstream asks Ray for groups of as many",
         Box(etc={"hccn.conf": HCCN}),
         PAIR,
-        options=("--nodes", "2", "--own-ray"),
+        options=ON_TWO,
     ),
 ]
 LISTENER = """exec python -c 'import os, socket, sys
@@ -342,36 +350,13 @@ HOST = [
         options=("--own-ray", "run.root=/tmp/ro/runs"),
         besides=("disk for the run",),
     ),
-    Case(
-        "HCCL_IF_BASE_PORT=65530",
-        "ports of HCCL",
-        FAILED,
-        "must be numbers from 1024 to 65535",
-        shell={"HCCL_IF_BASE_PORT": "65530"},
-        besides=("variables",),
+    exported(
+        "HCCL_IF_BASE_PORT", "65530", FAILED, "must be numbers from 1024 to 65535", "ports of HCCL"
     ),
-    Case(
-        "HCCL_IF_BASE_PORT=abc",
-        "ports of HCCL",
-        FAILED,
-        "HCCL_IF_BASE_PORT=abc: it",
-        shell={"HCCL_IF_BASE_PORT": "abc"},
-        besides=("variables",),
-    ),
-    Case(
-        "HCCL_IF_BASE_PORT=20000",
-        "ports of HCCL",
-        FAILED,
-        "20014, 20015 are of Ray too",
-        shell={"HCCL_IF_BASE_PORT": "20000"},
-        besides=("variables",),
-    ),
-    Case(
-        "RAY_PORT=12350",
-        "ports of HCCL",
-        FAILED,
-        "12350, 12351 are of Ray too",
-        shell={"RAY_PORT": "12350"},
+    exported("HCCL_IF_BASE_PORT", "abc", FAILED, "HCCL_IF_BASE_PORT=abc: it", "ports of HCCL"),
+    exported("HCCL_IF_BASE_PORT", "20000", FAILED, "20014, 20015 are of Ray too", "ports of HCCL"),
+    exported(
+        "RAY_PORT", "12350", FAILED, "12350, 12351 are of Ray too", "ports of HCCL", besides=()
     ),
     Case(
         "something listens on a port of HCCL",
@@ -419,7 +404,7 @@ HOST = [
         "has no address of die 0, 1",
         Box(dies=8),
         PAIR,
-        options=("--nodes", "2", "--own-ray"),
+        options=ON_TWO,
     ),
     Case(
         "2x8, and the NPUs' links are down",
@@ -428,7 +413,7 @@ HOST = [
         "of die 0, 1, 2, 3, 4, 5, 6, 7: link status: DOWN",
         Box(dies=8, etc={"hccn.conf": HCCN}, links="DOWN"),
         PAIR,
-        options=("--nodes", "2", "--own-ray"),
+        options=ON_TWO,
     ),
 ]
 SOURCED = ("CANN's paths", "NNAL", "imports of a worker", "ranks", "Ray")
@@ -548,12 +533,13 @@ SHELL = [
         FAILED,
         "does not take them together",
     ),
-    Case(
-        "HCCL_CONNECT_TIMEOUT=120",
-        "variables",
+    exported(
+        "HCCL_CONNECT_TIMEOUT",
+        "120",
         WARNING,
         "HCCL_CONNECT_TIMEOUT is '120', the engine would set '1800'",
-        shell={"HCCL_CONNECT_TIMEOUT": "120"},
+        "variables",
+        besides=(),
     ),
     exported("ASCEND_LAUNCH_BLOCKING", "1", WARNING, "every kernel is waited for"),
     exported(
@@ -568,12 +554,11 @@ SHELL = [
     exported("HCCL_OP_EXPANSION_MODE", "AIV", FAILED, "the dispatch of experts waits for"),
     exported("OMP_PROC_BIND", "true", FAILED, "to one core"),
     exported("VLLM_PLUGINS", "lora_filesystem_resolver", FAILED, "Failed to infer device type"),
-    Case(
-        "HCCL_HOST_SOCKET_PORT_RANGE=60000-60050",
+    exported(
         "HCCL_HOST_SOCKET_PORT_RANGE",
+        "60000-60050",
         WARNING,
         "not from HCCL_IF_BASE_PORT on",
-        shell={"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050"},
         besides=("variables", "ports of HCCL"),
     ),
     exported("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050", WARNING, "of a guide for several nodes"),

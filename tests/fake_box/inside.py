@@ -14,7 +14,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
 from itertools import count
 from pathlib import Path
 
@@ -23,7 +22,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 NUMBERS = count()
 
 
-def main() -> int:
+def main():
     plan = json.loads(Path(sys.argv[1]).read_text())
     stage = Path(plan["folder"]) / "stage"
     stage.mkdir(exist_ok=True)
@@ -64,7 +63,7 @@ def main() -> int:
     return wait_for(plan["command"], Path(plan["left"]))
 
 
-def mount(source: str, target: str | Path, kind: str = "", flags: int = 0, data: str = "") -> None:
+def mount(source, target, kind="", flags=0, data=""):
     if LIBC.mount(
         *(os.fsencode(word) for word in (source, target, kind)),
         ctypes.c_ulong(flags),
@@ -75,12 +74,12 @@ def mount(source: str, target: str | Path, kind: str = "", flags: int = 0, data:
 
 
 def mirror(
-    stage: Path,
-    place: str,
-    more: Mapping[str, str],
-    without: Iterable[str] = (),
-    inside: Mapping[str, Mapping[str, str]] | None = None,
-) -> None:
+    stage,
+    place,
+    more,
+    without=(),
+    inside=None,
+):
     """Make the folder `place` the box's own: what is in it stays, but for `without`; `more`, name
     -> source, comes in. inside: the same for folders in it.
     """
@@ -96,11 +95,11 @@ def mirror(
     mount(str(copy), place, flags=MOVE)
 
 
-def there(place: Path) -> dict[str, str]:
+def there(place):
     return {entry.name: entry.path for entry in os.scandir(place)} if place.is_dir() else {}
 
 
-def fill(place: Path, sources: Mapping[str, str]) -> None:
+def fill(place, sources):
     for name, source in sources.items():
         new = place / name
         if os.path.islink(source):
@@ -110,14 +109,14 @@ def fill(place: Path, sources: Mapping[str, str]) -> None:
             mount(source, new, flags=BIND)
 
 
-def own(stage: Path) -> Path:
+def own(stage):
     folder = stage / str(next(NUMBERS))
     folder.mkdir(exist_ok=True)
     mount("tmpfs", folder, "tmpfs", data="mode=1777")
     return folder
 
 
-def devices(stage: Path, names: Iterable[str], shm: str) -> None:
+def devices(stage, names, shm):
     """/dev of a container: the usual nodes, a /dev/shm of its own, and for each NPU a node that is
     /dev/null.
     """
@@ -138,7 +137,7 @@ def devices(stage: Path, names: Iterable[str], shm: str) -> None:
     mount(str(dev), "/dev", flags=MOVE)
 
 
-def loopback_up(address: str) -> None:
+def loopback_up(address):
     """ip link set lo up (netdevice(7): SIOCSIFFLAGS with IFF_UP); ip address add ADDRESS/32 dev lo,
     unless it is "" (rtnetlink(7): RTM_NEWADDR with IFA_ADDRESS and IFA_LOCAL).
     """
@@ -152,7 +151,7 @@ def loopback_up(address: str) -> None:
             kernel.send(struct.pack("IHHII", 16 + len(body), 20, 1 | 0x400, 1, 0) + body)
 
 
-def wait_for(command: list[str], left: Path) -> int:
+def wait_for(command, left):
     """The exit status of `command`; a signal is for the command, not for this process, whose end is
     that of all.
     """
@@ -171,7 +170,7 @@ def wait_for(command: list[str], left: Path) -> int:
             return code if code >= 0 else 128 - code
 
 
-def running() -> Iterable[str]:
+def running():
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")

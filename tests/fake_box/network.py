@@ -6,7 +6,6 @@ Everything is in one user namespace, which ends with its last process.
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
@@ -15,7 +14,7 @@ UNREACHABLE = "172.17.0.1"
 
 
 @contextmanager
-def joined() -> Iterator[tuple[list[str], list[str]]]:
+def joined():
     """For each of the two networks the words before a command that is to run in it."""
     with ExitStack() as ends:
         first = ends.enter_context(_held(["unshare", "--user", "--map-root-user", "--net"]))
@@ -31,7 +30,7 @@ def joined() -> Iterator[tuple[list[str], list[str]]]:
         yield both
 
 
-def why_no_cable() -> str:
+def why_no_cable():
     """Why there can be no two networks here; "" if there can."""
     if not shutil.which("ip"):
         return "two networks need ip (iproute2)"
@@ -43,7 +42,7 @@ def why_no_cable() -> str:
 
 
 @contextmanager
-def _held(new: Sequence[str]) -> Iterator[int]:
+def _held(new):
     """A process in the namespaces that the words `new` make, which keeps them."""
     process = subprocess.Popen(
         [*new, "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE
@@ -57,9 +56,9 @@ def _held(new: Sequence[str]) -> Iterator[int]:
         process.stdout.close()
 
 
-def _enter(process: int) -> list[str]:
+def _enter(process):
     return ["nsenter", "--user", "--preserve-credentials", "--target", str(process), "--net"]
 
 
-def _ip(enter: Sequence[str], words: str) -> None:
+def _ip(enter, words):
     subprocess.run([*enter, "ip", *words.split()], check=True, capture_output=True, text=True)

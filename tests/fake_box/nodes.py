@@ -5,10 +5,8 @@ cable.
 import contextlib
 import subprocess
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
-from tests.fake_box import ROOT, Box, start
+from tests.fake_box import ROOT, start
 from tests.fake_box.network import ADDRESSES
 
 LAUNCHER = ROOT / "examples" / "grpo" / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
@@ -18,16 +16,34 @@ COMMAND = f"""[[ -z ${{HIDDEN:-}} ]] || mount -t tmpfs none "$HIDDEN"
 bash {LAUNCHER} "$@"; status=$?; echo left: /tmp/qerl-ray*; exit $status"""
 
 
+class Launcher:
+    """A launcher whose output is read, in `output`."""
+
+    def __init__(self, process):
+        self.process, self.output = process, ""
+
+    def read_until(self, words):
+        for line in self.process.stdout:
+            self.output += line
+            if words in line:
+                return
+        raise AssertionError(self.output)
+
+    def end(self):
+        self.output += self.process.stdout.read()
+        return self.process.wait(timeout=60)
+
+
 class Nodes:
     """The two launchers, what they print, and how long they took. arguments: those of both."""
 
     def __init__(
         self,
-        folder: Path,
-        cables: Sequence[list[str]],
-        variables: dict[str, str],
-        box: Box,
-        arguments: Sequence[str] = (),
+        folder,
+        cables,
+        variables,
+        box,
+        arguments=(),
     ):
         self.folder, self.cables, self.variables, self.default, self.arguments = (
             folder,
@@ -38,7 +54,7 @@ class Nodes:
         )
         self.process, self.began = {}, {}
 
-    def start(self, rank: int, box: Box | None = None, **variables: str) -> None:
+    def start(self, rank, box=None, **variables):
         address = {"NODE_ADDR": ADDRESSES[rank]} | (
             {"NODE_RANK": "1", "MASTER_ADDR": ADDRESSES[0]} if rank else {}
         )
@@ -55,13 +71,13 @@ class Nodes:
                 stderr=subprocess.STDOUT,
             )
 
-    def box(self, rank: int) -> Path:
+    def box(self, rank):
         return self.folder / f"box{rank}"
 
-    def said(self, rank: int) -> str:
+    def said(self, rank):
         return (self.folder / f"out{rank}").read_text()
 
-    def until(self, rank: int, words: str) -> None:
+    def until(self, rank, words):
         """Wait until a launcher has said it; AssertionError if it ends without."""
         while words not in self.said(rank):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -69,15 +85,15 @@ class Nodes:
                 assert words in self.said(rank), self.said(rank)
         self.report(rank, words)
 
-    def end(self, rank: int, seconds: float = 150) -> int:
+    def end(self, rank, seconds=150):
         status = self.process[rank].wait(timeout=seconds)
         self.report(rank, f"ended with {status}")
         return status
 
-    def kill(self) -> None:
+    def kill(self):
         for process in self.process.values():
             process.kill()
             process.wait()
 
-    def report(self, rank: int, what: str) -> None:
+    def report(self, rank, what):
         print(f"node {rank}: {time.monotonic() - self.began[rank]:.1f} s: {what}")

@@ -2,8 +2,6 @@
 issues 2534, 5588) and of 910B boxes (issue 1130).
 """
 
-from collections.abc import Mapping, Sequence
-
 LINE = f"+{'-' * 96}+\n"
 HEAD = f"""\
 {LINE}| npu-smi 25.2.1                   Version: 25.2.1                                               |
@@ -15,13 +13,7 @@ TAIL = f"""\
 """
 
 
-def table(
-    kind: str,
-    dies: Sequence[int],
-    sick: Mapping[int, str],
-    used: Mapping[int, int],
-    memory: int = 65536,
-) -> str:
+def table(kind, dies, sick, used, memory=65536):
     """Dies in the order of /dev/davinci*: two chips a card with their Phy-ID for a 910C, else one;
     a process on each that is `used`.
     """

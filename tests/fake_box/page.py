@@ -49,8 +49,8 @@ NOT_CAUGHT = {
 }
 
 
-def catalogue() -> str:
-    reported: dict[str, list[str]] = {}
+def catalogue():
+    reported = {}
     for case in PREFLIGHT:
         reported.setdefault(case.check, []).append(case.done.removeprefix(f"{case.check}="))
     for part, cases in OTHERS.items():

@@ -4,7 +4,6 @@ shapes and sizes, and holes in place of weights, which take no room on the disk.
 
 import json
 import zipfile
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 
@@ -20,9 +19,7 @@ from tests.families.public_models import MODELS
 ROWS = {"train": 7473, "test": 1319}  # of GSM8K
 
 
-def prepare(
-    name: str, folder: Path, nodes: int = 1, rows: Mapping[str, int] = ROWS
-) -> dict[str, str]:
+def prepare(name, folder, nodes=1, rows=ROWS):
     """Write what config `name` reads below `folder`; the variables that say so."""
     models, data = folder / "models", folder / "data"
     raw = compose(name)
@@ -44,7 +41,7 @@ def prepare(
     return {"MODELS": str(models), "DATA": str(data)}
 
 
-def write_model(folder: Path, size: int) -> None:
+def write_model(folder, size):
     folder.mkdir(parents=True)
     weights = "model-00001-of-00001.safetensors"
     for file, content in (
@@ -62,7 +59,7 @@ def write_model(folder: Path, size: int) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
 
 
-def write_base(folder: Path, sizes: Mapping[str, int], tracker: str = "1") -> None:
+def write_base(folder, sizes, tracker="1"):
     """Megatron's files of every rank: zips, as torch.save writes, of the given sizes."""
     iteration = "release" if tracker == "release" else f"iter_{int(tracker):07d}"
     for name, size in sizes.items():
@@ -74,7 +71,7 @@ def write_base(folder: Path, sizes: Mapping[str, int], tracker: str = "1") -> No
     (folder / TRACKER).write_text(tracker)
 
 
-def write_data(folder: Path, packed: Path, counts: Mapping[str, int]) -> None:
+def write_data(folder, packed, counts):
     """GSM8K's numbers of rows, no question twice."""
     source = folder.parent / "source"
     source.mkdir(parents=True)
@@ -100,6 +97,6 @@ def write_data(folder: Path, packed: Path, counts: Mapping[str, int]) -> None:
             Path(f"{packed}_packed_{column}_document.{ending}").write_bytes(content)
 
 
-def hole(file: Path, size: int) -> None:
+def hole(file, size):
     with open(file, "wb") as empty:
         empty.truncate(size)

@@ -2,25 +2,25 @@
 other share one.
 """
 
-import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, why_not
 from tests.fake_box.broken_files import half, packed_test_split, pointers
-from tests.fake_box.cases import EIGHT, NODE, PAIR, PREFLIGHT, SEVEN, THIRTY, TWELVE, Case
+from tests.fake_box.cases import EIGHT, NODE, ON_TWO, PAIR, PREFLIGHT, SEVEN, THIRTY, TWELVE, Case
 from tests.fake_box.page import NOT_CAUGHT, OTHERS, catalogue
 from tests.fake_box.prepared import prepare
-from tests.preflight.test_machine import section
+from tests.preflight.test_machine import by_name, section
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 HEALTHY = Case("", "", "", "")
-BOXES: list[list[Case]] = []  # cases that share one
+BOXES = []  # cases that share one
 
 
-def together(one: Case, other: Case) -> bool:
+def together(one, other):
     """Whether two cases can be in one box: other checks, other parts of the box and of the shell,
     nothing that changes the whole command, and one of them at most with files of its own.
     """
@@ -40,7 +40,7 @@ for case in PREFLIGHT:
     box.append(case)
 
 
-def joined(cases: list[Case]) -> Case:
+def joined(cases):
     """The box, the shell and the files of all of them."""
     first = cases[0]
     changes = {name: value for case in cases for name, value in case.changes().items()}
@@ -56,18 +56,16 @@ def joined(cases: list[Case]) -> Case:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     """config -> what it reads, made once."""
-    made = {}
 
-    def get(name: str) -> dict[str, str]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("files") / "of"
-            made[name] = prepare(name, folder, 2 if name == PAIR else 1)
-        return made[name]
+    @cache
+    def get(name):
+        folder = tmp_path_factory.mktemp("files") / "of"
+        return prepare(name, folder, 2 if name == PAIR else 1)
 
     return get
 
 
-def broken(case: Case, folder: Path) -> dict[str, str]:
+def broken(case, folder):
     """Files of its own for a case that breaks them."""
     files = prepare(case.config, folder)
     model = Path(files["MODELS"]) / "Qwen3-30B-A3B"
@@ -75,7 +73,7 @@ def broken(case: Case, folder: Path) -> dict[str, str]:
     return files
 
 
-def preflight(case: Case, folder: Path, files: dict[str, str], *options: str) -> dict[str, dict]:
+def preflight(case, folder, files, *options):
     """Each check of the real tools/preflight.py in the box of a case, by name."""
     tool = ["python", "tools/preflight.py", "--config-name", case.config, "--json", *case.options]
     done = run(
@@ -87,12 +85,12 @@ def preflight(case: Case, folder: Path, files: dict[str, str], *options: str) ->
         timeout=400,
     )
     assert done.stdout and "Traceback" not in done.stdout + done.stderr, done.stderr
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    checks = by_name(done.stdout)
     assert not [check for check in checks.values() if "could not be checked" in check["found"]]
     return checks
 
 
-def wrong(checks) -> dict[str, str]:
+def wrong(checks):
     return {
         name: check["state"]
         for name, check in checks.items()
@@ -136,7 +134,7 @@ MASKED = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
 
 
 @pytest.mark.parametrize(
-    ("box", "config", "shell"),
+    "box, config, shell",
     [
         (Box(), THIRTY, {}),
         (Box(mapped=12), TWELVE, {}),
@@ -147,7 +145,7 @@ MASKED = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     ids=["16", "12 mapped", "8", "2x8", "2x8 of 16"],
 )
 def test_healthy_boxes_pass_whole(box, config, shell, prepared, tmp_path):
-    options = ("--nodes", "2", "--own-ray") if config == PAIR else ("--own-ray",)
+    options = ON_TWO if config == PAIR else HEALTHY.options
     case = replace(HEALTHY, box=box, config=config, shell=shell, options=options)
     assert wrong(preflight(case, tmp_path, prepared(config))) == {}
 
@@ -220,7 +218,7 @@ def test_a_ray_in_which_another_job_holds_npus(prepared, tmp_path):
         sourced=True,
     )
     pid, _, output = done.stdout.partition("\n")
-    checks = {check["name"]: check for check in json.loads(output)["checks"]}
+    checks = by_name(output)
     assert wrong(checks) == {"ranks": "failed", "Ray": "failed"}, done.stdout
     words = f"of which 4 are free; the others are held by process {pid}"
     assert words in checks["Ray"]["found"] and "holder.py" in checks["Ray"]["found"]

@@ -5,20 +5,8 @@ MODELS: those that are built. OTHERS: those that are refused, with words of the 
 form of transformers 4; `newer` gives that of transformers 5.
 """
 
-from typing import Any
 
-Config = dict[str, Any]
-
-
-def qwen2(
-    layers: int,
-    hidden: int,
-    width: int,
-    heads: int,
-    groups: int,
-    vocabulary: int = 152064,
-    **more: Any,
-) -> Config:
+def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,
@@ -46,38 +34,21 @@ def qwen2(
     }
 
 
-def qwen3(layers: int, hidden: int, width: int, heads: int, groups: int, **more: Any) -> Config:
-    return {
+def qwen3(*sizes, **more):
+    own = {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
         "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": width,
         "max_position_embeddings": 40960,
-        "max_window_layers": layers,
         "model_type": "qwen3",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": groups,
-        "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 1000000,
         "sliding_window": None,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-        **more,
     }
+    return {**qwen2(*sizes, 151936), **own, **more}
 
 
-def experts(count: int, top: int, width: int, **more: Any) -> Config:
+def experts(count, top, width, **more):
     return {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -91,7 +62,7 @@ def experts(count: int, top: int, width: int, **more: Any) -> Config:
     }
 
 
-def llama(layers: int, hidden: int, width: int, heads: int, vocabulary: int, **more: Any) -> Config:
+def llama(layers, hidden, width, heads, vocabulary, **more):
     return {
         "architectures": ["LlamaForCausalLM"],
         "bos_token_id": 1,
@@ -130,21 +101,21 @@ LLAMA31_ROPE = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
-MODELS: dict[str, Config] = {
+# layers, hidden, width, heads, groups
+QWEN_7B = 28, 3584, 18944, 28, 4
+QWEN_1_5B = 28, 1536, 8960, 12, 2
+LLAMA_7B = 32, 4096, 11008, 32
+MODELS = {
     "Qwen1.5-0.5B-Chat": qwen2(
         24, 1024, 2816, 16, 16, 151936, tie_word_embeddings=True, max_window_layers=21
     ),
-    "Qwen2-7B-Instruct": qwen2(28, 3584, 18944, 28, 4, sliding_window=131072),
+    "Qwen2-7B-Instruct": qwen2(*QWEN_7B, sliding_window=131072),
     "Qwen2.5-0.5B": qwen2(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True, use_mrope=False),
-    "Qwen2.5-1.5B-Instruct": qwen2(28, 1536, 8960, 12, 2, 151936, tie_word_embeddings=True),
-    "Qwen2.5-7B-Instruct": qwen2(28, 3584, 18944, 28, 4),
+    "Qwen2.5-1.5B-Instruct": qwen2(*QWEN_1_5B, 151936, tie_word_embeddings=True),
+    "Qwen2.5-7B-Instruct": qwen2(*QWEN_7B),
     "Qwen2.5-32B-Instruct": qwen2(64, 5120, 27648, 40, 8, rms_norm_eps=1e-5, max_window_layers=70),
     "Qwen2.5-Math-1.5B": qwen2(
-        28,
-        1536,
-        8960,
-        12,
-        2,
+        *QWEN_1_5B,
         151936,
         tie_word_embeddings=True,
         rope_theta=10000,
@@ -187,16 +158,13 @@ MODELS: dict[str, Config] = {
         "model_type": "qwen2_moe",
     },
     "Qwen2-57B-A14B-Instruct": {
-        **qwen2(28, 3584, 18944, 28, 4, 151936),
+        **qwen2(*QWEN_7B, 151936),
         "architectures": ["Qwen2MoeForCausalLM"],
         **experts(64, 8, 2560, norm_topk_prob=False, shared_expert_intermediate_size=20480),
         "model_type": "qwen2_moe",
     },
     "Llama-2-7b-hf": llama(
-        32,
-        4096,
-        11008,
-        32,
+        *LLAMA_7B,
         32000,
         max_position_embeddings=4096,
         num_key_value_heads=32,
@@ -204,10 +172,7 @@ MODELS: dict[str, Config] = {
         rope_scaling=None,
     ),
     "llama-7b": llama(
-        32,
-        4096,
-        11008,
-        32,
+        *LLAMA_7B,
         32000,
         architectures=["LLaMAForCausalLM"],
         max_sequence_length=2048,
@@ -264,30 +229,22 @@ MODELS: dict[str, Config] = {
 }
 CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
-OTHERS: dict[str, tuple[Config, str]] = {
+OTHERS = {
     "Qwen2.5-7B-Instruct-1M": (
         qwen2(
-            28,
-            3584,
-            18944,
-            28,
-            4,
+            *QWEN_7B,
             max_position_embeddings=1010000,
             dual_chunk_attention_config=CHUNKS,
         ),
         "dual_chunk_attention_config is",
     ),
     "Qwen2.5-7B-Instruct, YaRN": (
-        qwen2(28, 3584, 18944, 28, 4, rope_scaling=YARN),
+        qwen2(*QWEN_7B, rope_scaling=YARN),
         "rope_type is 'yarn'",
     ),
     "Qwen2-7B with a window": (
         qwen2(
-            28,
-            3584,
-            18944,
-            28,
-            4,
+            *QWEN_7B,
             use_sliding_window=True,
             sliding_window=4096,
             max_window_layers=14,
@@ -314,11 +271,7 @@ OTHERS: dict[str, tuple[Config, str]] = {
     ),
     "gte-Qwen2-1.5B-instruct": (
         qwen2(
-            28,
-            1536,
-            8960,
-            12,
-            2,
+            *QWEN_1_5B,
             151646,
             is_causal=False,
             auto_map={
@@ -329,21 +282,19 @@ OTHERS: dict[str, tuple[Config, str]] = {
         "is_causal is False",
     ),
     "code of its own": (
-        qwen2(28, 1536, 8960, 12, 2, 151646, auto_map={"AutoModelForCausalLM": "modeling_a.A"}),
+        qwen2(*QWEN_1_5B, 151646, auto_map={"AutoModelForCausalLM": "modeling_a.A"}),
         "auto_map names code of the model's own (modeling_a.A)",
     ),
     "Qwen2-VL-7B-Instruct": (
         {
-            **qwen2(28, 3584, 18944, 28, 4),
+            **qwen2(*QWEN_7B),
             "model_type": "qwen2_vl",
             "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         },
         "unknown model_type 'qwen2_vl'",
     ),
     "a text model cut out of Qwen2-VL": (
-        qwen2(
-            28, 3584, 18944, 28, 4, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}
-        ),
+        qwen2(*QWEN_7B, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}),
         "mrope",
     ),
     "Qwen3-8B-FP8": (
@@ -360,10 +311,7 @@ OTHERS: dict[str, tuple[Config, str]] = {
     ),
     "deepseek-coder-6.7b-instruct": (
         llama(
-            32,
-            4096,
-            11008,
-            32,
+            *LLAMA_7B,
             32256,
             num_key_value_heads=32,
             rope_theta=100000,
@@ -373,15 +321,15 @@ OTHERS: dict[str, tuple[Config, str]] = {
         "rope_type is 'linear'",
     ),
     "a Llama with biases": (
-        llama(32, 4096, 11008, 32, 32000, attention_bias=True),
+        llama(*LLAMA_7B, 32000, attention_bias=True),
         "attention_bias is True",
     ),
     "a Llama with biases in the MLP": (
-        llama(32, 4096, 11008, 32, 32000, mlp_bias=True),
+        llama(*LLAMA_7B, 32000, mlp_bias=True),
         "mlp_bias is True",
     ),
     "a Llama with a window": (
-        llama(32, 4096, 11008, 32, 32000, sliding_window=4096),
+        llama(*LLAMA_7B, 32000, sliding_window=4096),
         "sliding_window is 4096",
     ),
     "Mistral-7B-Instruct-v0.3": (
@@ -392,11 +340,11 @@ OTHERS: dict[str, tuple[Config, str]] = {
         },
         "unknown model_type 'mistral'",
     ),
-    "GELU": (llama(32, 4096, 11008, 32, 32000, hidden_act="gelu_new"), "hidden_act is 'gelu_new'"),
+    "GELU": (llama(*LLAMA_7B, 32000, hidden_act="gelu_new"), "hidden_act is 'gelu_new'"),
 }
 
 
-def newer(config: Config) -> Config:
+def newer(config):
     """As transformers 5 writes it: dtype, rope_parameters, num_local_experts."""
     config = {**config, "dtype": config["torch_dtype"], "transformers_version": "5.2.0"}
     scaling = config.pop("rope_scaling", None) or {}

@@ -30,7 +30,7 @@ SAME = (
 )
 
 
-def expected(directory) -> dict:
+def expected(directory):
     """Sizes and rotary base by AutoConfig and the rotary module that transformers makes of it."""
     config = transformers.AutoConfig.from_pretrained(directory)
     values = {name: getattr(config, name) for name in SAME}
@@ -59,7 +59,7 @@ def written(tmp_path, config):
     return tmp_path
 
 
-def agrees(directory) -> bool:
+def agrees(directory):
     shape, values = read_shape(directory), expected(directory)
     return {name: getattr(shape, name) for name in values} == values
 
@@ -115,7 +115,7 @@ DEFAULTS = {
 }
 
 
-def variants(choices: dict) -> list[dict]:
+def variants(choices):
     return [
         {key: value for key, value in zip(choices, values) if value is not ...}
         for values in itertools.product(*choices.values())

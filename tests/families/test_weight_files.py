@@ -3,7 +3,6 @@ several, and nothing that lies beside them; or refused with the file's name.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,27 +33,23 @@ def saved(tmp_path_factory):
     return folder
 
 
-def shards(folder: Path, index: dict | None = None, more: dict | None = None) -> dict[str, str]:
+def shards(folder, **more):
     """The single file divided in two, with an index; more: what the second file has besides."""
     tensors = load_file(folder / SINGLE)
     names = sorted(tensors)
     parts = (
         {name: tensors[name] for name in names[::2]},
-        {name: tensors[name] for name in names[1::2]} | (more or {}),
+        {name: tensors[name] for name in names[1::2]} | more,
     )
     for file, part in zip(SHARDS, parts):
         save_file(part, folder / file, metadata={"format": "pt"})
-    weight_map = (
-        {name: file for file, part in zip(SHARDS, parts) for name in part}
-        if index is None
-        else index
-    )
+    weight_map = {name: file for file, part in zip(SHARDS, parts) for name in part}
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / SINGLE).unlink()
     return weight_map
 
 
-def dtypes(folder: Path) -> None:
+def dtypes(folder):
     tensors = load_file(folder / SINGLE)
     save_file(
         {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()},
@@ -63,11 +58,11 @@ def dtypes(folder: Path) -> None:
     )
 
 
-def twice(folder: Path) -> None:
-    shards(folder, more={"lm_head.weight": torch.full((16, 8), 7.0)})
+def twice(folder):
+    shards(folder, **{"lm_head.weight": torch.full((16, 8), 7.0)})
 
 
-def stale_names(folder: Path) -> None:
+def stale_names(folder):
     """An index with a tensor that no file has, and without one that a file has."""
     weight_map = shards(folder)
     weight_map |= {"model.layers.1.mlp.up_proj.weight": SHARDS[0]}
@@ -75,7 +70,7 @@ def stale_names(folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def with_adapter(folder: Path) -> None:
+def with_adapter(folder):
     shards(folder)
     for name in ("adapter_model.safetensors", "consolidated.safetensors"):
         save_file({"x": torch.zeros(1)}, folder / name)
@@ -94,7 +89,7 @@ READ = {
 }
 
 
-def copied(saved: Path, folder: Path) -> Path:
+def copied(saved, folder):
     for file in saved.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
@@ -112,27 +107,27 @@ def test_it_is_read_as_transformers_reads_it(saved, tmp_path, case):
     assert beside_single(tmp_path) == []
 
 
-def both(folder: Path) -> None:
+def both(folder):
     whole = (folder / SINGLE).read_bytes()
     shards(folder)
     (folder / SINGLE).write_bytes(whole)
 
 
-def without_shard(folder: Path) -> None:
+def without_shard(folder):
     shards(folder)
     (folder / SHARDS[1]).unlink()
 
 
-def only_pickled(folder: Path) -> None:
+def only_pickled(folder):
     torch.save(load_file(folder / SINGLE), folder / "pytorch_model.bin")
     (folder / SINGLE).unlink()
 
 
-def content(file: str, data: bytes):
+def content(file, data):
     return lambda folder: (folder / file).write_bytes(data)
 
 
-def cut(folder: Path) -> None:
+def cut(folder):
     (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:-8])
 
 

@@ -5,7 +5,12 @@ mindspeed_qerl.layout.rules, and no arithmetic: something is left over or not.
 
 from functools import cache
 
+from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout.plan import Plan
+
+QWEN3, QWEN15, DENSE = (
+    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
+)
 
 
 @cache

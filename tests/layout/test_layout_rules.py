@@ -9,19 +9,14 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
-from tests.layout.dealing import can_run
-
-QWEN3, QWEN15, DENSE = (
-    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
-)
+from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 
 
-def plan(shape=QWEN3, batch=None, **layout) -> Plan:
+def plan(shape=QWEN3, batch=None, **layout):
     return new_plan(
         shape,
         Layout(
@@ -105,18 +100,6 @@ EXAMPLES = {
     "ranks_fill_nodes": (
         plan(DENSE, world=20, ranks_per_node=16),
         "20 ranks cannot be divided by 16 ranks a node",
-    ),
-    "heads_by_tp": (
-        plan(replace(DENSE, num_attention_heads=30), tp=4),
-        "30 attention heads cannot be divided by TP 4",
-    ),
-    "kv_heads_by_tp": (
-        plan(replace(DENSE, num_attention_heads=32), tp=8),
-        "4 KV heads cannot be divided by TP 8",
-    ),
-    "width_by_tp": (
-        plan(replace(DENSE, intermediate_size=18946), tp=4),
-        "18,946 columns of the MLP cannot be divided by TP 4",
     ),
     "vocabulary_by_tp": (
         plan(
@@ -211,18 +194,6 @@ EXAMPLES = {
     "stages_hold_whole_infer_tp_groups": (
         plan(DENSE, world=4, pp=4, infer_tp=4),
         "1 ranks a stage (4 / PP 4) cannot be divided by infer TP 4",
-    ),
-    "heads_by_infer_tp": (
-        plan(replace(DENSE, num_attention_heads=30), infer_tp=4),
-        "30 attention heads cannot be divided by infer TP 4",
-    ),
-    "kv_heads_by_infer_tp": (
-        plan(replace(DENSE, num_attention_heads=32), infer_tp=8),
-        "4 KV heads cannot be divided by infer TP 8",
-    ),
-    "width_by_infer_tp": (
-        plan(replace(DENSE, intermediate_size=18946), infer_tp=4),
-        "18,946 columns of the MLP cannot be divided by infer TP 4",
     ),
     "vocabulary_by_infer_tp": (
         plan(
@@ -325,6 +296,14 @@ EXAMPLES = {
         "60 experts cannot be divided by TP 1 x EP 8 = 8",
     ),
 }
+for part, changed, tp, things in (
+    ("heads", {"num_attention_heads": 30}, 4, "30 attention heads"),
+    ("kv_heads", {"num_attention_heads": 32}, 8, "4 KV heads"),
+    ("width", {"intermediate_size": 18946}, 4, "18,946 columns of the MLP"),
+):
+    shape, words = replace(DENSE, **changed), f"{things} cannot be divided by"
+    EXAMPLES[f"{part}_by_tp"] = plan(shape, tp=tp), f"{words} TP {tp}"
+    EXAMPLES[f"{part}_by_infer_tp"] = plan(shape, infer_tp=tp), f"{words} infer TP {tp}"
 # rules that no plan breaks without the one behind them
 TOGETHER = {"experts_by_training_ranks": "experts_by_infer_ranks"}
 
@@ -386,7 +365,7 @@ def test_context_parallel_ranks_share_a_prompt():
     assert it.layout.dp == 4 and not broken(it)
 
 
-def random_plan(draw: random.Random) -> Plan:
+def random_plan(draw):
     """Sizes that divide more often than not, of real and of odd models, so that legal and illegal
     plans are both common.
     """
@@ -406,7 +385,7 @@ def random_plan(draw: random.Random) -> Plan:
     )
     world = draw.choice([1, 2, 3, 4, 6, 8, 10, 12, 16, 18, 20, 24, 32, 36, 48])
 
-    def size(most: int) -> int:
+    def size(most):
         divisors = [n for n in range(1, most + 1) if most % n == 0]
         return draw.choice(divisors) if draw.random() < 0.85 else draw.randint(1, 8)
 

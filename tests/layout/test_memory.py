@@ -15,19 +15,16 @@ from mindspeed_qerl.layout.parts import (
     communicators,
     layer_activations,
 )
-from mindspeed_qerl.layout.plan import Plan, plan_of
+from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.weights import model_parameters, rollout_weights, training_weights
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
-
-QWEN3, QWEN15, DENSE = (
-    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
-)
+from tests.layout.dealing import DENSE, QWEN3, QWEN15
 
 
-def plan(shape: ModelShape, world: int, batch: Batch | None = None, **layout) -> Plan:
+def plan(shape, world, batch=None, **layout):
     return new_plan(shape, Layout(world, **layout), batch)
 
 
@@ -70,7 +67,7 @@ def test_int8_copies_come_on_top_of_what_vllm_takes():
     )
 
 
-def tensors(shape: ModelShape) -> list[tuple[str, int, int]]:
+def tensors(shape):
     """Every tensor of the model: name, numbers in it, and how many of them are in every TP rank
     whole (0 = it is divided).
     """
@@ -181,8 +178,12 @@ def test_adapters_under_tensor_parallelism():
     assert sum(mine) == qkv + proj + fc1 + fc2
 
 
-def parts(memory, moment: str) -> dict[str, float]:
+def parts(memory, moment):
     return {part.name: part.bytes / GB for part in memory.moments[moment]}
+
+
+def of_update(it, **settings):
+    return parts(estimate(it, Settings(**settings)), "update")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ def parts(memory, moment: str) -> dict[str, float]:
     ],
 )
 def test_base_weights_of_a_rank(world, layout, dense, experts):
-    found = parts(estimate(plan(QWEN3, world, **layout), Settings()), "update")
+    found = of_update(plan(QWEN3, world, **layout))
     assert (
         round(found["frozen base, dense part"], 1),
         round(found["frozen base, experts"], 1),
@@ -206,7 +207,7 @@ def test_what_users_report():
     20-25 GB a rank (without recomputation).
     """
     it = plan(QWEN3, 16, Batch(seq_length=2048), ep=4, infer_ep=4)
-    found = parts(estimate(it, Settings(recompute=False)), "update")
+    found = of_update(it, recompute=False)
     assert 14 < found["frozen base, experts"] < 18
     assert (
         20
@@ -306,9 +307,8 @@ def test_offload_moves_what_is_trained_and_never_the_frozen_base():
         for flag in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")
     ] == [{"adapters"}, {"gradients"}, {"AdamW"}]
     full = estimate(replace(it, lora=False, share_backbone=False), Settings())
-    assert not any(name.startswith("weights") for name in parts(full, "rollout")), (
-        "without LoRA the weights are offloaded"
-    )
+    # without LoRA the weights are offloaded
+    assert not any(name.startswith("weights") for name in parts(full, "rollout"))
     update = parts(full, "update")
     assert update["gradients"] == pytest.approx(
         2 * (update["weights, dense part"] + update["weights, experts"])
@@ -317,11 +317,8 @@ def test_offload_moves_what_is_trained_and_never_the_frozen_base():
 
 def test_recomputation():
     it = plan(DENSE, 8)
-    update = {
-        layers: parts(estimate(it, Settings(recompute_num_layers=layers)), "update")
-        for layers in (7, 28)
-    }
-    none = parts(estimate(it, Settings(recompute=False)), "update")
+    update = {layers: of_update(it, recompute_num_layers=layers) for layers in (7, 28)}
+    none = of_update(it, recompute=False)
     layer = layer_activations(it, 2560, 1) / GB
     assert none["activations kept"] == pytest.approx(28 * layer) and "layer inputs kept" not in none
     assert update[7]["activations kept"] == pytest.approx(21 * layer)

@@ -3,7 +3,6 @@ have wrong.
 """
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,49 +11,12 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, read_shape
-from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
-from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.writer import to_config
 from tests.families.public_models import MODELS
-
-NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
-PUBLISHED = {
-    "qwen3_30b_a3b": "qwen3_30b_a3b",
-    "qwen15_moe_a27b": "qwen15_moe_a2_7b",
-    "qwen25_7b": "qwen25_7b",
-    "qwen25_1_5b": "qwen25_1_5b",
-}
-
-
-@pytest.mark.parametrize("name", NPU_CONFIGS)
-def test_the_configs_are_legal_and_fit(name):
-    raw = compose(name)
-    shape = shape_of_model(read_recipe(raw))
-    known = NAMED_SHAPES[PUBLISHED[shape.name]]
-    left_out = {"name", "norm_topk_prob", "rope_theta"}
-    assert {key: value for key, value in vars(shape).items() if key not in left_out} == {
-        key: value for key, value in vars(known).items() if key not in left_out
-    }
-
-    width = 8 if "2x8" in name else 16
-    plan = plan_of(read_recipe(raw), shape, width)
-    npus = re.search(r"_(?:(\d+)x)?(\d+)npu", name)
-    assert plan.layout.world == int(npus[1] or 1) * int(npus[2]) and plan.layout.nodes == int(
-        npus[1] or 1
-    )
-    assert (
-        plan.layout.tp == raw["actor_config"]["tensor_model_parallel_size"]
-        and plan.lora
-        and plan.share_backbone
-    )
-    assert plan.layout.infer_ep == raw["generate_config"]["infer_expert_parallel_size"]
-    assert plan.batch.samples_per_prompt == raw["rl_config"]["n_samples_per_prompt"]
-    assert not broken(plan)
-    memory = estimate(plan, settings_of(read_recipe(raw)))
-    assert memory.fits, memory.faults
 
 
 @pytest.fixture
@@ -165,10 +127,6 @@ def test_shape_from_a_config_json(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(written))
     shape = read_shape(tmp_path)
     assert {**vars(shape), "name": ""} == {**vars(NAMED_SHAPES["qwen3_30b_a3b"]), "name": ""}
-    with pytest.raises(
-        ConfigError, match="unknown model 'qwen3_30b_a3', did you mean 'qwen3_30b_a3b'"
-    ):
-        read_shape("qwen3_30b_a3")
 
 
 WRITTEN = {
@@ -203,8 +161,6 @@ WRITTEN = {
         ({"rope_theta": float("nan")}, "rope_theta = nan in config.json: "),
         ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] in config.json is not modelled here"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 in config.json is not modelled here"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config = .* is not modelled here"),
     ],
 )
 def test_a_config_json_that_cannot_be(tmp_path, changed, message):

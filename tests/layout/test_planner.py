@@ -4,13 +4,11 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.layout import planner
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.plan import plan_of
@@ -27,18 +25,15 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
-from tests.layout.dealing import can_run
+from tests import ROOT
+from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 from tests.tasks.gsm8k.tool import run_tool
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "grpo_qwen3_30b_a3b_gsm8k_16npu"
 MODEL = ["--model", "qwen3_30b_a3b", "--ranks"]
-QWEN3, QWEN15, DENSE = (
-    NAMED_SHAPES[name] for name in ("qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b")
-)
 
 
-def sizes(plan) -> tuple[int, ...]:
+def sizes(plan):
     return tuple(getattr(plan.layout, name) for name in planner.CHANGEABLE)
 
 
@@ -161,8 +156,7 @@ def test_pipeline_waits_for_its_slowest_stage():
 # ---- the command line ----
 
 
-def plan_layout(*arguments: str) -> SimpleNamespace:
-    return run_tool("plan_layout", *arguments)
+plan_layout = partial(run_tool, "plan_layout")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from tests import ROOT, put
 from tests.word_problems import converted
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -126,13 +127,10 @@ def tiny_model(tmp_path_factory):
 
 def raw_config(model_dir, data_dir, **overrides):
     """The quickstart's config as plain dicts; overrides are dotted keys, with __ for the dot."""
-    from pathlib import Path
-
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    configs = Path(__file__).parents[2] / "configs"
-    with initialize_config_dir(str(configs), version_base=None):
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         config = compose(
             "grpo_tiny_moe_cpu",
             [
@@ -143,11 +141,7 @@ def raw_config(model_dir, data_dir, **overrides):
         )
     raw = OmegaConf.to_container(config, resolve=True)
     for key, value in overrides.items():
-        *sections, last = key.split("__")
-        place = raw
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+        put(raw, key.replace("__", "."), value)
     return raw
 
 

@@ -30,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
@@ -57,7 +56,7 @@ SAYS = {  # what the reason of a run that ended must have
 }
 
 
-def command(model: Path, runs: Path) -> list[str]:
+def command(model, runs):
     return [
         "--config-name",
         "grpo_tiny_moe_cpu",
@@ -79,13 +78,13 @@ def command(model: Path, runs: Path) -> list[str]:
     ]
 
 
-def drive() -> None:
+def drive():
     """cli/train_grpo.py, whose part of the loop at each moment is in the file that MARK names."""
     from mindspeed_qerl.runs.progress import Progress
 
     said, file = Progress.phase, Path(os.environ[MARK])
 
-    def phase(progress: Progress, text: str) -> None:
+    def phase(progress, text):
         file.write_text(text)
         said(progress, text)
 
@@ -94,7 +93,7 @@ def drive() -> None:
     runpy.run_path("cli/train_grpo.py", run_name="__main__")
 
 
-def held(run: RunDirectory, iteration: int) -> dict:
+def held(run, iteration):
     """What a checkpoint says, with a hash of each tensor in the place of its files (whose bytes
     differ from run to run).
     """
@@ -109,7 +108,7 @@ def held(run: RunDirectory, iteration: int) -> dict:
     }
 
 
-def recorded(run: RunDirectory) -> list[dict]:
+def recorded(run):
     """Everything that a run writes step by step, times aside, and what its checkpoints hold."""
     files = (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file)
     states = [held(run, each) for each in checkpoint_iterations(run.checkpoints_dir)]
@@ -131,7 +130,7 @@ class Place:
     model: Path
     runs: Path = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.runs, self.temporary = (
             self.folder / "runs",
             Path(tempfile.mkdtemp(prefix="e", dir="/tmp")),
@@ -148,12 +147,12 @@ class Place:
             "RAY_worker_niceness": "0",
         }
 
-    def close(self) -> None:
+    def close(self):
         subprocess.run(["umount", self.runs], check=True)
         shutil.rmtree(self.folder)
         shutil.rmtree(self.temporary)
 
-    def start(self) -> psutil.Popen:
+    def start(self):
         """The run, or what is left to do of it."""
         self.phase_file.write_text("starting")
         with open(self.folder / "output", "w") as output:
@@ -166,22 +165,22 @@ class Place:
                 start_new_session=True,
             )
 
-    def room(self, size: int) -> None:
+    def room(self, size):
         """The file system of the runs has `size` bytes."""
         subprocess.run(["mount", "-o", f"remount,size={size}", self.runs], check=True)
 
-    def seconds_in_phase(self) -> float:
+    def seconds_in_phase(self):
         """Since when the run is in this part of the loop."""
         return time.time() - self.phase_file.stat().st_mtime
 
-    def room_left(self) -> int:
+    def room_left(self):
         return os.statvfs(self.runs).f_bfree
 
-    def used(self) -> int:
+    def used(self):
         disk = os.statvfs(self.runs)
         return (disk.f_blocks - disk.f_bfree) * disk.f_frsize
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """Those of the run, whoever their parent is."""
         found = []
         for process in psutil.process_iter():
@@ -195,16 +194,16 @@ class Place:
                 pass
         return found
 
-    def all_runs(self) -> list[RunDirectory]:
+    def all_runs(self):
         return [RunDirectory.open(path.parent) for path in self.runs.glob("*/*/status.json")]
 
-    def step(self) -> int:
+    def step(self):
         return max((run.status()["step"] for run in self.all_runs()), default=0)
 
-    def finished(self) -> RunDirectory | None:
+    def finished(self):
         return next((run for run in self.all_runs() if run.status()["state"] == "finished"), None)
 
-    def amiss(self) -> list[str]:
+    def amiss(self):
         """What a run that has ended should not have left."""
         _, alive = psutil.wait_procs(self.processes(), timeout=30)
         faults = [f"alive: {process.pid} {' '.join(process.cmdline()[:3])}" for process in alive]
@@ -225,7 +224,7 @@ class Place:
                     faults.append(str(error))
         return faults
 
-    def said(self) -> str:
+    def said(self):
         """The run's reason."""
         lines = (self.folder / "output").read_text().splitlines()
         if any(line.startswith("Traceback") for line in lines):
@@ -242,7 +241,7 @@ class Unbroken:
     rows: list[dict]
 
 
-def measure(place: Place) -> Unbroken:
+def measure(place):
     started, before = time.monotonic(), place.used()
     if place.start().wait():
         raise SystemExit((place.folder / "output").read_text())
@@ -252,7 +251,7 @@ def measure(place: Place) -> Unbroken:
     return Unbroken(seconds, place.used() - before, recorded(place.finished()))
 
 
-def has_ended(process: psutil.Popen, seconds: float) -> bool:
+def has_ended(process, seconds):
     """Waits for that long, at most."""
     try:
         process.wait(timeout=seconds)
@@ -261,7 +260,7 @@ def has_ended(process: psutil.Popen, seconds: float) -> bool:
     return True
 
 
-def moment(process: psutil.Popen, place: Place, draw: random.Random, seconds: float) -> str | None:
+def moment(process, place, draw, seconds):
     """Waits for a moment that is drawn; the part of the loop that the run is in then, None if it
     has ended.
     """
@@ -277,7 +276,7 @@ def moment(process: psutil.Popen, place: Place, draw: random.Random, seconds: fl
     return place.phase_file.read_text() or "between"
 
 
-def victim_of(place: Place, draw: random.Random) -> tuple[psutil.Process, str]:
+def victim_of(place, draw):
     """A process of the run, and what it is."""
     victim = draw.choice(place.processes())
     words = " ".join(victim.cmdline()[:3])
@@ -290,9 +289,7 @@ def victim_of(place: Place, draw: random.Random) -> tuple[psutil.Process, str]:
     return victim, next((name for mark, name in names.items() if mark in words), "another of Ray's")
 
 
-def disturb(
-    kind: str, place: Place, draw: random.Random, unbroken: Unbroken
-) -> tuple[psutil.Popen, str | None]:
+def disturb(kind, place, draw, unbroken):
     """Start the run, and disturb it; what was done (None if it ended before)."""
     if kind == "full disk":
         # most bytes are checkpoints': half of the disks are full before one
@@ -310,7 +307,7 @@ def disturb(
     return process, f"{name} in {phase}"
 
 
-def wrong_words(said: str, kind: str | None) -> str | None:
+def wrong_words(said, kind):
     """What is wrong with the reason of a run that ended."""
     if not said or said.startswith("TRACEBACK"):
         return "no reason in words"
@@ -318,12 +315,12 @@ def wrong_words(said: str, kind: str | None) -> str | None:
 
 
 def run_through(
-    kinds: list[str],
-    place: Place,
-    draw: random.Random,
-    unbroken: Unbroken,
-    keep: Callable[[dict], None],
-) -> None:
+    kinds,
+    place,
+    draw,
+    unbroken,
+    keep,
+):
     """One run to its end, disturbed as `kinds` says, from which is taken what was done."""
     while not place.finished():
         kind = kinds[-1] if kinds else None
@@ -375,7 +372,7 @@ def run_through(
             raise SystemExit("an undisturbed run failed")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -394,7 +391,7 @@ def main() -> int:
     kinds = ["kill"] * arguments.kills + ["full disk"] * arguments.full_disks
     draw.shuffle(kinds)
 
-    def keep(line: dict) -> None:
+    def keep(line):
         lines.append(line)
         print(f"{len(kinds):4} left;", *line.values(), sep="; ", flush=True)
 

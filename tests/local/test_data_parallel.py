@@ -18,34 +18,41 @@ from .conftest import make_model, recipe_of, run_ranks
 MINI, MINIS = 12, 2  # answers of an update, and updates
 ONE = (1, MINI)
 LAYOUTS = [(1, 5), (3, 1), (3, 4)]  # ranks, answers of a micro-batch
-GSPO = {"loss_mode": "gspo", "clip_ratio_low": 0.01, "clip_ratio_high": 0.02}
-OPTIONS = {  # name: (of Algorithm, of Correction, answers that are cut off and masked)
-    "vanilla": ({}, {}, ""),
-    "gspo": (GSPO, {}, ""),
-    "cispo": ({"loss_mode": "cispo"}, {}, ""),
-    "dual clip": ({"clip_ratio_c": 1.2}, {}, ""),
-    "seq-mean-token-sum": ({"loss_agg_mode": "seq-mean-token-sum"}, {}, ""),
-    "seq-mean-token-mean": ({"loss_agg_mode": "seq-mean-token-mean"}, {}, ""),
-    "seq-mean-token-sum-norm": (
-        {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0},
-        {},
-        "",
+
+
+def option(cut="", correction=None, **algorithm):
+    """(of Algorithm, of Correction, answers that are cut off and masked)"""
+    return algorithm, correction or {}, cut
+
+
+ICEPOP = {"method": "icepop", "cap": 1.3, "floor": 0.8}
+OPTIONS = {
+    "vanilla": option(),
+    "gspo": option(loss_mode="gspo", clip_ratio_low=0.01, clip_ratio_high=0.02),
+    "cispo": option(loss_mode="cispo"),
+    "dual clip": option(clip_ratio_c=1.2),
+    "seq-mean-token-sum": option(loss_agg_mode="seq-mean-token-sum"),
+    "seq-mean-token-mean": option(loss_agg_mode="seq-mean-token-mean"),
+    "seq-mean-token-sum-norm": option(
+        loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=20.0
     ),
-    "token_tis": ({}, {"method": "token_tis", "cap": 1.3}, ""),
-    "sequence_tis": ({}, {"method": "sequence_tis", "cap": 1.3}, ""),
-    "icepop": ({}, {"method": "icepop", "cap": 1.3, "floor": 0.8}, ""),
-    "geometric_mask": ({}, {"method": "geometric_mask", "cap": 1.1, "floor": 0.9}, ""),
-    "KL k3": ({"kl_coefficient": 0.3}, {}, ""),
-    "KL k1": ({"kl_coefficient": 0.3, "kl_penalty": "kl"}, {}, ""),
-    "KL in the reward": ({"kl_coefficient": 0.3, "use_kl_in_reward": True}, {}, ""),
-    "entropy bonus": ({"entropy_coefficient": 0.2}, {}, ""),
-    "cut off": ({}, {}, "a third"),
-    "cut off, all together": (
-        {"loss_agg_mode": "seq-mean-token-mean", "kl_coefficient": 0.3, "entropy_coefficient": 0.2},
-        {"method": "icepop", "cap": 1.3, "floor": 0.8},
+    "token_tis": option(correction={"method": "token_tis", "cap": 1.3}),
+    "sequence_tis": option(correction={"method": "sequence_tis", "cap": 1.3}),
+    "icepop": option(correction=ICEPOP),
+    "geometric_mask": option(correction={"method": "geometric_mask", "cap": 1.1, "floor": 0.9}),
+    "KL k3": option(kl_coefficient=0.3),
+    "KL k1": option(kl_coefficient=0.3, kl_penalty="kl"),
+    "KL in the reward": option(kl_coefficient=0.3, use_kl_in_reward=True),
+    "entropy bonus": option(entropy_coefficient=0.2),
+    "cut off": option("a third"),
+    "cut off, all together": option(
         "a third",
+        ICEPOP,
+        loss_agg_mode="seq-mean-token-mean",
+        kl_coefficient=0.3,
+        entropy_coefficient=0.2,
     ),
-    "cut off, all of an update": ({"loss_agg_mode": "seq-mean-token-sum"}, {}, "an update"),
+    "cut off, all of an update": option("an update", loss_agg_mode="seq-mean-token-sum"),
 }
 
 

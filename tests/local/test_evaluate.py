@@ -5,11 +5,9 @@ That a run's checkpoint gives the answers that the run gave is in test_run.py.
 """
 
 import json
-import runpy
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,11 +21,9 @@ from mindspeed_qerl.recipe.types import LoRA, Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from tests.tasks.gsm8k.tool import run_tool
 
 from .conftest import raw_config
-
-ROOT = Path(__file__).parents[2]
-TOOL = ROOT / "tools" / "evaluate.py"
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +46,8 @@ def peft_model(tiny_model, tmp_path_factory):
     return folder, model.eval()
 
 
-def run_tool(monkeypatch, *arguments):
-    """Its exit status; in this process: importing vLLM takes longer than all the rest."""
-    monkeypatch.setattr(sys, "argv", [str(TOOL), *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(TOOL), run_name="__main__")
-    return end.value.code
-
-
 def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
-    tiny_model, peft_model, tmp_path, monkeypatch, capsys
+    tiny_model, peft_model, tmp_path
 ):
     import torch
     import transformers
@@ -77,8 +65,9 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
         "verifier": "gsm8k",
         "kv-cache-gib": 1,
     }
-    assert run_tool(monkeypatch, *(f"--{name}={value}" for name, value in options.items())) == 0
-    printed = capsys.readouterr().out
+    done = run_tool("evaluate", *(f"--{name}={value}" for name, value in options.items()))
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout
     assert "data/test_chat.parquet, 16 questions, verifier gsm8k" in printed
     greedy, sampled = (
         read_jsonl(tmp_path / "out/greedy.jsonl"),
@@ -260,7 +249,7 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    "given, error, message",
     [
         (
             {"quantization": Quantization("nvfp4", "beside"), "dtype": "bfloat16"},
@@ -334,7 +323,7 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "arguments, message",
     [
         (["--model", "m"], "give --run, or --model, --data and --output"),
         (["--run", "r", "--adapter", "a"], "its adapters are its own"),
@@ -349,11 +338,11 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
         (["--run", "r", "--hardware-error", "rust"], "invalid choice: 'rust'"),
     ],
 )
-def test_wrong_arguments(arguments, message, monkeypatch, capsys):
-    assert run_tool(monkeypatch, *arguments) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_arguments(arguments, message):
+    done = run_tool("evaluate", *arguments)
+    assert done.returncode == 2 and message in done.stderr
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path, monkeypatch, capsys):
-    assert run_tool(monkeypatch, "--run", tmp_path) == 1
-    assert str(tmp_path) in capsys.readouterr().err
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    done = run_tool("evaluate", "--run", tmp_path)
+    assert done.returncode == 1 and str(tmp_path) in done.stderr

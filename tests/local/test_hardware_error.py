@@ -192,4 +192,5 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
     greedy = [
         engine.generate(few, 1, seed, sampling, hardware_error=gaussian)[0] for seed in (0, 1)
     ]
-    assert greedy[0] != greedy[1], "errors are drawn anew, where nothing else is"
+    # errors are drawn anew, where nothing else is
+    assert greedy[0] != greedy[1]

@@ -80,6 +80,12 @@ def random_batch(count=8, vocab=96):
     )
 
 
+def share_of(rank, batch, layout):
+    """A rank's rows: their places in the batch, and the batch of them."""
+    [rows] = deal(batch.lengths, len(batch), layout.dp)[data_rank(rank, layout)]
+    return rows, batch.rows(rows)
+
+
 def exported(trainer):
     """HF name -> tensor: what the rank's parameters are as Hugging Face's tensors, the whole ones
     on the first rank of a tensor parallel group.
@@ -159,8 +165,7 @@ def train_rank(rank, configs, folder):
     batch = random_batch()
     for family, config in configs.items():
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
-        [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
-        shard = batch.rows(rows)
+        rows, shard = share_of(rank, batch, config.layout)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
             "report": trainer.describe(),
@@ -206,9 +211,7 @@ def resume_rank(rank, config, saved, folder):
 
     torch.set_num_threads(1)
     trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
-    batch = random_batch()
-    [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
-    shard = batch.rows(rows)
+    _, shard = share_of(rank, random_batch(), config.layout)
     trainer.restore(saved, SAVED, SAVED)
     torch.save(
         {

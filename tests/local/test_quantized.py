@@ -19,8 +19,7 @@ from mindspeed_qerl.runs.checks import sync_faults
 from .conftest import FEW_FAMILIES
 from .test_rollout import (
     SAMPLING,
-    SCHEDULE,
-    STEP,
+    assert_answers_are_of_the_noisy_policy,
     changed_weights,
     factors,
     noisy_engine,
@@ -178,15 +177,7 @@ def test_the_proof_of_a_sync_reads_what_the_kernels_have(engine, model_dir, name
 def test_answers_carry_the_logprobs_of_the_quantised_policy_with_its_noise(engine, model_dir):
     requantize(engine, "nvfp4")
     sync(engine, changed_weights(model_dir))
-    prompts = [row[:8] for row in sequences()]
-    groups, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
-    assert report.sigma == SCHEDULE.sigma(STEP) > 0
-    answers = [(prompt, answer) for prompt, group in zip(prompts, groups) for answer in group]
-    scored = engine.logprobs(
-        [prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP
-    )
-    for (prompt, answer), logprobs in zip(answers, scored, strict=True):
-        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1 :], atol=1e-5)
+    prompts, _ = assert_answers_are_of_the_noisy_policy(engine)
     as_synced, _ = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, quantized=False)
     quantized, engine.quantized = engine.quantized, None
     try:

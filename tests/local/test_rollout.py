@@ -147,26 +147,32 @@ def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
     assert np.abs(clean - reference_logprobs(reference_model(model_dir))).max() > 0.05
 
 
-def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, model_dir):
-    """The logprobs returned with sampled tokens are those the noisy model gives when it is fed the
-    same tokens.
-    """
-    sync(engine, changed_weights(model_dir))
+def assert_answers_are_of_the_noisy_policy(engine):
+    """By their logprobs; the prompts, and the report of the noise."""
     prompts = [row[:8] for row in sequences()]
     completions, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
     assert report.sigma == SCHEDULE.sigma(STEP) > 0
-    if "experts" in str(engine.model):
-        assert report.layers == 2 and all(
-            name.endswith("post_attention_layernorm") for name in report.names
-        )
-    else:
-        assert report.layers == 5  # two a layer, and the final one
     answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
     scored = engine.logprobs(
         [prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP
     )
     for (prompt, answer), logprobs in zip(answers, scored, strict=True):
         np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1 :], atol=1e-5)
+    return prompts, report
+
+
+def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, model_dir):
+    """The logprobs returned with sampled tokens are those the noisy model gives when it is fed the
+    same tokens.
+    """
+    sync(engine, changed_weights(model_dir))
+    _, report = assert_answers_are_of_the_noisy_policy(engine)
+    if "experts" in str(engine.model):
+        assert report.layers == 2 and all(
+            name.endswith("post_attention_layernorm") for name in report.names
+        )
+    else:
+        assert report.layers == 5  # two a layer, and the final one
 
 
 def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(engine, model_dir):
@@ -228,9 +234,8 @@ def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(eng
             )
     computed.clear()
     engine.generate(prompts, 4, seed=1, sampling=sampling, hardware_error=dict(kinds=["gaussian"]))
-    assert sum(computed) == 3 * 4 * (40 + 6 - 1), (
-        "on other hardware each answer has errors of its own"
-    )
+    # on other hardware each answer has errors of its own
+    assert sum(computed) == 3 * 4 * (40 + 6 - 1)
     hook.remove()
 
 

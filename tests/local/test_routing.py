@@ -5,6 +5,7 @@ routes of another run, transformers with those experts forced upon it.
 import os
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ import torch
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.families import read_shape
-from mindspeed_qerl.local.batch import build_batch, deal
-from mindspeed_qerl.local.loop import data_rank
+from mindspeed_qerl.local.batch import build_batch
 
 from .conftest import make_model, recipe_of, run_ranks
 from .test_megatron import (
@@ -21,6 +21,7 @@ from .test_megatron import (
     assembled,
     move_b,
     random_batch,
+    share_of,
     transformers_logprobs,
     whole_gradients,
 )
@@ -151,8 +152,7 @@ def replay_rank(rank, configs, folder):
     batch = other_routes(random_batch())
     for family, config in configs.items():
         trainer = TrainRank(config, rank, f"file://{folder}/{family}")
-        [rows] = deal(batch.lengths, len(batch), config.layout.dp)[data_rank(rank, config.layout)]
-        shard = batch.rows(rows)
+        rows, shard = share_of(rank, batch, config.layout)
         move_b(trainer)
         factors = deepcopy(trainer.adapter_factors())  # training changes what it names
         result = {
@@ -177,36 +177,27 @@ def replay_rank(rank, configs, folder):
 
 @pytest.fixture(scope="module")
 def results(dirs, data_dir, tmp_path_factory):
-    made = {}
-
+    @cache
     def of(layout, family):
-        if (layout, family) not in made:
-            ranks, tp, pp, ep, recompute = LAYOUTS[layout]
-            folder = tmp_path_factory.mktemp("ranks")
-            again = (
-                RECOMPUTE | {"megatron_training__recompute_num_layers": recompute}
-                if recompute
-                else {}
-            )
-            config = recipe_of(
-                dirs[family],
-                data_dir,
-                **again,
-                rl_config__actor_resource__num_npus=ranks,
-                rl_config__init_kl_coef=0.0,
-                actor_config__tensor_model_parallel_size=tp,
-                actor_config__pipeline_model_parallel_size=pp,
-                actor_config__expert_model_parallel_size=ep,
-                actor_config__micro_batch_size=2,
-                actor_config__clip_grad=0.0,
-                algorithm__routing_replay="rollout",
-            )
-            run_ranks(replay_rank, ranks, {family: config}, str(folder))
-            made[layout, family] = [
-                torch.load(folder / f"{family}{rank}.pt", weights_only=False)
-                for rank in range(ranks)
-            ]
-        return made[layout, family]
+        ranks, tp, pp, ep, recompute = LAYOUTS[layout]
+        folder = tmp_path_factory.mktemp("ranks")
+        again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute}
+        config = recipe_of(
+            dirs[family],
+            data_dir,
+            **(again if recompute else {}),
+            rl_config__actor_resource__num_npus=ranks,
+            rl_config__init_kl_coef=0.0,
+            actor_config__tensor_model_parallel_size=tp,
+            actor_config__pipeline_model_parallel_size=pp,
+            actor_config__expert_model_parallel_size=ep,
+            actor_config__micro_batch_size=2,
+            actor_config__clip_grad=0.0,
+            algorithm__routing_replay="rollout",
+        )
+        run_ranks(replay_rank, ranks, {family: config}, str(folder))
+        files = (folder / f"{family}{rank}.pt" for rank in range(ranks))
+        return [torch.load(file, weights_only=False) for file in files]
 
     return of
 
@@ -216,37 +207,28 @@ def oracle(dirs, results):
     """Of transformers with the experts forced and the adapters merged: log-probs, and gradients of
     every weight.
     """
-    made = {}
 
+    @cache
     def of(family):
-        if family not in made:
-            batch = other_routes(random_batch())
-            model = forced_model(dirs[family], batch)
-            factors = {
-                name: entry
-                for result in results("one rank", family)
-                for name, entry in result["factors"].items()
-            }
-            add_adapters(model, factors)
-            tokens, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)
-            logprobs = (
-                model(tokens)
-                .logits[:, :-1]
-                .log_softmax(-1)
-                .gather(-1, tokens[:, 1:, None])
-                .squeeze(-1)
-            )
-            gain = (
-                torch.from_numpy(batch.advantages)[:, None] * (logprobs - logprobs.detach()).exp()
-            )
-            (-(gain * mask).sum() / mask.sum()).backward()
-            made[family] = dict(
-                logprobs=logprobs.detach().numpy() * batch.mask,
-                weights=hf_gradients(model),
-                batch=batch,
-                factors=factors,
-            )
-        return made[family]
+        batch = other_routes(random_batch())
+        model = forced_model(dirs[family], batch)
+        factors = {
+            name: entry
+            for result in results("one rank", family)
+            for name, entry in result["factors"].items()
+        }
+        add_adapters(model, factors)
+        tokens, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)
+        logits = model(tokens).logits[:, :-1]
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        gain = torch.from_numpy(batch.advantages)[:, None] * (logprobs - logprobs.detach()).exp()
+        (-(gain * mask).sum() / mask.sum()).backward()
+        return dict(
+            logprobs=logprobs.detach().numpy() * batch.mask,
+            weights=hf_gradients(model),
+            batch=batch,
+            factors=factors,
+        )
 
     return of
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,8 +15,7 @@ from mindspeed_qerl.local.checkpoint import read_state
 from mindspeed_qerl.local.evaluate import evaluate, of_run
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
-
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
 
 
 def start(model, runs, *overrides):

@@ -37,6 +37,10 @@ def sampled(rewards, completions=ANSWERS, prompts=((5, 6), (5, 6), (7,), (7,))):
     return answers
 
 
+def pair(completions):
+    return sampled([0, 1], completions, [[5], [5]])
+
+
 def selected(rewards, completions=ANSWERS, logprobs_before=None, **options):
     return select(sampled(rewards, completions), recipe(**options), logprobs_before)
 
@@ -124,8 +128,8 @@ def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
 def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
     answers = [ANSWERS[0], Completion([3, 4], logprobs, False)]
     with pytest.raises(WorkerError, match=rf"vLLM gave {given} of the answer '\?' to '2\+2\?'"):
-        check_answers(sampled([0, 1], answers, [[5], [5]]), None)
-    check_answers(sampled([0, 1], ANSWERS[:2], [[5], [5]]), None)
+        check_answers(pair(answers), None)
+    check_answers(pair(ANSWERS[:2]), None)
 
 
 @pytest.mark.parametrize(
@@ -149,9 +153,9 @@ def test_routes_that_cannot_be_name_the_answer(routes, fault):
     with pytest.raises(
         WorkerError, match=rf"the answer '\?' to '2\+2\?': {fault}.*algorithm.routing_replay"
     ):
-        check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
+        check_answers(pair(answers), routers)
     answers[1] = replace(answers[1], routes=good)
-    check_answers(sampled([0, 1], answers, [[5], [5]]), routers)
+    check_answers(pair(answers), routers)
 
 
 def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_trained():

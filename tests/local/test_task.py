@@ -43,15 +43,6 @@ def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):
         assert ids[0] == tokenizer.eos_token_id and tokenizer.decode(ids[-1]) == "####"
 
 
-def test_long_prompts_are_left_out_and_counted(tokenizer, data_dir):
-    path = data_dir / "train_chat.parquet"
-    lengths = sorted(len(ids) for ids in Prompts(path, tokenizer, "plain", 96).prompts)
-    task = Prompts(path, tokenizer, "plain", lengths[0])
-    assert task.dropped == sum(length > lengths[0] for length in lengths) > 0
-    with pytest.raises(ConfigError, match="is longer than rl_config.max_prompt_length = 3 tokens"):
-        Prompts(path, tokenizer, "plain", 3)
-
-
 DATED = "{{ strftime_now('%Y %d %H') }} {% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"
 
 

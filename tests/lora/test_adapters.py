@@ -1,5 +1,6 @@
 """Adapters against PEFT's own layer, and their bookkeeping against counts by hand."""
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -34,7 +35,6 @@ def model(seed=0):
 
 
 def test_forward_merge_and_gradients_are_pefts():
-    peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     base = nn.Linear(6, 10, bias=False)
     theirs = peft.get_peft_model(

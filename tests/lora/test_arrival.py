@@ -17,7 +17,7 @@ NAMES = (
 )
 
 
-def model(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
+def model(seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     shapes = {name: (16,) if "norm" in name else (16, 16) for name in NAMES}
     return {
@@ -25,11 +25,15 @@ def model(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
     }
 
 
-def parts(tensors: dict[str, torch.Tensor]) -> list[Held]:
-    return [Held(name, tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()]
+def parts(tensors):
+    return [
+        Held(name, tensor, (0,) * tensor.dim())
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
 
 
-def synced(*models: dict[str, torch.Tensor], elements: int = 64) -> Arrival:
+def synced(*models, elements=64):
     """One sync of each."""
     arrival = Arrival(elements)
     for tensors in models:
@@ -39,56 +43,56 @@ def synced(*models: dict[str, torch.Tensor], elements: int = 64) -> Arrival:
     return arrival
 
 
-def swapped(held, sent, before):
-    gate, up = NAMES[1], NAMES[2]
-    held[gate], held[up] = sent[up], sent[gate]
-
-
 PLANTED = {
-    # report: (what happens to the rollout model, the tensors that are named, the word for it)
+    # report: (what the rollout model has otherwise than was sent, the tensors that are named, the
+    # word for it)
     "never delivered": (
-        lambda held, sent, before: held.update(before),
+        lambda sent, before: before,
         NAMES,
         "it is still what the sync before had sent",
     ),
     "one stale after wake-up": (
-        lambda held, sent, before: held.update({NAMES[0]: before[NAMES[0]]}),
+        lambda sent, before: {NAMES[0]: before[NAMES[0]]},
         NAMES[:1],
         "it is still what the sync before had sent",
     ),
     "routed experts all zero": (
-        lambda held, sent, before: held.update({n: torch.zeros(16, 16) for n in NAMES[3:5]}),
+        lambda sent, before: {n: torch.zeros(16, 16) for n in NAMES[3:5]},
         NAMES[3:5],
         "all of it is 0",
     ),
     "moved but transposed": (
-        lambda held, sent, before: held.update({NAMES[0]: sent[NAMES[0]].t()}),
+        lambda sent, before: {NAMES[0]: sent[NAMES[0]].t()},
         NAMES[:1],
         "it is transposed",
     ),
-    "gate and up exchanged": (swapped, NAMES[1:3], "it is model.layers.0.mlp."),
+    "gate and up exchanged": (
+        lambda sent, before: {NAMES[1]: sent[NAMES[2]], NAMES[2]: sent[NAMES[1]]},
+        NAMES[1:3],
+        "it is model.layers.0.mlp.",
+    ),
     "expert in the place of another": (
-        lambda held, sent, before: held.update({NAMES[3]: sent[NAMES[4]]}),
+        lambda sent, before: {NAMES[3]: sent[NAMES[4]]},
         NAMES[3:4],
         f"it is {NAMES[4]}",
     ),
     "bound to no module": (
-        lambda held, sent, before: held.pop(NAMES[2]),
+        lambda sent, before: {NAMES[2]: None},
         NAMES[2:3],
         "no module of the rollout model has it",
     ),
     "not a number": (
-        lambda held, sent, before: held.update({NAMES[5]: torch.full((16,), torch.nan)}),
+        lambda sent, before: {NAMES[5]: torch.full((16,), torch.nan)},
         NAMES[5:],
         "it has NaN",
     ),
     "scaled twice": (
-        lambda held, sent, before: held.update({NAMES[0]: 2 * sent[NAMES[0]]}),
+        lambda sent, before: {NAMES[0]: 2 * sent[NAMES[0]]},
         NAMES[:1],
         "64 of 64 sampled elements differ",
     ),
     "noise of the sync before is still on": (
-        lambda held, sent, before: held.update({NAMES[5]: sent[NAMES[5]] + 0.05}),
+        lambda sent, before: {NAMES[5]: sent[NAMES[5]] + 0.05},
         NAMES[5:],
         "16 of 16 sampled elements differ",
     ),
@@ -101,8 +105,7 @@ def test_a_planted_failure_is_named(report):
     before, sent = model(1), model(2)
     arrival = synced(before, sent)
     assert arrival.failures(parts(sent)) == []
-    held = dict(sent)
-    plant(held, sent, before)
+    held = sent | plant(sent, before)
     failures = arrival.failures(parts(held))
     assert [failure.name for failure in failures] == sorted(names)
     assert all(failure.problem.startswith(problem) for failure in failures)

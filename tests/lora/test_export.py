@@ -3,6 +3,7 @@ read what is exported.
 """
 
 import enum
+import functools
 import importlib
 import json
 import os
@@ -13,8 +14,10 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -48,10 +51,9 @@ MIXTURE = {
     for i in range(EXPERTS)
     for name, shape in mlp_shapes(f"mlp.experts.{i}", EXPERT_FFN).items()
 }
+DENSE = SHAPES | mlp_shapes("mlp", FFN)
 FAMILIES = {
-    "llama": SHAPES | mlp_shapes("mlp", FFN),
-    "qwen2": SHAPES | mlp_shapes("mlp", FFN),
-    "qwen3": SHAPES | mlp_shapes("mlp", FFN),
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), DENSE),
     "qwen3_moe": SHAPES | MIXTURE,
     "qwen2_moe": SHAPES | MIXTURE | mlp_shapes("mlp.shared_expert", SHARED_FFN),
 }
@@ -203,10 +205,7 @@ def write_checkpoint(
 
 
 def assert_same(found, expected):
-    assert found.weights.keys() == expected.weights.keys()
-    for module, pair in expected.weights.items():
-        for tensor, other in zip(found.weights[module], pair, strict=True):
-            assert tensor.dtype == other.dtype and torch.equal(tensor, other), module
+    torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=0)
     assert (found.rank, found.alpha, found.iteration) == (
         expected.rank,
         expected.alpha,
@@ -215,17 +214,15 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "tp", "stages", "ep"),
+    "family, tp, stages, ep",
     [
         ("llama", 2, (1, 1), 1),
         ("qwen2", 1, (2,), 1),
         ("qwen2", 2, (2, 1), 1),
         ("qwen3", 2, (1, 1), 1),
         ("qwen3_moe", 1, (2,), 1),
-        ("qwen3_moe", 1, (2,), 2),
         ("qwen3_moe", 2, (2,), 1),
         ("qwen3_moe", 2, (1, 2), 2),
-        ("qwen3_moe", 1, (1, 1), 1),
         ("qwen2_moe", 1, (2,), 4),
         ("qwen2_moe", 2, (1, 1), 2),
     ],
@@ -357,12 +354,9 @@ def virtual_stages(rank, state):
 
 
 def single_experts(rank, state):
-    state["model"][
-        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.lora_A.default.weight"
-    ] = torch.ones(2, 2)
-    state["model"][
-        "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.lora_B.default.weight"
-    ] = torch.ones(2, 2)
+    module = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1"
+    for side in "AB":
+        state["model"][f"{module}.lora_{side}.default.weight"] = torch.ones(2, 2)
 
 
 def adapted_head(rank, state):
@@ -370,7 +364,7 @@ def adapted_head(rank, state):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change, message",
     [
         (spoil_replica, r"mlp.linear_fc1.lora_A: ranks that should hold the same tensor do not"),
         (
@@ -432,12 +426,9 @@ def test_incomplete_checkpoints(tmp_path):
 @pytest.fixture(scope="module")
 def base_model(tmp_path_factory):
     """base_model(family) -> folder of a random model in three files, made once."""
-    transformers = pytest.importorskip("transformers")
-    made = {}
 
+    @functools.cache
     def get(family):
-        if family in made:
-            return made[family]
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(
             family,
@@ -460,13 +451,13 @@ def base_model(tmp_path_factory):
             eos_token_id=1,
             max_position_embeddings=64,
         )
-        made[family] = tmp_path_factory.mktemp(family) / "base"
+        folder = tmp_path_factory.mktemp(family) / "base"
         model = transformers.AutoModelForCausalLM.from_config(config)
-        model.save_pretrained(made[family], max_shard_size="20KB")
-        (made[family] / "tokenizer.json").write_text("{}")
-        (made[family] / "pytorch_model.bin").write_text("an older copy")
-        assert len(list(made[family].glob("*.safetensors"))) > 1
-        return made[family]
+        model.save_pretrained(folder, max_shard_size="20KB")
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "pytorch_model.bin").write_text("an older copy")
+        assert len(list(folder.glob("*.safetensors"))) > 1
+        return folder
 
     return get
 
@@ -479,18 +470,17 @@ def tensors_of(folder):
     }
 
 
+def load(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 def test_peft_and_the_merged_model_agree(tmp_path, base_model, family):
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     adapters, base = make_adapters(family, 2), base_model(family)
     save_peft(adapters, base, tmp_path / "adapter")
     save_merged(adapters, base, tmp_path / "merged")
     tokens = torch.arange(1, 33).view(2, 16)
-
-    def load(folder):
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
     with torch.no_grad():
         plain, merged = load(base)(tokens).logits, load(tmp_path / "merged")(tokens).logits
         wrapped = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapter")
@@ -506,19 +496,16 @@ def test_peft_and_the_merged_model_agree(tmp_path, base_model, family):
 def test_a_peft_adapter_comes_back(tmp_path, base_model, family):
     adapters = make_adapters(family, 2, torch.bfloat16)
     save_peft(adapters, base_model(family), tmp_path / "adapter")
-    assert_same(load_peft(tmp_path / "adapter"), Adapters(adapters.weights, R, ALPHA, 0))
+    assert_same(load_peft(tmp_path / "adapter"), replace(adapters, iteration=0))
 
 
 def peft_adapter(folder, base, **settings):
     """An adapter of PEFT's own making, B not zero; the model that it is on."""
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     torch.manual_seed(1)
     config = peft.LoraConfig(
         r=R, lora_alpha=ALPHA, target_modules=["q_proj", "down_proj"], **settings
     )
-    model = peft.get_peft_model(
-        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config
-    )
+    model = peft.get_peft_model(load(base), config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -527,12 +514,10 @@ def peft_adapter(folder, base, **settings):
 
 
 def test_an_adapter_of_peft_is_merged_as_peft_does(tmp_path, base_model):
-    base, transformers = base_model("qwen3"), pytest.importorskip("transformers")
+    base = base_model("qwen3")
     model, tokens = peft_adapter(tmp_path / "adapter", base), torch.arange(1, 17).view(1, 16)
     save_merged(load_peft(tmp_path / "adapter"), base, tmp_path / "merged")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "merged", dtype=torch.float32
-    ).eval()
+    merged = load(tmp_path / "merged")
     with torch.no_grad(), model.disable_adapter():
         assert (model(tokens).logits - merged(tokens).logits).abs().max() > 0.1
     with torch.no_grad():
@@ -561,7 +546,7 @@ def test_an_adapter_of_some_layers_is_merged_too(tmp_path, base_model):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings, message",
     [
         ({"use_dora": True}, "use_dora"),
         ({"use_rslora": True}, "use_rslora"),
@@ -634,12 +619,8 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path, base_model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_merged_weights_are_rounded_once(tmp_path, base_model, dtype):
-    from transformers import AutoModelForCausalLM
-
     base = tmp_path / "base"
-    AutoModelForCausalLM.from_pretrained(base_model("qwen2_moe"), dtype=dtype).save_pretrained(
-        base, max_shard_size="20KB"
-    )
+    load(base_model("qwen2_moe")).to(dtype).save_pretrained(base, max_shard_size="20KB")
     adapters = make_adapters("qwen2_moe", 2, torch.bfloat16)
     save_merged(adapters, base, tmp_path / "merged")
     before, after = tensors_of(base), tensors_of(tmp_path / "merged")
@@ -761,16 +742,8 @@ def test_the_tool(tmp_path, base_model):
     done = run("--output", out)
     assert done.returncode == 0, done.stderr
     assert "iteration 3: 56 modules" in done.stdout and "r 2, alpha 6" in done.stdout
-    written = load_file(out / "adapter_model.safetensors")
-    assert {
-        name.removeprefix("base_model.model."): tensor.shape for name, tensor in written.items()
-    } == {
-        f"{module}.lora_{side}.weight": tensor.shape
-        for module, pair in adapters.weights.items()
-        for side, tensor in zip("AB", pair, strict=True)
-    }
+    assert_same(load_peft(out), replace(adapters, iteration=0))
     config = json.loads((out / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (R, ALPHA)
     assert Path(config["base_model_name_or_path"]).samefile(base)
     again = run("--output", out, "--merged")
     assert again.returncode == 1 and "exists already" in again.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.ascend.contract import PINS, Report
-from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, Check, preflight
+from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, preflight
 from mindspeed_qerl.preflight.machine import ProbeError
 from mindspeed_qerl.recipe.compose import compose
 from tests.fake_box.npu_smi import table
@@ -37,13 +37,11 @@ DRIVER = "/usr/local/Ascend/driver/version.info"
 SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}
 
 
-def npu_smi(
-    count: int, health: dict[int, str] | None = None, used: dict[int, int] | None = None
-) -> str:
+def npu_smi(count, health=None, used=None):
     return table("910C", range(count), health or {}, used or {})
 
 
-def at_the_pin(package: str) -> Report:
+def at_the_pin(package):
     pin = PINS[package]
     return Report(pin, Path("/upstream") / pin.title, pin.content, [])
 
@@ -163,9 +161,7 @@ NO_NPU = dict(smi=None, nodes=(), acl=None, environment={})
 EIGHT = dict(smi=npu_smi(8), nodes=range(8), acl=8)
 
 
-def cluster(
-    npus: int, cpus: int = 320, nodes: int = 1, free: int | None = None, jobs: tuple[str, ...] = ()
-) -> dict:
+def cluster(npus, cpus=320, nodes=1, free=None, jobs=()):
     return {
         "resources": {"NPU": float(npus), "CPU": float(cpus)},
         "nodes": nodes,
@@ -202,19 +198,19 @@ def own(template, tmp_path):
 
 
 @pytest.fixture
-def model(own) -> Path:
+def model(own):
     return Path(own["megatron_training"]["tokenizer_name_or_path"])
 
 
-def rewrite(file: Path, content: str) -> None:
+def rewrite(file, content):
     """Of `own`, whose files are links."""
     file.unlink()
     file.write_text(content)
 
 
-def look(raw, box, nodes: int = 1, own_ray: bool = False) -> dict[str, Check]:
+def look(raw, box=None, nodes=1, own_ray=False):
     """name -> check; every fault has its way out, and nothing broke inside."""
-    checks = preflight(raw, NAME, box, nodes, own_ray)
+    checks = preflight(raw, NAME, box or Box(), nodes, own_ray)
     assert not [check for check in checks if "could not be checked" in check.found]
     assert len({(check.group, check.name) for check in checks}) == len(checks)
     assert all(check.fix for check in checks if check.state == FAILED)
@@ -224,5 +220,5 @@ def look(raw, box, nodes: int = 1, own_ray: bool = False) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
-def not_passed(checks: dict[str, Check]) -> dict[str, str]:
+def not_passed(checks):
     return {name: check.state for name, check in checks.items() if check.state != PASSED}

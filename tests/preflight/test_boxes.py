@@ -30,7 +30,7 @@ DRAWN = "/proc/sys/net/ipv4/ip_local_port_range"
 KEPT = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 
 
-def shell(**variables: str) -> dict:
+def shell(**variables):
     return {"shell": variables}
 
 
@@ -38,7 +38,6 @@ def shell(**variables: str) -> dict:
 # others.
 CASES = [
     # NPUs
-    ({"shell": {LIST: TWELVE}}, LIST, FAILED, "12 entries", LOST | {"Ray": WARNING}),
     (
         dict(smi=None, nodes=range(12), acl=12),
         "/dev/davinci*",
@@ -47,7 +46,6 @@ CASES = [
         LOST | {"npu-smi": WARNING, "CANN": WARNING, "Ray": WARNING},
     ),
     (dict(shut=("/dev/hisi_hdc",)), "/dev/davinci*", FAILED, "cannot open /dev/hisi_hdc", {}),
-    (dict(acl=15), "CANN", FAILED, "15 dies", LOST | {"Ray": WARNING}),
     (dict(smi=npu_smi(15)), "npu-smi", FAILED, "15 dies", LOST),
     (dict(smi=npu_smi(16, {7: "Critical"})), "npu-smi", FAILED, "davinci7: Critical", LOST),
     (dict(smi=npu_smi(16, {7: "Warning"})), "npu-smi", PASSED, "16 dies; the first 16", {}),
@@ -99,7 +97,6 @@ CASES = [
         "must be numbers from 1024 to 65535",
         {"variables": WARNING},
     ),
-    ({"files": {DRAWN: "1024\t65535\n", KEPT: "\n"}}, "ports of HCCL", WARNING, "", {}),
     ({"files": {DRAWN: "1024\t65535\n", KEPT: "12345-12359\n"}}, "ports of HCCL", WARNING, "", {}),
     (
         {"files": {DRAWN: "1024\t65535\n", KEPT: "80,12345-12360\n"}},
@@ -124,26 +121,11 @@ CASES = [
         "/fast",
         {},
     ),
-    (
-        {"there": ("/fast/gmm/lock",), **shell(TORCH_EXTENSIONS_DIR="/fast")},
-        "MindSpeed's operators",
-        FAILED,
-        "/fast/gmm/lock: every worker waits for it, for ever",
-        {},
-    ),
     # versions
     ({"packages": {"vllm": "0.11.0rc2"}}, "vllm", FAILED, "0.11.0rc2 is installed", {}),
     ({"packages": {"torch": "2.7.10"}}, "torch", FAILED, "2.7.10 is installed", {}),
     ({"packages": {"ray": "2.42.1"}}, "ray", WARNING, "2.42.1 is installed, the pin is", {}),
-    ({"packages": {"peft": None}}, "peft", FAILED, "not installed; the pin is 0.7.1", {}),
     # the shell
-    (
-        shell(VLLM_ASCEND_ENABLE_NZ="1"),
-        "VLLM_ASCEND_ENABLE_NZ",
-        FAILED,
-        "'1' in the shell: upstream trains with 0",
-        {"variables": WARNING},
-    ),
     (shell(VLLM_DP_SIZE="8"), "VLLM_DP_SIZE", WARNING, "is not used", {}),
     (shell(VLLM_PLUGINS="lora,ascending"), "VLLM_PLUGINS", FAILED, "to infer device type", {}),
     (shell(HCCL_IF_IP="FE80::1%eth0"), "HCCL_IF_IP", None, "", {}),
@@ -165,7 +147,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "name", "state", "found", "more"), CASES)
+@pytest.mark.parametrize("change, name, state, found, more", CASES)
 def test_a_box(ready, change, name, state, found, more):
     checks = look(ready, Box(**change))
     expected = {**more, name: state} if state not in (PASSED, None) else more
@@ -177,7 +159,7 @@ def test_a_box(ready, change, name, state, found, more):
 
 
 def test_a_box_that_is_ready(ready):
-    checks = look(ready, Box())
+    checks = look(ready)
     assert not_passed(checks) == {}
     assert not any(check.fix for check in checks.values())
     assert (
@@ -223,12 +205,11 @@ def test_the_list_is_counted_as_ray_counts_it(ready, given, entries, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("variables", "found"),
+    "variables, found",
     [
         ({"HCCL_IF_BASE_PORT": "19988"}, "19988 to 20003: 20002, 20003 are of Ray too"),
         ({"HCCL_IF_BASE_PORT": "19986"}, ""),
         ({"HCCL_IF_BASE_PORT": "52360"}, ": 52365 are of Ray too"),
-        ({"RAY_PORT": "12350"}, ": 12350, 12351 are of Ray too"),
         ({"RAY_PORT": "12344"}, ": 12345 are"),
         ({"RAY_PORT": "12361"}, ""),
     ],
@@ -246,7 +227,7 @@ def test_a_ray_that_will_be_started(ready):
 
 
 @pytest.mark.parametrize(
-    ("address", "found"),
+    "address, found",
     [
         ("local", "16 dies"),
         ("", "one is running with 16"),
@@ -296,7 +277,7 @@ def test_the_interfaces_of_hccl(ready, value, known):
 
 
 @pytest.mark.parametrize(
-    ("text", "fails"),
+    "text, fails",
     [
         ("expandable_segments:False,max_split_size_mb:256", False),
         ("expandable_segments:True,garbage_collection_threshold : 0.9", True),

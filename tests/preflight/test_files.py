@@ -12,12 +12,12 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
+from tests import ROOT
 from tests.fake_box.broken_files import WEIGHTS, write_packed
 from tests.fake_box.prepared import write_base
 from tests.families.public_models import MODELS
 from tests.preflight.conftest import Box, look, not_passed, rewrite
 
-ROOT = Path(__file__).parents[2]
 LARGE = 30 * 10**9  # enough for a rank of any layout
 QWEN3_MOE = MODELS["Qwen3-30B-A3B"]
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -30,7 +30,7 @@ NEEDS_LAYOUT = ("memory of an NPU", "disk for the run", "host memory")
 def test_faults_of_the_config(ready):
     ready["rl_config"]["verifier_function"] = ["gsm8c"]
     ready["actor_config"]["save"] = "x"
-    checks = look(ready, Box())
+    checks = look(ready)
     keys = {"rl_config.verifier_function", "actor_config.save"}
     assert not_passed(checks) == dict.fromkeys(keys, FAILED)
     assert "did you mean 'gsm8k'" in checks["rl_config.verifier_function"].found
@@ -47,7 +47,7 @@ def test_no_layout_is_judged_by_the_defaults_of_values_that_cannot_be_read(ready
     for section in sections:
         place = place[section]
     place[name] = "four"
-    checks = look(ready, Box())
+    checks = look(ready)
     assert [name for name, state in not_passed(checks).items() if state == FAILED] == [key]
     assert "'four': Input should be" in checks[key].found
     assert not {*NEEDS_LAYOUT} & checks.keys() and checks["layout"].state == SKIPPED
@@ -55,24 +55,24 @@ def test_no_layout_is_judged_by_the_defaults_of_values_that_cannot_be_read(ready
 
 def test_a_value_of_the_noise_leaves_the_layout_to_be_judged(ready):
     ready["aqn"]["sigma_start"] = "much"
-    assert not_passed(look(ready, Box())) == {"aqn.sigma_start": FAILED}
+    assert not_passed(look(ready)) == {"aqn.sigma_start": FAILED}
 
 
 def test_an_illegal_layout(ready):
     """One line a rule, though the engine's own check names it too."""
     ready["generate_config"]["infer_expert_parallel_size"] = 8
-    checks = look(ready, Box())
+    checks = look(ready)
     [broken] = [check for check in checks.values() if check.state == FAILED]
     assert broken.group == "config" and "is no multiple of training's TP 1 x EP 16" in broken.found
     assert "python tools/plan_layout.py --config-name" in broken.fix
     assert not {*NEEDS_LAYOUT} & checks.keys()
     ready["actor_config"] |= {"tensor_model_parallel_size": 3, "load": "not/converted"}
-    assert "convert_ckpt" not in look(ready, Box())["base weights"].fix
+    assert "convert_ckpt" not in look(ready)["base weights"].fix
 
 
 def test_a_rollout_that_leaves_no_cache(ready):
     ready["generate_config"]["gpu_memory_utilization"] = 0.2
-    check = look(ready, Box())["memory of an NPU"]
+    check = look(ready)["memory of an NPU"]
     assert check.state == FAILED and "left for its KV cache" in check.found
 
 
@@ -92,7 +92,7 @@ def test_the_rotary_base_of_another_model(own, model, described):
     config = {**QWEN3_MOE, **described}
     kept = {key: value for key, value in config.items() if value is not None}
     rewrite(model / "config.json", json.dumps(kept))
-    check = look(own, Box())["config.json"]
+    check = look(own)["config.json"]
     unread = described["rope_theta"] is None  # by the transformers of NPUs, which is 4
     assert check.state == FAILED and ('Write "rope_theta": 10000000.0' in check.found) == unread
     assert "rotary_base = 1000000 in the config, but the qwen3_moe model" in check.found
@@ -100,7 +100,7 @@ def test_the_rotary_base_of_another_model(own, model, described):
 
 
 @pytest.mark.parametrize(
-    ("change", "found", "fix"),
+    "change, found, fix",
     [
         ({"num_experts_per_tok": 4}, "moe_router_topk = 8 in the config, but the", "topk: 4"),
         ({"max_position_embeddings": 2048}, "max_position_embeddings = 2048", "=2048"),
@@ -108,7 +108,7 @@ def test_the_rotary_base_of_another_model(own, model, described):
 )
 def test_another_shape(own, model, change, found, fix):
     rewrite(model / "config.json", json.dumps({**QWEN3_MOE, **change}))
-    checks = look(own, Box())
+    checks = look(own)
     assert not_passed(checks) == {"config.json": FAILED}
     assert found in checks["config.json"].found and fix in checks["config.json"].fix
 
@@ -125,7 +125,7 @@ def test_keys_that_the_models_yaml_leaves_out(ready):
     arguments = ready["model"]["qwen3_30b_a3b"]
     for key in list(arguments):
         value = arguments.pop(key)
-        failed = [check for check in look(ready, Box()).values() if check.state == FAILED]
+        failed = [check for check in look(ready).values() if check.state == FAILED]
         arguments[key] = value
         assert bool(failed) != (key in SAME), failed
         assert all(key in check.found for check in failed)
@@ -134,12 +134,12 @@ def test_keys_that_the_models_yaml_leaves_out(ready):
 def test_a_model_that_is_not_there(own, model, tmp_path):
     for name, found in ((WEIGHTS, "0 of 1 files"), ("tokenizer_config.json", "no ")):
         (model / name).unlink()
-    checks = look(own, Box())
+    checks = look(own)
     assert not_passed(checks) == {"weights": WARNING, "tokenizer": WARNING}
     found = checks["weights"].found
     assert "lacks 1 of 1 files" in found and WEIGHTS in found
     (model / "config.json").unlink()
-    checks = look(own, Box())
+    checks = look(own)
     assert checks["config.json"].state == FAILED and "export MODELS=" in checks["config.json"].fix
 
 
@@ -150,7 +150,7 @@ def test_data_that_is_not_there(own):
     train, test = Path(own["megatron_training"]["data_path"]), Path(own["task"]["test_file"])
     for file in (*train.parent.glob("*"), test):
         file.unlink()
-    checks = look(own, Box())
+    checks = look(own)
     missing = {"training files": FAILED, "test rows": FAILED, "train and test": SKIPPED}
     assert not_passed(checks) == missing
     convert = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {train.parent}"
@@ -161,7 +161,7 @@ def test_data_that_is_not_there(own):
 
 
 @pytest.mark.parametrize(
-    ("rows", "state", "found"),
+    "rows, state, found",
     [
         # upstream keeps what is shorter than 512: a half
         (
@@ -182,7 +182,7 @@ def test_data_that_is_not_there(own):
 def test_data_that_does_not_fit(own, rows, state, found):
     for column, values in rows.items():
         write_packed(Path(own["megatron_training"]["data_path"]).parent, column, values)
-    checks = look(own, Box())
+    checks = look(own)
     assert checks["training files"].state == state and found in checks["training files"].found
     checks.pop("train and test")  # other rows than the training file's
     assert not_passed(checks) == {"training files": state}
@@ -191,7 +191,7 @@ def test_data_that_does_not_fit(own, rows, state, found):
 def test_data_that_was_cut(own):
     prefix = Path(f"{own['megatron_training']['data_path']}_packed_labels_document")
     rewrite(prefix.with_name(f"{prefix.name}.bin"), "1234")
-    assert "has 1 tokens, its index 80" in look(own, Box())["training files"].found
+    assert "has 1 tokens, its index 80" in look(own)["training files"].found
 
 
 # ---- base weights and their conversion ----
@@ -204,7 +204,7 @@ def test_the_room_that_checkpoints_need(ready):
     dense = 48 * 32 * ((2048 + 5120) + (4096 + 2048))
     experts = 48 * 128 * 32 * ((2048 + 2 * 768) + (768 + 2048))
     size = 14 * (16 * dense + experts)
-    assert f"({116 // 20} x {size / 1e9:.1f} GB)" in look(ready, Box())["disk for the run"].found
+    assert f"({116 // 20} x {size / 1e9:.1f} GB)" in look(ready)["disk for the run"].found
     for disk, state in ((5 * size, PASSED), (5 * size - 1, WARNING), (size - 1, FAILED)):
         assert look(ready, Box(disk=disk))["disk for the run"].state == state
 
@@ -215,7 +215,7 @@ def test_what_a_conversion_needs(own):
     """
     load = own["actor_config"]["load"]
     (Path(load) / TRACKER).unlink()
-    check = look(own, Box())["disk for the base"]
+    check = look(own)["disk for the base"]
     need = float(re.search(r"about (\d+) GB", check.found)[1])
     assert need == pytest.approx(16 * 3.09 + 58, rel=0.01) and check.state == PASSED
     for box in (Box(disk=10**11), Box(shut_folders=(load,))):
@@ -253,7 +253,7 @@ def test_the_files_of_a_layout(ready, tmp_path, sizes, names):
     for tracker in ("1", "release"):
         ready["actor_config"]["load"] = str(tmp_path / tracker)
         write_base(tmp_path / tracker, dict.fromkeys(names, LARGE), tracker)
-        assert look(ready, Box())["base weights"].state == PASSED
+        assert look(ready)["base weights"].state == PASSED
 
 
 def test_base_weights_of_another_layout(ready, tmp_path):
@@ -261,7 +261,7 @@ def test_base_weights_of_another_layout(ready, tmp_path):
         load = tmp_path / str(count)
         ready["actor_config"]["load"] = str(load)
         write_base(load, {f"mp_rank_00_{e:03d}": LARGE for e in range(count)})
-        checks = look(ready, Box())
+        checks = look(ready)
         assert not_passed(checks) == {"base weights": FAILED}
         words = (
             f"has {count} files, TP 1 PP 1 EP 16 needs 16 files, mp_rank_00_000 to mp_rank_00_015"
@@ -273,16 +273,14 @@ def test_base_weights_of_another_layout(ready, tmp_path):
 def test_base_weights_that_are_missing_or_cut(own):
     load = Path(own["actor_config"]["load"])
     rewrite(load / "iter_0000001" / "mp_rank_00_003" / "model_optim_rng.pt", "PK")
-    assert (
-        "mp_rank_00_003/model_optim_rng.pt is not whole" in look(own, Box())["base weights"].found
-    )
+    assert "mp_rank_00_003/model_optim_rng.pt is not whole" in look(own)["base weights"].found
     (load / TRACKER).unlink()
-    check = look(own, Box())["base weights"]
+    check = look(own)["base weights"]
     assert check.state == FAILED and "not converted yet" in check.found
     assert shlex.join(conversion_command(read(own)[0])) in check.fix
 
 
-def page_conversions() -> dict[str, list[str]]:
+def page_conversions():
     """config -> the command that docs/ascend.md gives (tests/upstream/test_configs.py runs them)."""
     text = (ROOT / "docs" / "ascend.md").read_text().replace("\\\n", " ")
     return {

@@ -12,19 +12,19 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import psutil
 import pytest
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.ascend.contract import PINS, Finding, Report
+from mindspeed_qerl.ascend.contract import PINS, Finding
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, TABLE, WARNING, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
 from mindspeed_qerl.preflight.probes import CANN_PROBE, read_table, see_npus
 from mindspeed_qerl.preflight.table import markdown
 from mindspeed_qerl.recipe.reader import read
+from tests import ROOT
 from tests.preflight.conftest import (
     NAME,
     NO_NPU,
@@ -34,7 +34,6 @@ from tests.preflight.conftest import (
     npu_smi,
 )
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
@@ -85,10 +84,14 @@ def test_forms_of_npu_smi(form):
 # ---- the table and the command ----
 
 
-def section(name: str) -> str:
+def section(name):
     """What stands between two comments of the page on troubleshooting."""
     text = PAGE.read_text(encoding="utf-8")
     return text.partition(f"<!-- {name}: begin -->\n")[2].partition(f"<!-- {name}: end -->")[0]
+
+
+def by_name(output):
+    return {check["name"]: check for check in json.loads(output)["checks"]}
 
 
 def test_the_page_has_every_check():
@@ -103,7 +106,7 @@ def tool(monkeypatch):
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
 
-    def call(box, *arguments: str) -> int:
+    def call(box, *arguments):
         monkeypatch.setattr(loaded, "Machine", lambda: box)
         monkeypatch.setattr(sys, "argv", ["preflight.py", *arguments])
         return loaded.main()
@@ -120,7 +123,7 @@ def of_files(template, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    "arguments, said",
     [
         ((NAME[:-1],), "did you mean"),
         ((NAME, "--nodes", "0"), "at least 1"),
@@ -220,7 +223,7 @@ def test_upstream(ready):
     assert not_passed(look({**ready, "emulate_npu": True}, box))["vllm-ascend"] == FAILED
 
 
-def with_(report: Report, **values) -> Report:
+def with_(report, **values):
     return type(report)(**{**vars(report), **values})
 
 
@@ -235,7 +238,7 @@ def test_the_versions_are_those_of_the_guide():
 
 
 @pytest.mark.parametrize(
-    ("files", "room", "threads"),
+    "files, room, threads",
     [
         (
             {
@@ -292,7 +295,7 @@ def test_the_tool_on_this_machine(of_files):
         text=True,
         timeout=120,
     )
-    told = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    told = by_name(done.stdout)
     failures = [check for check in told.values() if check["state"] == FAILED]
     assert done.returncode == bool(failures) and "Assertion" not in done.stderr, done.stderr
     for name in ("config.json", "test rows", "base weights"):

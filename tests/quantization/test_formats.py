@@ -19,7 +19,7 @@ from mindspeed_qerl.recipe.features import ROLLOUT_FORMATS
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def tensors() -> dict[str, torch.Tensor]:
+def tensors():
     """[256, 256] of every kind that a weight could be."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(256, 256, generator=generator)
@@ -44,7 +44,7 @@ def tensors() -> dict[str, torch.Tensor]:
 KINDS = list(tensors())
 
 
-def to_nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+def to_nearest(x, values):
     """Of the sorted `values`, in float64, the nearest to each of `x`; of two as near the one of
     even place.
     """
@@ -54,7 +54,7 @@ def to_nearest(x: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where(x <= values[0], values[0], np.where(is_low, low, high))
 
 
-def of_byte(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
+def of_byte(exponent_bits, mantissa_bits, bias):
     """Every finite number >= 0 of a small float format, by IEEE's rule, in the order of their
     codes.
     """
@@ -83,16 +83,20 @@ def test_elements_are_the_nearest_of_their_format(element, values):
         assert values.tolist() == E2M1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_int8_is_compressed_tensors(kind):
+def by_compressed_tensors(x, scale, **arguments):
+    """Its scales are never 0; its range goes to -128, which amax / 127 does not reach."""
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 
+    args = QuantizationArgs(num_bits=8, symmetric=True, **arguments)
+    return fake_quantize(x, torch.where(scale == 0, 1.0, scale), torch.zeros_like(scale), args)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_is_compressed_tensors(kind):
     x = tensors()[kind].float()
     scale = x.abs().amax(1, keepdim=True) / 127
-    args = QuantizationArgs(num_bits=8, type="int", strategy="channel", symmetric=True)
-    # Its scales are never 0; its range goes to -128, which amax / 127 does not reach.
-    expected = fake_quantize(x, torch.where(scale == 0, 1.0, scale), torch.zeros_like(scale), args)
+    expected = by_compressed_tensors(x, scale, type="int", strategy="channel")
     for quantize in (FORMATS["int8_w8a8"].weight, FORMATS["int8_w8a8"].activation):
         assert torch.equal(quantize(x), expected)
 
@@ -100,9 +104,6 @@ def test_int8_is_compressed_tensors(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [128, 1])
 def test_fp8_is_compressed_tensors(kind, rows):
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-
     x = tensors()[kind].float()
     scale = x.reshape(256 // rows, rows, 2, 128).abs().amax((1, 3)) / 448
     strategy = (
@@ -110,8 +111,7 @@ def test_fp8_is_compressed_tensors(kind, rows):
         if rows == 128
         else dict(strategy="group", group_size=128)
     )
-    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, **strategy)
-    expected = fake_quantize(x, torch.where(scale == 0, 1.0, scale), torch.zeros_like(scale), args)
+    expected = by_compressed_tensors(x, scale, type="float", **strategy)
     of_format = FORMATS["fp8"].weight if rows == 128 else FORMATS["fp8"].activation
     assert torch.equal(of_format(x), expected)
 

@@ -19,12 +19,12 @@ from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.tasks.prompts import Prompts
+from tests import ROOT
 
 from ..local.conftest import run_ranks
 
-REPO = Path(__file__).parents[2]
-MODEL = Path(os.environ.get("REAL_MODEL", REPO / "models" / "smollm2_135m_instruct")).resolve()
-DATA = REPO / "data" / "gsm8k"
+MODEL = Path(os.environ.get("REAL_MODEL", ROOT / "models" / "smollm2_135m_instruct")).resolve()
+DATA = ROOT / "data" / "gsm8k"
 # of a float32 logprob: 30 layers summed in another order differ by less, a wrong weight by far more
 NEAR = 1e-4
 ROWS = 4
@@ -125,7 +125,7 @@ def small_recipe(ranks):
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
-    with initialize_config_dir(str(REPO / "configs"), version_base=None):
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
         config = compose(
             "grpo_smollm2_135m_gsm8k_cpu",
             [

@@ -8,8 +8,6 @@ words.
 import copy
 import random
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 from mindspeed_qerl.engines import ENGINES, examine
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
@@ -23,7 +21,7 @@ VALUES = (
 )
 
 
-def paths(node: dict, above: tuple = ()) -> Iterator[tuple]:
+def paths(node, above=()):
     """The path of every key, of sections too."""
     for key, value in node.items():
         yield (*above, key)
@@ -31,7 +29,7 @@ def paths(node: dict, above: tuple = ()) -> Iterator[tuple]:
             yield from paths(value, (*above, key))
 
 
-def mutated(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+def mutated(config, rng):
     """`config` with one to three keys missing, misspelt, of another type, extreme, or anything."""
     config = copy.deepcopy(config)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -54,7 +52,7 @@ def mutated(config: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return config
 
 
-def run(name: str, engine: str, count: int, seed: int = 0) -> int:
+def run(name, engine, count, seed=0):
     """Examine `count` mutations of a config on an engine; returns how many were accepted.
     AssertionError or whatever `examine` raises.
     """

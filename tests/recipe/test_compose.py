@@ -3,9 +3,7 @@ entry; paths are what is configured.
 """
 
 import os
-import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,8 @@ from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, config
 from mindspeed_qerl.recipe.overrides import PATHS
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
+from tests.tasks.gsm8k.tool import run_program
 
-ROOT = Path(__file__).parents[2]
 TINY = "grpo_tiny_moe_cpu"
 
 
@@ -27,15 +25,6 @@ def own_configs(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     return tmp_path / "configs"
-
-
-def started(monkeypatch, capsys, *words) -> tuple[int, str, str]:
-    """(exit status, output, errors) of a program of this checkout."""
-    file, *arguments = words
-    monkeypatch.setattr(sys, "argv", [str(ROOT / file), *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_path(str(ROOT / file), run_name="__main__")
-    return end.value.code, *capsys.readouterr()
 
 
 # ---- faults ----
@@ -57,7 +46,7 @@ BROKEN = {
 }
 
 
-def write(folder: Path, name: str) -> tuple[str, str]:
+def write(folder, name):
     """Make a broken config; (its file, the words about it)."""
     text, words = BROKEN[name]
     file = folder / f"{name}.yaml"
@@ -85,37 +74,38 @@ def test_every_fault_of_a_config_is_a_line_with_its_file(own_configs, name):
         ("examples/grpo/facts.py", "--config-name"),
     ],
 )
-def test_every_entry_says_it_in_a_line(own_configs, monkeypatch, capsys, words):
+def test_every_entry_says_it_in_a_line(own_configs, words):
     place, reason = write(own_configs, "twice")
-    status, output, errors = started(monkeypatch, capsys, *words, "twice")
-    assert status == 2 and output == "", errors
-    *before, last = errors.splitlines()
+    done = run_program(*words, "twice")
+    assert done.returncode == 2 and done.stdout == "", done.stderr
+    *before, last = done.stderr.splitlines()
     assert place in last and reason in last
-    assert not before or before[0].startswith("usage: "), "argparse's own"
+    # argparse's own
+    assert not before or before[0].startswith("usage: ")
 
 
-def test_a_broken_config_is_in_nobodys_way(own_configs, monkeypatch, capsys):
+def test_a_broken_config_is_in_nobodys_way(own_configs):
     for name in BROKEN:
         write(own_configs, name)
     assert compose(TINY)["engine"] == "local"
-    status, _, errors = started(monkeypatch, capsys, "cli/train_grpo.py")
-    assert status == 2 and "\n  latin " in errors
+    done = run_program("cli/train_grpo.py")
+    assert done.returncode == 2 and "\n  latin " in done.stderr
 
 
 @pytest.mark.parametrize("content", ["run: {root: [", "- 1\n"])
-def test_a_run_whose_config_is_damaged_is_named(content, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_config_is_damaged_is_named(content, tmp_path):
     run = tmp_path / "run"
     (run / "checkpoints" / "iter_0000001").mkdir(parents=True)
     (run / "status.json").write_text("{}")
     (run / "config.yaml").write_text(content)
     words = ("tools/evaluate.py", "--run", run, "--step", "0")
-    status, _, errors = started(monkeypatch, capsys, *words)
-    assert status == 1 and len(errors.splitlines()) == 1
-    assert f"{run}/config.yaml is damaged: " in errors
+    done = run_program(*words)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert f"{run}/config.yaml is damaged: " in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("defaults", "is_refused"),
+    "defaults, is_refused",
     [
         ("[base, _self_]", False),
         ("[base]", False),
@@ -168,7 +158,7 @@ def test_every_value_that_is_a_text_is_a_path_or_known_not_to_be():
     assert texts - NO_PATHS <= PATHS
 
 
-def path_of(own_configs: Path, by: str, text: str) -> str:
+def path_of(own_configs, by, text):
     """The value of run.root where it is set to `text`."""
     own = f"run: {{root: '{text}'}}\n" if by == "file" else ""
     (own_configs / "mine.yaml").write_text(f"{ON}{own}")
@@ -178,7 +168,7 @@ def path_of(own_configs: Path, by: str, text: str) -> str:
 
 @pytest.mark.parametrize("by", ["override", "file"])
 @pytest.mark.parametrize(
-    ("text", "path"),
+    "text, path",
     [
         ("~", "/home/me"),
         ("~/a b", "/home/me/a b"),
@@ -204,7 +194,7 @@ def test_what_a_shell_would_have_expanded_is_refused(own_configs, by, text):
 
 
 @pytest.mark.parametrize(
-    ("override", "values"),
+    "override, values",
     [
         ("task.train_file='/a,b.jsonl','/数据'", ["/a,b.jsonl", "/数据"]),
         ("task.train_file=null,a", [None, "a"]),
@@ -236,7 +226,7 @@ def test_a_number_that_yaml_reads_as_another_is_refused(own_configs, written):
 
 
 @pytest.mark.parametrize(
-    ("written", "value"),
+    "written, value",
     [("007", 7), ("-0_7", -7), ("0x1F", 31), ("12:60", "12:60"), ("'040'", "040"), ("1e6", 1e6)],
 )
 def test_other_numbers_are_what_is_written(own_configs, written, value):

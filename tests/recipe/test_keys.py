@@ -14,8 +14,8 @@ import yaml
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 BASE = {
     engine: compose(name)

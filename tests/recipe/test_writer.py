@@ -52,9 +52,8 @@ def test_what_was_changed_in_the_recipe_is_what_is_written():
         "verifier_weight"
     ] == [2.0]
     assert parts(read(config)[0]) == parts(changed)
-    assert recipe.sections["actor_config"]["pipeline_model_parallel_size"] == 1, (
-        "the recipe that it came from is unchanged"
-    )
+    # the recipe that it came from is unchanged
+    assert recipe.sections["actor_config"]["pipeline_model_parallel_size"] == 1
 
 
 def test_every_field_of_the_recipe_is_a_part_or_a_plain_value():

@@ -26,11 +26,9 @@ from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import ROOT
+from tests.upstream.measure import terms
 from tests.word_problems import converted
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "upstream"))
-from measure import terms
 
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
 FEW = ["rehearsal.enabled=true", "rehearsal.layers=6", "engine=local"]
@@ -43,9 +41,13 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def composed(data, tmp_path, monkeypatch):
+def variables(data, tmp_path, monkeypatch):
     monkeypatch.setenv("DATA", str(data))
     monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
+
+
+@pytest.fixture
+def composed(variables, tmp_path):
     return lambda name, *overrides: compose(
         name, [*FEW, f"rehearsal.models={tmp_path}/models", *overrides]
     )
@@ -74,12 +76,14 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
             assert getattr(after, key) == getattr(planned, key), key
     assert shape.num_hidden_layers == 6 and small.lora.r == 32 and small.noise.enabled
     schedule = small.noise.noise_schedule(small.run.train_iters)
-    assert schedule.sigma(small.run.train_iters - 1) > 0, "the last step has noise"
+    # the last step has noise
+    assert schedule.sigma(small.run.train_iters - 1) > 0
     sampled = replace(
         small, layout=replace(small.layout, infer_tp=recipe.layout.infer_tp)
     )  # one vLLM samples here
     plan = replace(plan_of(sampled, shape), padded_vocab_size=shape.vocab_size)
-    assert broken(plan) == [], "the narrow model obeys every rule"
+    # the narrow model obeys every rule
+    assert broken(plan) == []
 
 
 @pytest.mark.parametrize("name", NPU_CONFIGS)
@@ -138,9 +142,8 @@ def test_a_model_of_all_layers_answers_with_numbers(data, tmp_path, name):
         sum(any(character.isdigit() for character in answer) for answer in answers)
         > len(answers) / 2
     ), answers
-    assert (
-        make_model(shape, rows, tmp_path) == directory != make_model(shape, rows[:100], tmp_path)
-    ), "another task"
+    # another task
+    assert make_model(shape, rows, tmp_path) == directory != make_model(shape, rows[:100], tmp_path)
 
 
 def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
@@ -242,10 +245,8 @@ def test_the_fewest_layers_are_one_on_each_stage(composed, name, asked, layers):
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_from_the_command_line_to_the_report(data, tmp_path, monkeypatch, stages):
+def test_from_the_command_line_to_the_report(variables, tmp_path, stages):
     """Stages of two tensor parallel ranks, with experts spread over them."""
-    monkeypatch.setenv("DATA", str(data))
-    monkeypatch.setenv("MODELS", str(tmp_path / "no_models"))
     command = [
         sys.executable,
         str(ROOT / "cli" / "train_grpo.py"),
@@ -306,9 +307,8 @@ MEASURED = {
 }
 
 
-@pytest.fixture
-def planned():
-    """The planner's formulas for the model and the layout of MEASURED."""
+def test_what_was_measured_is_what_is_planned():
+    """By the planner's formulas for the model and the layout of MEASURED."""
     shape = ModelShape(
         "tiny",
         "qwen2_moe",
@@ -328,8 +328,6 @@ def planned():
         shared_expert_intermediate_size=64,
     )
     layout = Layout(2, tp=2, ep=1, infer_tp=1, infer_ep=2, sequence_parallel=True)
-    return terms(stage_memory(Plan(shape, layout, padded_vocab_size=4096), Settings(lora_r=4), 0))
-
-
-def test_what_was_measured_is_what_is_planned(planned):
+    plan = Plan(shape, layout, padded_vocab_size=4096)
+    planned = terms(stage_memory(plan, Settings(lora_r=4), 0))
     assert planned == {term: MEASURED[term] for term in planned}

@@ -156,7 +156,7 @@ def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    "changes, error, message",
     [
         ({"name": "a/b"}, ValueError, "run name 'a/b' becomes a folder: .*letters, digits"),
         ({"name": ".."}, ValueError, "letters, digits"),

@@ -22,7 +22,6 @@ def run_python(code, run, **environment):
 
 
 def test_a_killed_run_keeps_every_row_it_logged_also_in_tensorboard(new_run):
-    pytest.importorskip("torch")
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = new_run()
     code = """

@@ -15,9 +15,10 @@ from mindspeed_qerl.recipe.types import (
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.observer import Rollout, RunObserver
 
+from .test_checks import ARRIVED
+
 ROLLOUTS = [Rollout(f"{i} + 1?", str(i + 1), str(i + 1), 1.0) for i in range(4)]
 RANK = {"linear_qkv": {"modules": 2, "parameters": 1200}}
-ARRIVED = dict(tensors=2, moved=1.0, expected=1.0, max_error=1e-8, resolution=1e-7, lost=1e-4)
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_a_run_that_did_not_finish_gets_its_report(new_run):
 
 
 @pytest.mark.parametrize(
-    ("steps", "aqn", "expected"),
+    "steps, aqn, expected",
     [
         (0, True, ["learning.png"]),
         (1, True, ALL_PLOTS),

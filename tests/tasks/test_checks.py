@@ -6,7 +6,6 @@ import json
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +19,7 @@ from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
+from tests import GSM8K, needs_gsm8k
 from tests.word_problems import converted
 
 
@@ -36,10 +36,6 @@ def check_rows(*arguments, **settings):
 
 def check_prompts(*arguments):
     return sentences(checks.check_prompts, *arguments)
-
-
-REPO = Path(__file__).resolve().parents[2]
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +56,8 @@ def test_rows_without_a_fault_are_silent(rows):
     assert check_rows(*rows, ["gsm8k"]) == ([], [])
 
 
+@needs_gsm8k
 def test_the_real_gsm8k_has_no_fault(tmp_path):
-    if not GSM8K.is_dir():
-        pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
     convert(GSM8K, tmp_path)
     train, test = (read_rows(tmp_path / f"{name}_chat.parquet") for name in ("train", "test"))
     assert check_rows(train, test, ["gsm8k_strict"]) == ([], [])
@@ -216,6 +211,14 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
         Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
 
 
+@pytest.fixture
+def tom(tmp_path):
+    """A file of one row."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "Tom", "answer": "3"}\n')
+    return file
+
+
 @pytest.mark.parametrize(
     "template, words",
     [
@@ -227,24 +230,19 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
         ({"tool_use": "a", "rag": "b"}, "no default"),
     ],
 )
-def test_any_error_of_a_template_is_the_templates(tmp_path, tokenizer, template, words):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
+def test_any_error_of_a_template_is_the_templates(tom, tokenizer, template, words):
     tokenizer.chat_template = template
     with pytest.raises(ConfigError) as error:
-        Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96)
-    assert str(error.value).startswith(f"{tmp_path}/a.jsonl:1: the chat template of ")
+        Prompts(tom, tokenizer, "chat", 96)
+    assert str(error.value).startswith(f"{tom}:1: the chat template of ")
     assert words in str(error.value)
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
-    alone = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).prompts
+def test_of_named_templates_the_default_is_taken(tmp_path, tom, tokenizer):
+    alone = Prompts(tom, tokenizer, "chat", 96).prompts
     tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
     tokenizer.save_pretrained(tmp_path / "named")
-    assert (
-        Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path / "named"), "chat", 96).prompts
-        == alone
-    )
+    assert Prompts(tom, load_tokenizer(tmp_path / "named"), "chat", 96).prompts == alone
 
 
 def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
@@ -260,21 +258,20 @@ def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
         load_tokenizer(tmp_path)
 
 
-def test_a_templates_date_is_the_one_it_is_told(tmp_path, tokenizer):
+def test_a_templates_date_is_the_one_it_is_told(tom, tokenizer):
     """Against transformers' own answer, on a day when the clock says so."""
-    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom", "answer": "3"}\n')
     tokenizer.chat_template = (
         "{% if strftime_now is defined %}{{ strftime_now('%d') }} {{ strftime_now('%H') }}"
         "{% endif %} {{ messages[0].content }}"
     )
     started = datetime(2026, 7, 26, 23, 59)
-    then = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=started)
+    then = Prompts(tom, tokenizer, "chat", 96, at=started)
     assert tokenizer.decode(then.prompts[0]).split()[-1] == "Tom" and tokenizer.decode(
         then.prompts[0]
     ).replace(" ", "").startswith("2623")
     with freeze(started):
-        assert then.digest() == Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96).digest()
-    later = Prompts(tmp_path / "a.jsonl", tokenizer, "chat", 96, at=datetime(2026, 7, 27, 23, 59))
+        assert then.digest() == Prompts(tom, tokenizer, "chat", 96).digest()
+    later = Prompts(tom, tokenizer, "chat", 96, at=datetime(2026, 7, 27, 23, 59))
     assert later.digest() != then.digest()
 
 

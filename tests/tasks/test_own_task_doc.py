@@ -16,9 +16,9 @@ import pytest
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
-TEXT = (REPO / "docs" / "own_task.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "own_task.md").read_text(encoding="utf-8")
 EXAMPLE = TEXT[TEXT.index("## A complete example") : TEXT.index("## The files")]
 FILES = dict(re.findall(r"`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)```", EXAMPLE, re.DOTALL))
 [COMMAND] = re.findall(r"```bash\n(.*?)```", EXAMPLE, re.DOTALL)
@@ -28,7 +28,7 @@ def start(folder, command):
     variables = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(REPO),
+        "PYTHONPATH": str(ROOT),
     }
     return subprocess.run(
         ["bash", "-c", command],
@@ -40,6 +40,12 @@ def start(folder, command):
     )
 
 
+def only_run(done, folder):
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [path] = folder.iterdir()
+    return path
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where the quickstart's model is, untrained."""
@@ -49,7 +55,7 @@ def folder(tmp_path_factory):
     make_tiny_model(
         folder / "models" / "tiny_qwen3_moe", Recipe(steps=0, train_problems=4, test_problems=4)
     )
-    (folder / "cli").symlink_to(REPO / "cli")
+    (folder / "cli").symlink_to(ROOT / "cli")
     (folder / "my_task").mkdir()
     for name, content in FILES.items():
         (folder / name).write_text(content, encoding="utf-8")
@@ -65,8 +71,7 @@ def test_the_example_is_complete_and_short():
 @pytest.mark.full
 def test_the_example_runs_as_printed(folder):
     done = start(folder, COMMAND)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [path] = (folder / "runs" / "grpo_tiny_moe_cpu").iterdir()
+    path = only_run(done, folder / "runs" / "grpo_tiny_moe_cpu")
     run = RunDirectory.open(path)
     reward = runpy.run_path(str(folder / "my_task" / "reward.py"))["right_and_short"]
 
@@ -80,7 +85,8 @@ def test_the_example_runs_as_printed(folder):
         assert one["answer"] == row.answer and [one["reward"]] == reward(
             [one["response"]], [row.answer], [row.columns]
         )
-    assert len({one["reward"] for one in kept}) > 2, "the length counts"
+    # the length counts
+    assert len({one["reward"] for one in kept}) > 2
 
     tested = read_rows(folder / "my_task" / "test.jsonl")
     for scored in read_jsonl(run.path / "eval_answers.jsonl"):
@@ -176,8 +182,7 @@ def test_files_and_rewards_of_verl_and_trl_run_as_they_are(folder, name, reward,
         command.replace("my_task.reward:right_and_short", verifiers)
         + f" run.name={name} {weights}",
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    [path] = (folder / "runs" / name).iterdir()
+    path = only_run(done, folder / "runs" / name)
     kept = read_jsonl(path / "rollouts.jsonl")
     for one in kept:
         assert one["reward"] == len(set(one["response"])) + 100 * (one["answer"] in one["response"])

@@ -54,9 +54,8 @@ def test_labels_find_their_rows_exactly(tmp_path, file, tokenizer):
         [f" {decode(ids)} " for ids in labels], read_packed_rows(packed.data_path)
     )
     assert [row.columns for row in rows] == COLUMNS
-    assert [row.answer for row in rows] == [row["answer"] for row in COLUMNS], (
-        "no answer goes through the tokenizer"
-    )
+    # no answer goes through the tokenizer
+    assert [row.answer for row in rows] == [row["answer"] for row in COLUMNS]
     assert packed.prompt_lengths == list(map(len, prompts))
 
 

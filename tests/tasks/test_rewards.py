@@ -20,8 +20,8 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k import verifier
 from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_rewards
 from mindspeed_qerl.tasks.rows import row_of
+from tests import ROOT
 
-REPO = Path(__file__).resolve().parents[2]
 ROWS = [
     row_of({"prompt": f"question {i}", "answer": str(i), "level": i}, f"data.jsonl:{i + 1}")
     for i in range(4)
@@ -87,6 +87,10 @@ def bad_row(responses, answers, rows):
     return [1 / (row["level"] - 2) for row in rows]
 
 
+def exits(responses, answers, rows):
+    raise SystemExit("usage")
+
+
 ROW = [
     f"data.jsonl:{i + 1}: question 'question {i}', answer '{i}', response {text!r}"
     for i, text in enumerate(TEXTS)
@@ -103,15 +107,14 @@ FINITE = "which is not a finite number, for"
             f"test_rewards.py:{bad_row.__code__.co_firstlineno + 1}), on 4 responses, the first: "
             + ROW[0],
         ),
+        (exits, "raised SystemExit: usage ("),
         (gives([0.0] * 3), f"returned [0.0, 0.0, 0.0] {LENGTH}"),
-        (gives([0.0] * 5), LENGTH),
         (gives(None), f"returned None {LENGTH}"),
         (gives("0101"), f"returned '0101' {LENGTH}"),
         (gives(dict.fromkeys(range(4), 1.0)), LENGTH),
         (gives([0, 1, "1", 0]), f"returned '1', {FINITE} {ROW[2]}"),
         (gives([0, None, 1, 0]), f"returned None, {FINITE} {ROW[1]}"),
         (gives([0, 1, 0, float("nan")]), f"returned nan, {FINITE} {ROW[3]}"),
-        (gives([float("-inf"), 1, 0, 0]), f"returned -inf, {FINITE} {ROW[0]}"),
         (gives([0, 10**400, 0, 0]), f"{FINITE} {ROW[1]}"),
         (gives([0, [1, 2], 0, 0]), f"returned [1, 2], {FINITE}"),
         (gives(1 / n for n in (1, 2, 0, 1)), "raised ZeroDivisionError: division by zero"),
@@ -347,14 +350,6 @@ def test_what_a_reward_changes_no_other_answer_sees(reward):
     assert row == row_of(VERL)
 
 
-def test_an_exit_in_a_reward_is_its_failure():
-    def reward(responses, answers, rows):
-        raise SystemExit("usage")
-
-    with pytest.raises(RewardError, match="'mine' raised SystemExit: usage .*on 4 responses"):
-        call_reward("mine", reward, TEXTS, ROWS)
-
-
 def test_none_of_trl_leaves_a_row_to_the_other_rewards(modules):
     (modules / "by_task.py").write_text("""
 def even(completions, level, **kwargs):
@@ -451,7 +446,7 @@ def test_a_script_of_another_folder_finds_the_reward_too(modules):
         cwd=modules,
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(REPO), "PATH": ""},
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )
     assert done.stdout == "[1.0]\n", done.stderr
 

@@ -8,10 +8,9 @@ import pytest
 from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import GSM8K, needs_gsm8k
 from tests.tasks.gsm8k.tool import run_tool
 
-REPO = Path(__file__).resolve().parents[3]
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 NAMES = ["test_chat.parquet", "train_chat.parquet"]
 ROW = {"question": "Wie viele Äpfel sind 3+4?", "answer": "3+4=7\n#### 7"}
 
@@ -69,14 +68,12 @@ VERL = {
             "7",
             ROW["answer"],
         ),
-        (VERL | {"extra_info": {"split": "train", "index": 0}}, None, "7", "7"),
         (
             {"prompt": [TURN], "solution": "7"},
             None,
             "7",
             "7",
         ),  # TRL, examples/scripts/async_grpo.py
-        ({"prompt": "3+4? Think.", "answer": 7}, None, "7", "7"),
         (
             {"messages": [{"role": "system", "content": "Add."}, TURN], "solution": ROW["answer"]},
             None,
@@ -137,12 +134,9 @@ def test_failure_while_writing_changes_nothing(tmp_path, monkeypatch, failure):
     assert snapshot(out) == before
 
 
-def test_missing_or_empty_split(tmp_path):
+def test_an_empty_split(tmp_path):
     raw = write_raw(tmp_path / "raw", test=[])
     with pytest.raises(ValueError, match="no test rows"):
-        convert(raw, tmp_path / "out")
-    (raw / "test.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match="no test.jsonl or test.parquet"):
         convert(raw, tmp_path / "out")
 
 
@@ -162,7 +156,7 @@ def test_tool(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("most", "kept"), [(1, ["one"]), (2, ["one", "two"]), (None, ["one", "two", "three"])]
+    "most, kept", [(1, ["one"]), (2, ["one", "two"]), (None, ["one", "two", "three"])]
 )
 def test_problems_of_few_steps(tmp_path, most, kept):
     rows = [
@@ -178,16 +172,8 @@ def test_problems_of_few_steps(tmp_path, most, kept):
     assert [row["question"] for row in splits["train"]] == kept and len(splits["test"]) == 1
 
 
-def test_no_problem_of_so_few_steps(tmp_path):
-    raw = write_raw(tmp_path / "raw", test=[{"question": "two", "answer": "3+4=7\n7+1=8\n#### 8"}])
-    with pytest.raises(ValueError, match="raw: no test rows, or none of so few steps"):
-        convert(raw, tmp_path / "out", max_steps=1)
-    assert not (tmp_path / "out").exists()
-
-
+@needs_gsm8k
 def test_gsm8k_itself(tmp_path):
-    if not GSM8K.is_dir():
-        pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
     easy = read_splits(GSM8K, max_steps=2)
     assert (len(easy["train"]), len(easy["test"])) == (1961, 326)
     convert(GSM8K, tmp_path)

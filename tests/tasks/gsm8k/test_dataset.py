@@ -1,30 +1,15 @@
 """Rows and prompts: what is read, and what bad files say."""
 
-import json
-
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from mindspeed_qerl.tasks.gsm8k.convert import converted, gold_answer, load_raw
 from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages, plain_prompt
+from tests.tasks.test_rows import write_jsonl, write_parquet
 
 RAW = [
     {"question": "3+4?", "answer": "3+4=7\n#### 7"},
     {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"},
 ]
-
-
-def write_jsonl(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
-def write_parquet(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
 
 
 def test_prompts():
@@ -48,8 +33,6 @@ def test_gold_answer_is_behind_the_last_hashes():
     [
         ("seven", "not a number: 'seven'"),
         ("#### ", "not a number: ' '"),
-        ("#### 7 or 8", "not a number: ' 7 or 8'"),
-        ("#### 1e9", "1e9"),
     ],
 )
 def test_gold_answer_errors(solution, words):
@@ -67,6 +50,7 @@ def test_gold_answer_errors(solution, words):
     ],
 )
 def test_raw_rows_from_a_folder(tmp_path, write, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     write(tmp_path / name, RAW)
     assert [row for _, row in load_raw(tmp_path, "train")] == RAW
     with pytest.raises(FileNotFoundError, match="no test.jsonl or test.parquet in "):
@@ -103,7 +87,6 @@ def test_raw_rows_from_the_hub(monkeypatch):
     "row, words",
     [
         ({"answer": "#### 1"}, "column 'question' is missing; the row has answer"),
-        ({"question": "q"}, "column 'answer' is missing"),
         ({"question": " ", "answer": "#### 1"}, "column 'question': expected a non-empty string"),
         ({"question": "q", "answer": 1}, "column 'answer': expected a non-empty string, got 1 "),
     ],

@@ -16,10 +16,10 @@ from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import GSM8K, needs_gsm8k
+from tests.tasks.gsm8k.test_convert import snapshot
 from tests.tasks.gsm8k.tool import run_tool
 
-REPO = Path(__file__).resolve().parents[3]
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -109,10 +109,6 @@ def read(prefix, field):
     return IndexedDataset(f"{prefix}_packed_{field}_document")
 
 
-def snapshot(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def check_split(split, packed, tokenizer_dir, chat_file):
     """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same
     row of `chat_file`.
@@ -144,10 +140,11 @@ def test_every_row_reads_back(tmp_path, raw, bpe):
     for split, one in zip(("train", "test"), packed, strict=True):
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
         prompts = check_split(split, one, bpe, chat_file)
+        # evaluation asks otherwise
         assert (
             prompts
             == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts
-        ), "evaluation asks otherwise"
+        )
 
 
 def test_bytes_are_those_of_megatrons_writer(tmp_path):
@@ -286,9 +283,8 @@ def test_arguments_that_do_not_go_together(tmp_path, arguments):
 
 
 @pytest.mark.full
+@needs_gsm8k
 def test_gsm8k_itself(tmp_path, bpe):
-    if not GSM8K.is_dir():
-        pytest.skip("no ../shared/data/gsm8k beside the repository: the real data are not here")
     convert(GSM8K, tmp_path / "chat")
     packed = convert_packed(GSM8K, tmp_path / "out", bpe)
     for split, count, one in zip(("train", "test"), (7473, 1319), packed):

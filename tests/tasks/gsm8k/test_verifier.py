@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -22,10 +21,8 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     score,
     score_batch,
 )
+from tests import GSM8K, ROOT, needs_gsm8k
 from tests.tasks.gsm8k.tables import plain, rows_of
-
-REPO = Path(__file__).resolve().parents[3]
-GSM8K = REPO.parent / "shared" / "data" / "gsm8k"
 
 # (response, gold, strict, flexible): the table of docs/verifier.md, where the reasons are.
 FIELD_TABLE = [
@@ -229,7 +226,7 @@ UNREAD_SCALES = plain(
 def test_a_number_is_read_whole_or_not_at_all(form):
     """Against Python's own formatting: the pieces of a number never count as an answer."""
 
-    def answers(written: str) -> set[str | None]:
+    def answers(written):
         text = form.format(written)
         return {
             extract_answer(text),
@@ -274,7 +271,7 @@ def test_verdicts(response, gold, strict, flexible):
 
 
 def test_docs_table_is_the_tested_table():
-    text = (REPO / "docs" / "verifier.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "verifier.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     documented = [tuple(cell.strip() for cell in row.split("|")[2:4]) for row in rows]
     assert documented == [
@@ -283,11 +280,8 @@ def test_docs_table_is_the_tested_table():
     ]
 
 
+@needs_gsm8k
 def test_all_gold_answers_of_gsm8k():
-    if not GSM8K.is_dir():
-        pytest.skip(
-            "no ../shared/data/gsm8k beside the repository: the 8,792 gold answers are not here"
-        )
     lines = [
         line
         for split in ("train", "test")
@@ -403,7 +397,7 @@ def test_any_text_is_read_in_linear_time(length, limit):
     texts = [(start, unit) for unit in HOSTILE_UNITS for start in HOSTILE_STARTS]
     texts = [(start, unit) for start, unit in texts if not start or unit in " ,9*\\$"]
     command = [sys.executable, "-c", program, json.dumps([length, limit, texts])]
-    done = subprocess.run(command, check=False, cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"slow: {texts[len(lines) :][:1]}, {done.stderr[-500:]}"
     verdicts = dict(zip(texts, lines, strict=True))
@@ -420,7 +414,7 @@ decimals = st.decimals(min_value=-(10**12), max_value=10**12, places=3).map(
 )  # no negative zero
 
 
-def renderings(number: Decimal) -> list[str]:
+def renderings(number):
     """The same number as people write it, made by Python's own formatting."""
     plain, grouped = f"{abs(number):f}", f"{abs(number):,f}"
     trimmed = grouped.rstrip("0").rstrip(".")
@@ -450,7 +444,7 @@ def test_equal_means_equal_as_decimals(number, other, style, same, frame):
     assert score(response, f"{gold:f}", "strict") == float(number == gold and frame == "#### {}")
 
 
-def read_word(word: str) -> Decimal | None:
+def read_word(word):
     """A word of the generated texts as a number, by string methods: the next test's oracle."""
     core = word.rstrip(".,%")
     sign = -1 if core.startswith("-") else 1
@@ -468,7 +462,7 @@ def read_word(word: str) -> Decimal | None:
     return sign * Decimal("".join(groups) + point + rest)
 
 
-def made_word(rng: random.Random) -> str:
+def made_word(rng):
     """A word, or `-?$?D,DD,DD.D.D%` with some of its parts left out: grouped well or badly."""
     if rng.random() < 0.5:
         return rng.choice("apples so is = + - ... $ # ## (a) Tom".split())
@@ -528,7 +522,7 @@ def test_imports_without_any_installed_package():
         "convert, prompts, verifier"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", program, str(REPO)],
+        [sys.executable, "-I", "-S", "-c", program, str(ROOT)],
         check=False,
         capture_output=True,
         text=True,

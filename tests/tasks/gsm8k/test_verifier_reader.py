@@ -4,22 +4,18 @@ megabyte.
 
 import json
 import random
-import sys
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_qerl.tasks.gsm8k.verifier import METHODS, extract_answer, score
+from tests import GSM8K, needs_gsm8k
+from tests.tasks.gsm8k.reader import read
+from tests.tasks.gsm8k.tables import plain
 
-sys.path.insert(0, str(Path(__file__).parent))
-from reader import read
-from tables import plain
-
-GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 MARKERS = plain(
     r"####¦#### ¦##### ¦\boxed{¦The answer is ¦answer: ¦**Answer:** ¦ANSWER IS: ¦anſwer is ¦"
     r"answer İs ¦xanswer: ¦åanswer is ¦A: ¦QA: ¦a: "
@@ -49,7 +45,7 @@ pieces = st.one_of(numbers, *map(st.sampled_from, (MARKERS, SPACES, BEHIND, MARK
 texts = st.one_of(st.lists(pieces, max_size=12).map("".join), st.text(max_size=30))
 
 
-def assert_read_alike(text: str) -> None:
+def assert_read_alike(text):
     for method in METHODS:
         answer, expected = extract_answer(text, method), read(text, method)
         assert (None if answer is None else Fraction(answer)) == expected, (method, text[:500])
@@ -90,7 +86,7 @@ OTHERS = plain(
 ).split("¦")
 
 
-def spelt(rng: random.Random) -> str:
+def spelt(rng):
     """A number in one of the ways it is written."""
     value = rng.choice(
         [
@@ -117,7 +113,7 @@ def spelt(rng: random.Random) -> str:
     return rng.choice(SIGNS) + rng.choice(CURRENCIES) + text
 
 
-def made_answer(rng: random.Random) -> str:
+def made_answer(rng):
     text = rng.choice(BODIES) + rng.choice(STARTS)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         text += (
@@ -139,10 +135,9 @@ def test_answers_of_the_grammar(count):
     assert read_ones > count / 4
 
 
+@needs_gsm8k
 def test_answers_to_gsm8k():
     """Its own solutions, said in other ways: right, wrong, hedged, without a number, cut off."""
-    if not GSM8K.is_dir():
-        pytest.skip("no ../shared/data/gsm8k beside the repository")
     for line in (GSM8K / "test.jsonl").read_bytes().splitlines()[::200]:
         solution = json.loads(line)["answer"]
         body, _, gold = solution.rpartition("#### ")

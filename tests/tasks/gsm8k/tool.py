@@ -1,27 +1,31 @@
-"""tools/NAME.py started in this process, which has imported what it needs."""
+"""Programs of this checkout started in this process, which has imported what they need."""
 
 import io
 import runpy
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-REPO = Path(__file__).resolve().parents[3]
+from tests import ROOT
 
 
-def run_tool(name: str, *arguments: object) -> SimpleNamespace:
+def run_tool(name, *arguments):
+    """Of tools/NAME.py."""
+    return run_program(f"tools/{name}.py", *arguments)
+
+
+def run_program(file, *arguments):
     """returncode, stdout and stderr of the command."""
-    script = REPO / "tools" / f"{name}.py"
-    command = [str(script), *map(str, arguments)]
+    script = str(ROOT / file)
+    command = [script, *map(str, arguments)]
     with (
         patch.object(sys, "argv", command),
         redirect_stdout(io.StringIO()) as stdout,
         redirect_stderr(io.StringIO()) as stderr,
     ):
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(script, run_name="__main__")
             code = 0
         except SystemExit as ended:
             code = ended.code or 0
