@@ -146,7 +146,7 @@ def policy_loss(
     gspo: the same of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its
         value is the answer's, its gradient each token's share (verl's GSPO-token).
     cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every
-    token is trained.
+        token is trained.
 
     Returns:
         (loss, whether clipping from below acted, whether from above), each [batch, length].

@@ -1,11 +1,13 @@
 """Checkpoints of the local engine: adapters and their optimizer, whole, by the names of the
 undivided model, so that a run can resume in any layout.
 
-    checkpoints/iter_0000010/ state.json                iteration, updates, prompts_asked (the
-        position in the data), the run's id, the digest of the base weights, the model's shape,
-        LoRA's settings, and each file's bytes and SHA-256 shard-*.safetensors
-        torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's two
-        moments of both (.exp_avg, .exp_avg_sq), float32
+    checkpoints/iter_0000010/
+        state.json           iteration, updates, prompts_asked (the position in the data), the
+                             run's id, the digest of the base weights, the model's shape, LoRA's
+                             settings, and each file's bytes and SHA-256
+        shard-*.safetensors  torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B
+                             [out, r], and AdamW's two moments of both (.exp_avg, .exp_avg_sq),
+                             float32
 
 A folder with that name is complete: it is written under another name, forced to the disk, and
 renamed. Reading it executes nothing, it is safetensors and JSON. There are no random states: each

@@ -3,10 +3,10 @@ several samples.
 
 One folder for each evaluation, in a run RUN/evaluations/<name>/:
 
-    summary.json     what was evaluated and how; "greedy" and "sampled": the numbers of
-    tasks/evaluation.py answers.jsonl    one row per question, as in eval_answers.jsonl: the
-    samples, or without any the greedy answers greedy.jsonl     the greedy answers, if there are
-    samples as well
+    summary.json   what was evaluated and how; numbers of tasks/evaluation.py: "greedy", "sampled"
+    answers.jsonl  a row for each question, as in eval_answers.jsonl: the samples, or without any
+                   the greedy answers
+    greedy.jsonl   the greedy answers, if there are samples as well
 """
 
 import importlib.util

@@ -2,9 +2,11 @@
 
 A file is .jsonl or .parquet, and each of its rows has
 
-    prompt      what is asked, as text, or as messages [{"role": "user", "content": "..."}, ...],
-    for the chat template messages    the same messages under another name; where both are there, a
-    `prompt` of text is the plain form answer      a text or number; the reward compares with it
+    prompt    what is asked, as text, or as messages [{"role": "user", "content": "..."}, ...], for
+              the chat template
+    messages  the same messages under another name; where both are there, a `prompt` of text is the
+              plain form
+    answer    a text or number; the reward compares with it
 
 and more columns if you like: the reward gets them all. Rows of verl and TRL are such rows: the
 answer may also be `reward_model.ground_truth`, or one of `GOLDS`. GSM8K's converted rows
