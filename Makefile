@@ -1,8 +1,14 @@
-# make quickstart   install everything into .venv, make the small model, train it, draw the curves
-# make test         the test suite
-# make test-full    the test suite, more layouts, and runs that are killed at random moments
-# make real-model   a real language model, SmolLM2-135M-Instruct, in models/ (docs/evaluation.md)
-# make upstream-env install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/architecture.md)
+# make quickstart     install everything into .venv, make the small model, train it, draw the curves
+# make train          train again: CONFIG=NAME, ARGS="seed=2 aqn=off"
+# make model          the small model and its data, in models/
+# make real-model     a real language model, SmolLM2-135M-Instruct, in models/ (docs/evaluation.md)
+# make test           the test suite, after make lint
+# make test-full      the test suite, more layouts, and runs that are killed at random moments
+# make lint           ruff and mypy
+# make install        .venv; make install-dev: with what the tests need
+# make upstream-env   install what runs MindSpeed-RL on an emulated NPU into .venv-upstream (docs/architecture.md)
+# make test-upstream  the tests of MindSpeed-RL there: UPSTREAM=DIR with its checkouts
+# make clean          remove the environments
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 
@@ -26,9 +32,11 @@ UPSTREAM_PY := $(UPSTREAM_VENV)/bin/python
 # Test files divided among two processes, the longest first (tests/conftest.py).
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart real-model upstream-env test-upstream test test-full install install-dev model train lint lock clean
+.PHONY: help quickstart real-model upstream-env test-upstream test test-full install install-dev model train lint lock clean
 
 quickstart: install model train
+help:
+	@sed -n 's/^# make/make/p' Makefile
 
 install: $(VENV)/.local
 model: install

@@ -6,6 +6,7 @@ reported at the end.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -146,4 +147,7 @@ def sweep(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:  # `--help | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

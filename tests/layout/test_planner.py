@@ -281,8 +281,16 @@ def test_a_wrong_command_line(arguments, message):
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_reader_that_stops_reading():
-    command = [sys.executable, "tools/plan_layout.py", *MODEL, "16", "--top", "500", "--json"]
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["tools/plan_layout.py", *MODEL, "16", "--top", "500", "--json"],
+        ["cli/train_grpo.py", "--config-name", CONFIG, "--help"],
+        ["cli/train_grpo.py", "--config-name", CONFIG, "--cfg", "job"],
+    ],
+)
+def test_a_reader_that_stops_reading(program):
+    command = [sys.executable, *program]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT) as process:
         process.stdout.close()
