@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mindspeed_qerl.common.errors import Fault
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, read_shape, shape_of_arguments
 from mindspeed_qerl.recipe.types import Batch, Layout, Recipe
 
+NO_MODEL = "megatron_training.tokenizer_name_or_path = {!r}: no config.json there"
 VLLM_VOCABULARY_MULTIPLE = 64  # vLLM pads the embedding to it (vocab_parallel_embedding.py:23)
 
 
@@ -99,4 +100,7 @@ def shape_of_model(recipe: Recipe) -> ModelShape:
     folder = Path(recipe.model.path)
     if (folder / "config.json").is_file():
         return read_shape(folder)
-    return shape_of_arguments(recipe.model.arguments)
+    arguments = recipe.model.arguments
+    if arguments.get("num_layers") is None and arguments.get("hidden_size") is None:
+        raise ConfigError(NO_MODEL.format(recipe.model.path))
+    return shape_of_arguments(arguments)

@@ -12,7 +12,7 @@ from mindspeed_qerl.families import ModelShape, family_of, read_config, read_sha
 from mindspeed_qerl.families.config import not_built
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.layout.blocks import unfilled
-from mindspeed_qerl.layout.plan import Plan, beyond_positions
+from mindspeed_qerl.layout.plan import NO_MODEL, Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, layout_faults
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.tasks import checks
@@ -148,7 +148,7 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
             "Give a Hugging Face model directory; the quickstart's is made by `python "
             "tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
         )
-        yield Fault("model", f"{key} = {path!r}: no config.json there", key, fix)
+        yield Fault("model", NO_MODEL.format(path), key, fix)
         return
     try:
         shape = read_shape(path)

@@ -14,7 +14,7 @@ from mindspeed_qerl.families import NAMED_SHAPES, read_shape
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.recipe.writer import to_config
 from tests.families.public_models import MODELS
 
@@ -119,6 +119,14 @@ def test_an_impossible_size_in_the_section_model(raw, key, value, message):
     with pytest.raises(ConfigError) as refused:
         shape_of_model(read_recipe(raw))
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
+
+
+def test_without_a_model_one_line_says_so(tmp_path):
+    key = "megatron_training.tokenizer_name_or_path"
+    recipe, _ = read(compose("grpo_tiny_moe_cpu", [f"{key}={tmp_path}"]))
+    with pytest.raises(ConfigError) as refused:
+        shape_of_model(recipe)
+    assert str(refused.value).endswith(f"= '{tmp_path}': no config.json there")
 
 
 def test_shape_from_a_config_json(tmp_path):
