@@ -105,7 +105,7 @@ class Arrival:
         if not inside.any():
             return None
         place = place[inside]
-        values = held.part.detach()[tuple(place.to(held.part.device).T)].cpu()
+        values = held.part[tuple(place.to(held.part.device).T)].cpu()
         if self._equal(values, sample.values[inside]):
             return None
         if values.isnan().any():
@@ -116,7 +116,7 @@ class Arrival:
         if before and self._equal(values, before.values[inside]):
             return "it is still what the sync before had sent"
         if held.part.dim() == 2 and held.part.shape == sample.shape == held.part.shape[::-1]:
-            mirrored = held.part.detach()[tuple(place.flip(1).to(held.part.device).T)].cpu()
+            mirrored = held.part[tuple(place.flip(1).to(held.part.device).T)].cpu()
             if self._equal(mirrored, sample.values[inside]):
                 return "it is transposed"
         for name, other in self.sent.items():

@@ -51,7 +51,7 @@ def kernel_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 inputs = getattr(module, "input_size_per_partition", module.input_size)
                 identity = torch.eye(inputs, dtype=module.params_dtype)
                 tensor = kernel(identity, tensor, None).t()
-            yield f"{path}.{kind}", tensor
+            yield f"{path}.{kind}", tensor.detach()
 
 
 def take_apart(
