@@ -1,8 +1,8 @@
 """What the noise does: to the weights, in bfloat16 and float32, and to the distance between the
 policy that samples and the one that is trained.
 
-    python benchmarks/noise.py    # about 6 minutes on 2 cores; draws
-    docs/images/noise_{precision,kl,routing}.png
+    # about 6 minutes on 2 cores; draws docs/images/noise_{precision,kl,routing}.png
+    python benchmarks/noise.py
 
 First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights
 of 1, in both dtypes: measured standard deviation of (noisy - clean) over nominal. Second: two runs

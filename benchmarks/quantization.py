@@ -1,9 +1,10 @@
 """Quantised rollouts: how far each format takes the policy that samples from the one that is
 trained, beside noise.
 
-    python benchmarks/quantization.py kl          # 15 minutes on 2 cores; draws
-    docs/images/quantization_kl.png python benchmarks/quantization.py training    # half an hour;
-    draws docs/images/quantization_training.png
+    python benchmarks/quantization.py kl          # 15 minutes on 2 cores
+    python benchmarks/quantization.py training    # half an hour
+
+They draw docs/images/quantization_{kl,training}.png.
 
 kl: runs of the quickstart in each format with a learning rate that moves nothing, without noise,
 with and without routing replay: KL between rollout and training policy (k3) and effective sample

@@ -1,10 +1,12 @@
 """How near a rollout and an update at a real model's size come to what this machine's matrix
 products reach alone.
 
-    python benchmarks/real_size.py --threads 2      SmolLM2-135M (make real-model), float32 and
-    bfloat16, 10 minutes python benchmarks/real_size.py --config grpo_steps_moe_cpu --answers 64
-    python tools/make_tiny_model.py --large --output models/large      # 10M parameters python
-    benchmarks/real_size.py --config grpo_tiny_moe_cpu --model models/large --answers 64
+    # SmolLM2-135M (make real-model), float32 and bfloat16, 10 minutes
+    python benchmarks/real_size.py --threads 2
+    python benchmarks/real_size.py --config grpo_steps_moe_cpu --answers 64
+    # 10M parameters
+    python tools/make_tiny_model.py --large --output models/large
+    python benchmarks/real_size.py --config grpo_tiny_moe_cpu --model models/large --answers 64
 
 Rollout: answers of exactly 24 tokens to prompts of 100, sampled by the local engine's vLLM, with
 linear layers as it packs them (local/packing.py) and as torch multiplies ("torch's", before they

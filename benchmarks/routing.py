@@ -1,10 +1,11 @@
 """Routing replay beside the noise: what noise does to the choice of experts, what replay does about
 it, what it costs, and whether a policy learns more with it.
 
-    python benchmarks/routing.py sigma       # 15 minutes on 2 cores; draws
-    docs/images/routing_{sigma,layers}.png python benchmarks/routing.py cost        # two minutes
-    python benchmarks/routing.py learning    # an hour; killed, it resumes; draws
-    docs/images/routing_learning.png
+    python benchmarks/routing.py sigma       # 15 minutes on 2 cores
+    python benchmarks/routing.py cost        # two minutes
+    python benchmarks/routing.py learning    # an hour; killed, it resumes
+
+They draw docs/images/routing_{sigma,layers,learning}.png.
 
 sigma: runs of the quickstart with a sigma that rises from stage to stage and a learning rate that
 moves nothing (benchmarks/noise.py), with routing_replay none, record and rollout, in float32 and

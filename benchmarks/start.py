@@ -1,9 +1,8 @@
 """Seconds from a command to the first sampled answer, ours beside TRL's, and of commands that train
 nothing.
 
-    python benchmarks/start.py                        3 rounds, 4 minutes on 2 cores python
-    benchmarks/start.py --before OTHER         another checkout of this project takes turns with
-    this one
+    python benchmarks/start.py                   # 3 rounds, 4 minutes on 2 cores
+    python benchmarks/start.py --before OTHER    # takes turns with OTHER, another checkout
 
 The quickstart's model with random weights. Ours is `cli/train_grpo.py` until it says how accurate
 one answer was before the first step: Ray, two Megatron ranks, vLLM, the first sync and its proof

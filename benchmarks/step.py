@@ -1,11 +1,13 @@
 """Seconds per GRPO step: our local engine beside TRL's GRPOTrainer, on the same model, prompts and
 cores, in one run.
 
-    python benchmarks/step.py --quick            see it run: the tiny size, one round of 1 + 2
-    steps, about 1 minute python benchmarks/step.py                    both sizes, two rounds of 2 +
-    5 steps, about 20 minutes python benchmarks/step.py --size large --prompts 32 --rounds 1 python
-    benchmarks/step.py --metrics          our update with its metrics and without (metrics_cost.py),
-    3 minutes
+    # see it run: the tiny size, one round of 1 + 2 steps, about 1 minute
+    python benchmarks/step.py --quick
+    # both sizes, two rounds of 2 + 5 steps, about 20 minutes
+    python benchmarks/step.py
+    python benchmarks/step.py --size large --prompts 32 --rounds 1
+    # our update with its metrics and without (metrics_cost.py), 3 minutes
+    python benchmarks/step.py --metrics
 
     tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
     large   10M parameters, 8 prompts x 8 answers of 256 tokens
@@ -22,10 +24,12 @@ vLLM only. They take turns, each in fresh processes; the first steps are not cou
 medians. OMP_WAIT_POLICY is PASSIVE for all unless it is set: threads that spin for a core another
 program has taken slow TRL twentyfold.
 
-    rollout    sampling the answers; TRL also decodes them here reward     verifier, advantages and
-    the batch training   forward, backward and optimizer sync       merged weights into vLLM; TRL
-    samples from the weights it trains other      on our side the hop to the ranks and back once
-    everything outside the steps: imports, engines, the first evaluation of our side, shutdown
+    rollout    sampling the answers; TRL also decodes them here
+    reward     verifier, advantages and the batch
+    training   forward, backward and optimizer
+    sync       merged weights into vLLM; TRL samples from the weights it trains
+    other      on our side the hop to the ranks and back
+    once       everything outside the steps: imports, engines, our first evaluation, shutdown
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """What one sync of merged weights into vLLM costs: seconds and memory beside a plain copy of the
 same bytes, in one run.
 
-    python benchmarks/sync.py                       all sizes, draws docs/images/sync.png; about 10
-    minutes on 2 cores python benchmarks/sync.py --only parameters
+    # all sizes, draws docs/images/sync.png; about 10 minutes on 2 cores
+    python benchmarks/sync.py
+    python benchmarks/sync.py --only parameters
 
 The local engine with a Qwen3-MoE of random weights, LoRA on all four targets, float32: all its
 ranks merge, the rollout engine loads. The memory of a process is what it held at most during a sync

@@ -1,9 +1,9 @@
 """Train a Hugging Face model, supervised, on the solutions of a GSM8K split, before it is trained
 with GRPO.
 
-    python tools/warm_up.py --model models/smollm2_135m_instruct --data
-        data/gsm8k_two_steps/train_chat.parquet \\ --output models/smollm2_135m_gsm8k --examples
-        1920
+    python tools/warm_up.py --model models/smollm2_135m_instruct \\
+        --data data/gsm8k_two_steps/train_chat.parquet \\
+        --output models/smollm2_135m_gsm8k --examples 1920
 
 A model that is never right learns nothing from rewards: this takes it to where some of its answers
 are. All weights are trained, on the published solutions without their calculator's marks
