@@ -1,8 +1,9 @@
 """The first process of a fake box: makes its mounts, runs its command, reaps what the command
 leaves, ends with it.
 
-    unshare ... python inside.py PLAN.json     # standard library only; tests/fake_box/__init__.py
-    writes the plan
+    unshare ... python inside.py PLAN.json
+
+Standard library only; tests/fake_box/__init__.py writes the plan.
 """
 
 import ctypes

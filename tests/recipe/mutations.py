@@ -1,8 +1,7 @@
 """Random mutations of every shipped config, on each engine: nothing but a Recipe or refusals in
 words.
 
-    python tests/recipe/mutations.py 3000       # so many of each config and engine: a quarter of an
-    hour
+    python tests/recipe/mutations.py 3000    # of each config and engine: a quarter of an hour
 """
 
 import copy
