@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -146,6 +147,7 @@ def scaled_adapters(
         yield name, tensor * scaling if ".lora_B." in name else tensor
 
 
+@cache
 def positions(shape: torch.Size, elements: int) -> torch.Tensor:
     """Indices [elements, dimensions] of a sample that depends on the shape alone; of all elements
     if there are no more, or `elements` is 0.
@@ -154,9 +156,10 @@ def positions(shape: torch.Size, elements: int) -> torch.Tensor:
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
     total = math.prod(shape)
-    flat = torch.arange(total)
     if 0 < elements < total:
         flat = torch.randint(total, (elements,), generator=torch.Generator().manual_seed(total))
+    else:
+        flat = torch.arange(total)
     return torch.stack(torch.unravel_index(flat, shape), dim=1)
 
 
