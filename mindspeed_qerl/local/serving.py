@@ -147,14 +147,15 @@ def complete(
     prompts: Sequence[Sequence[int]],
     use_tqdm: bool = False,
     recorder: RouteRecorder | None = None,
+    logprobs: int | None = 0,
     **sampling: Any,
 ) -> list[list[Completion]]:
-    """Per prompt (token ids) its sampled completions, with their routes if there is a recorder.
-    sampling: keyword arguments of vLLM's SamplingParams; by default with the logprobs of the
-    sampled tokens, logprobs=None: without.
+    """Per prompt (token ids) its sampled completions, with the logprobs of the sampled tokens, or
+    without (None), and their routes if there is a recorder. sampling: more keyword arguments of
+    vLLM's SamplingParams.
     """
-    # one list of numbers, not a dictionary a token
-    sampling = {"logprobs": 0, "flat_logprobs": True} | sampling
+    if logprobs is not None:  # one list of numbers, not a dictionary a token; 0.11 has none
+        sampling |= {"logprobs": logprobs, "flat_logprobs": True}
     with recorder.recording() if recorder else nullcontext():
         outputs = generate(llm, prompts, use_tqdm, **sampling)
     routes = recorder.take(outputs) if recorder else repeat(repeat(None))
@@ -162,9 +163,9 @@ def complete(
     for output, taken in zip(outputs, routes):
         completions = []
         for answer, route in zip(output.outputs, taken):
-            logprobs = answer.logprobs.logprobs if answer.logprobs else []
+            of_tokens = answer.logprobs.logprobs if answer.logprobs else []
             is_cut_off = answer.finish_reason == "length"
-            completions.append(Completion(list(answer.token_ids), logprobs, is_cut_off, route))
+            completions.append(Completion(list(answer.token_ids), of_tokens, is_cut_off, route))
         groups.append(completions)
     return groups
 
