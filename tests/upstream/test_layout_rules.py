@@ -75,7 +75,7 @@ def sampled(draw: random.Random) -> Plan:
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
     world = draw.choice([4, 8, 12, 16])
     tp, pp, cp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(4))
-    n, prompts = draw.choice([1, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
+    n, prompts = draw.choice([2, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
     share = max(1, prompts * n // world)
     sizes = [None, None, None, n, share, 2 * n, prompts * n, 7]
     dispatch = {
@@ -243,6 +243,7 @@ def trained(draw: random.Random) -> Plan:
             [size for size in (1, 2, 3, 4, 6, 8, heads) if not heads % size]
         ),
         num_experts=draw.choice([4, 8, 12, 60, 64, 128]) if shape.moe else 0,
+        num_experts_per_tok=4 if shape.moe else 0,
         vocab_size=draw.choice([1000, 151_936, 152_064]),
     )
     tp, pp, cp = (draw.choice([1, 1, 1, 2, 2, 3, 4, 8]) for _ in range(3))
