@@ -108,8 +108,7 @@ class ServedWeights:
         held = self._by_name(tensors)
         if self.quantized:
             adapters = self._by_name(self.quantized.adapters)
-            for name, *tensors in self.quantized.weights:
-                synced, used, adapter = tensors
+            for name, synced, used, adapter in self.quantized.weights:
                 held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
         checkpoint, moved = Checkpoint(self.model_dir), []
         whole: dict[str, tuple[str, np.ndarray, np.ndarray]] = {}

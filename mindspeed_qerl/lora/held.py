@@ -65,6 +65,7 @@ def take_apart(
         module = model.get_submodule(path)
         name = path.replace(".base_layer", "")  # of a module with adapters beside it
         classes = {cls.__name__ for cls in type(module).__mro__}
+        parts: Iterable[Part]
         if kind in EXPERT_PARTS:
             parts = _experts(name.removesuffix(".routed_experts"), module, kind, tensor)
         elif "LinearBase" in classes:
