@@ -15,6 +15,8 @@ SHELL := /bin/bash
 # What is imported is compiled once, into the environments (uv compiles nothing), also where an image tells Python
 # not to: half of what a process takes to import vLLM, and a run has several.
 export PYTHONDONTWRITEBYTECODE =
+# uv trusts the certificates that the system does, as pip: a company's own, say.
+export UV_SYSTEM_CERTS = 1
 PYTHON ?= python3
 # Asked only if the configured package index has no CPU build of torch.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
