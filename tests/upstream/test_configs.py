@@ -160,7 +160,7 @@ def conversions() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_conversion(name, upstream, tmp_path):
+def test_conversion(name, upstream, tmp_path, monkeypatch):
     """MindSpeed-LLM, told what docs/ascend.md says, gives each rank the tensors that we take from
     the Hugging Face model by ourselves.
     """
