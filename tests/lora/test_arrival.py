@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
-from mindspeed_qerl.lora.held import Held
+from mindspeed_qerl.lora.held import Held, held_parts
 
 LAYER = "model.layers.0."
 NAMES = (
@@ -154,3 +154,20 @@ def test_adapters_are_served_with_their_scaling(config, scaling):
     scaled = dict(scaled_adapters(tensors, config))
     assert torch.equal(scaled["q_proj.lora_A.weight"], torch.ones(4, 8))
     assert torch.equal(scaled["q_proj.lora_B.weight"], torch.full((8, 4), scaling))
+
+
+@pytest.mark.parametrize("width", [4, 8])  # gate above up is square, or down is
+@pytest.mark.parametrize("is_npu", [False, True])
+def test_square_expert_weights_are_told_from_their_transposes(width, is_npu):
+    """vllm-ascend holds experts as [in, out]."""
+    gate_up, down = torch.randn(2, 2 * width, 8), torch.randn(2, 8, width)
+    model, experts = torch.nn.Module(), torch.nn.Module()
+    model.experts, experts.hidden_size = experts, 8
+    for name, weight in (("w13_weight", gate_up), ("w2_weight", down)):
+        held = weight.transpose(1, 2) if is_npu else weight
+        setattr(experts, name, torch.nn.Parameter(held.contiguous()))
+    parts = {held.name: held.part for held in held_parts(model)}
+    for expert in range(2):
+        assert torch.equal(parts[f"experts.{expert}.gate_proj.weight"], gate_up[expert, :width])
+        assert torch.equal(parts[f"experts.{expert}.up_proj.weight"], gate_up[expert, width:])
+        assert torch.equal(parts[f"experts.{expert}.down_proj.weight"], down[expert])
