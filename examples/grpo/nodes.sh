@@ -53,13 +53,23 @@ though that one answers: both need the same token (sha256sum $(printf %q "$RAY_A
     exit 0
 }
 
+name_lost_node() {
+    say "the training has failed; whether a node was lost is known in at most 25 s"
+    sleep 25 &
+    wait -n "$watch" $! || true
+}
+
 # On node 0: wait for the training, or for a node to go, which the training may not notice: then it is told to end. Its exit status.
 attend_nodes() {
     local watch status=0
     setsid "$PYTHON" examples/grpo/wait_for_npus.py --watch --nodes "$NODES" --npus "$npus" --ray-process "$ray" 2> "$scratch/watch.log" &
     watch=$!
     wait -n "$train" "$watch" || status=$?
-    kill -0 "$train" 2> /dev/null || return "$status"
+    if ! kill -0 "$train" 2> /dev/null; then
+        # a call to a lost node fails a quarter of a minute before Ray takes the node for lost
+        ((status == 0)) || name_lost_node
+        return "$status"
+    fi
     ((status != 4)) || exit 1  # it has said why
     printf '%s\n' "launch: the nodes are watched no longer ($(tail -n 1 "$scratch/watch.log"), status $status): when one goes, the training may \
 wait for it. The training goes on" >&2
