@@ -1,16 +1,16 @@
 """Values of a config that exclude each other, whatever the engine."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from mindspeed_qerl.common.errors import Fault, unknown
 from mindspeed_qerl.recipe.keys import Values
+from mindspeed_qerl.recipe.types import Recipe
 
 
-def conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
+def conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
     """Faults of values that exclude each other."""
-    batch, sampling, evaluation = parts["batch"], parts["sampling"], parts["evaluation"]
-    optimizer, task = parts["optimizer"], parts["task"]
+    batch, sampling, evaluation = recipe.batch, recipe.sampling, recipe.evaluation
+    optimizer, task = recipe.optimizer, recipe.task
     names, weights = len(task.verifier_function), len(task.verifier_weight)
     if names != weights or not names:
         yield _conflict(
@@ -36,20 +36,20 @@ def conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
             f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = "
             f"{optimizer.min_lr}",
         )
-    yield from _algorithm_conflicts(parts, values)
-    if parts["selection"].overlong_buffer_enable:
-        yield from _overlong_conflicts(parts)
-    if parts["selection"].filter_groups_enable:
-        yield from _filter_conflicts(parts)
+    yield from _algorithm_conflicts(recipe, values)
+    if recipe.selection.overlong_buffer_enable:
+        yield from _overlong_conflicts(recipe)
+    if recipe.selection.filter_groups_enable:
+        yield from _filter_conflicts(recipe)
 
 
 def _conflict(key: str, message: str) -> Fault:
     return Fault("conflict", message, key)
 
 
-def _algorithm_conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[Fault]:
-    algorithm = parts["algorithm"]
-    if parts["correction"].method == "sequence_tis" and algorithm.loss_mode == "cispo":
+def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
+    algorithm = recipe.algorithm
+    if recipe.correction.method == "sequence_tis" and algorithm.loss_mode == "cispo":
         yield _conflict(
             "rollout_correction.method",
             "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': an "
@@ -69,8 +69,8 @@ def _algorithm_conflicts(parts: Mapping[str, Any], values: Values) -> Iterator[F
         )
 
 
-def _overlong_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
-    selection, max_tokens = parts["selection"], parts["sampling"].max_tokens
+def _overlong_conflicts(recipe: Recipe) -> Iterator[Fault]:
+    selection, max_tokens = recipe.selection, recipe.sampling.max_tokens
     if not 1 <= selection.overlong_buffer <= max_tokens:
         yield _conflict(
             "rl_config.overlong_buffer",
@@ -85,12 +85,12 @@ def _overlong_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
         )
 
 
-def _filter_conflicts(parts: Mapping[str, Any]) -> Iterator[Fault]:
+def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
     """Of dynamic sampling."""
-    selection, batch, task = parts["selection"], parts["batch"], parts["task"]
+    selection, batch, task = recipe.selection, recipe.batch, recipe.task
     wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
     key = "rl_config.filter_groups_train_batch_size"
-    if parts["noise"].enabled and parts["noise"].restart_every == "epoch":
+    if recipe.noise.enabled and recipe.noise.restart_every == "epoch":
         yield _conflict(
             "aqn.restart_every",
             "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: the steps of a pass "

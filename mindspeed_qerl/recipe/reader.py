@@ -60,10 +60,10 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
         for name, kind in PARTS.items()
     }
     _fill_in(parts, values)
-    train_iters = parts["run"].train_iters
-    parts["noise"] = _checked_noise(parts["noise"], train_iters, parts["model"].dtype, found)
-    found.faults += conflicts(parts, values)
-    return Recipe(str(raw.get("engine")), **parts, sections=raw), found
+    recipe = Recipe(str(raw.get("engine")), **parts, sections=raw)
+    recipe = replace(recipe, noise=_checked_noise(recipe, found))
+    found.faults += conflicts(recipe, values)
+    return recipe, found
 
 
 # ---- names ----
@@ -193,10 +193,11 @@ def _followed(part: Any, values: Values, **follows: Any) -> Any:
 # ---- noise ----
 
 
-def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> Noise:
+def _checked_noise(recipe: Recipe, found: Found) -> Noise:
     """The noise with its factors; faults for what cannot be, a warning for stages that bfloat16
     cannot hold.
     """
+    noise, train_iters = recipe.noise, recipe.run.train_iters
     if not noise.enabled:
         return noise
     try:
@@ -211,7 +212,7 @@ def _checked_noise(noise: Noise, train_iters: int, dtype: str, found: Found) -> 
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")
     small = [sigma for sigma in schedule.sigmas() if 0 < sigma < BF16_LEAST_SIGMA]
-    if small and dtype == "bfloat16":
+    if small and recipe.model.dtype == "bfloat16":
         found.warnings.append(
             f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps, "
             "where bfloat16 rounds most of it away (docs/aqn.md). Raise aqn.sigma_end to keep it"
