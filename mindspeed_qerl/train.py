@@ -46,9 +46,9 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             rows = read_packed_rows(recipe.task.data_path)
         else:
             rows = read_rows(recipe.task.train_file)
-        found.faults, warnings = check_task(recipe.task, rows)
-        found.warnings += warnings
-        found.raise_faults()
+        found_in_data = check_task(recipe.task, rows)
+        found_in_data.raise_faults()
+        found.warnings += found_in_data.warnings
         directory, after = _directory(recipe, name, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         for line in str(error).splitlines():

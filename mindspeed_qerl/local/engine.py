@@ -40,11 +40,10 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
     for name, prompts in (("training", train), ("evaluation", test)):
         if prompts.dropped:
             progress.message(prompts.left_out(name))
-        faults, warnings = check_prompts(prompts, tokenizer)
-        for warning in warnings:
+        found = check_prompts(prompts, tokenizer)
+        for warning in found.warnings:
             progress.message(f"Warning: {name}: {warning}")
-        if faults:
-            raise ConfigError(*faults)
+        found.raise_faults()
     run.keep(prompts=train.digest(), evaluation_prompts=test.digest())
     return Data(tokenizer, train, test)
 

@@ -84,7 +84,7 @@ def overlap(machine: Machine, case: Case) -> Check:
     if not test or not (train or packed):
         return skipped("one of them is missing above")
     verdict = warning if task.allow_overlap else failed
-    shared, _ = check_rows(train, test, ())
+    shared = check_rows(train, test, ()).faults
     if shared:
         return verdict(shared[0].message)
     words = f"{packed:,} packed prompts, {len(train):,} training rows, {len(test):,} test rows"

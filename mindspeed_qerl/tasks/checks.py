@@ -1,7 +1,5 @@
 """What is looked at in a task's files before a run: faults of the kind that leaves every curve
 plausible.
-
-Each check returns faults, which refuse the run, and warnings, which are sentences.
 """
 
 import unicodedata
@@ -11,6 +9,7 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.recipe import types as recipe
+from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
 from mindspeed_qerl.tasks.packed import rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
@@ -47,8 +46,8 @@ def unknown_rewards(verifiers: Iterable[tuple[str, float]]) -> list[Fault]:
     return faults
 
 
-def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[Fault], list[str]]:
-    """(faults, warnings) of a task whose files are there, before anything heavy starts.
+def check_task(task: recipe.Task, train: Sequence[Row] | None) -> Found:
+    """Of a task whose files are there, before anything heavy starts.
 
     Args:
         train: the training rows; None if only their token ids are there, which cannot be compared.
@@ -61,11 +60,9 @@ def check_task(task: recipe.Task, train: Sequence[Row] | None) -> tuple[list[Fau
 
 def check_rows(
     train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str], allow_overlap: bool = False
-) -> tuple[list[Fault], list[str]]:
-    """(faults, warnings) of the rows that are trained on and tested with, for rewards of the names
-    `verifiers`.
-    """
-    faults, warnings = [], []
+) -> Found:
+    """Of the rows that are trained on and tested with, for rewards of the names `verifiers`."""
+    found = Found()
     first_of = {normalised(row.question): row for row in reversed(train)}
     shared = [row for row in test if normalised(row.question) in first_of]
     if shared:
@@ -77,14 +74,16 @@ def check_rows(
         )
         fix = "Take them out of one file, or set task.allow_overlap=true"
         if allow_overlap:
-            warnings.append(message)
+            found.warnings.append(message)
         else:
-            faults.append(Fault("data", message, "task.test_file", fix))
+            found.faults.append(Fault("data", message, "task.test_file", fix))
     if len(first_of) < len(train):
-        warnings.append(f"{len(train):,} training rows hold {len(first_of):,} different questions")
+        found.warnings.append(
+            f"{len(train):,} training rows hold {len(first_of):,} different questions"
+        )
     if set(verifiers) & set(METHOD_OF_VERIFIER):
-        faults += [*_unreadable_golds([*train, *test])][:3]
-    return faults, warnings
+        found.faults += [*_unreadable_golds([*train, *test])][:3]
+    return found
 
 
 def normalised(question: str) -> str:
@@ -106,9 +105,9 @@ def _unreadable_golds(rows: Iterable[Row]) -> Iterator[Fault]:
             yield Fault("data", message, "rl_config.verifier_function", fix)
 
 
-def check_prompts(task: Prompts, tokenizer: Any) -> tuple[list[Fault], list[str]]:
-    """(faults, warnings) of the prompts of a task: two questions with the same token ids, and, as a
-    warning, words that the tokenizer does not know.
+def check_prompts(task: Prompts, tokenizer: Any) -> Found:
+    """Of the prompts of a task: two questions with the same token ids, and, as a warning, words
+    that the tokenizer does not know.
     """
     unreadable = 0
     first_with: dict[tuple[int, ...], Row] = {}
@@ -124,8 +123,11 @@ def check_prompts(task: Prompts, tokenizer: Any) -> tuple[list[Fault], list[str]
                 "the question"
             )
             fix = "Use the tokenizer that the model was trained with"
-            return [Fault("data", message, fix=fix)], []
-    if not unreadable:
-        return [], []
-    count = f"{unreadable:,} of {len(task.rows):,} prompts"
-    return [], [f"{count} hold words that the tokenizer does not know: is it the right one?"]
+            return Found([Fault("data", message, fix=fix)])
+    found = Found()
+    if unreadable:
+        found.warnings.append(
+            f"{unreadable:,} of {len(task.rows):,} prompts hold words that the tokenizer does not "
+            "know: is it the right one?"
+        )
+    return found

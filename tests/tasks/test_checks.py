@@ -12,6 +12,7 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
+from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.gsm8k.convert import convert
@@ -25,9 +26,9 @@ from tests.word_problems import converted
 
 def sentences(check, *arguments, **settings):
     """(those of the faults, warnings)"""
-    faults, warnings = check(*arguments, **settings)
-    assert all(fault.rule == "data" for fault in faults)
-    return list(map(str, faults)), warnings
+    found = check(*arguments, **settings)
+    assert all(fault.rule == "data" for fault in found.faults)
+    return list(map(str, found.faults)), found.warnings
 
 
 def check_rows(*arguments, **settings):
@@ -121,7 +122,7 @@ def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
         )
         with pytest.raises(RewardError, match="missing a required argument: 'level'"):
             check_task(task, train and [row_of(train)])
-    assert check_task(task, [row_of(with_level | {"prompt": "q"})]) == ([], [])
+    assert check_task(task, [row_of(with_level | {"prompt": "q"})]) == Found()
 
 
 def test_repeated_rows_are_counted(rows):
