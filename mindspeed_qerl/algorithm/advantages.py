@@ -40,9 +40,8 @@ def rewards_less_kl(
     >>> rewards, kl.item()
     (tensor([0.9307, 1.0000], dtype=torch.float64), 0.3465735912322998)
     """
-    zero = torch.zeros((), dtype=torch.float64)
-    old = torch.where(mask, old_logprobs.detach().double(), zero)
-    reference = torch.where(mask, reference_logprobs.detach().double(), zero)
+    old = torch.where(mask, old_logprobs.detach().double(), 0.0)
+    reference = torch.where(mask, reference_logprobs.detach().double(), 0.0)
     # every kind is 0 outside the mask
     kl = kl_estimate(old, reference, algorithm.kl_penalty).sum(1)
     return rewards.double() - algorithm.kl_coefficient * kl, kl.mean()

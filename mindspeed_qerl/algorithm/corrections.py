@@ -46,8 +46,7 @@ def correction_weights(
     tensor([[1.2500, 0.0000]])
     tensor([[0., 0.]])
     """
-    zero = torch.zeros_like(rollout_logprobs)
-    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, zero)
+    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
     counted, tokens = mask, mask.sum(1, keepdim=True)
     if correction.method in ("sequence_tis", "geometric_mask"):  # of answers
         log_ratio, counted = log_ratio.sum(1, keepdim=True), tokens > 0

@@ -206,4 +206,4 @@ def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     would become it; so would the gradient of whatever overflows outside, which is why arguments of
     exp() pass through here first.
     """
-    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return torch.where(mask, values, 0.0)

@@ -42,7 +42,7 @@ class Progress:
 
     def message(self, text: str) -> None:
         """A line for the reader."""
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        self._console.out(text, highlight=False)
 
     def phase(self, text: str) -> None:
         """What is going on now: "starting engines", "rollout", "update", ... Without a terminal:

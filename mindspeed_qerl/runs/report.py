@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.text import Text
 
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_columns, read_jsonl
@@ -62,7 +61,7 @@ def write_report(run: RunDirectory) -> None:
     for plot in write_plots(columns, read_columns(run.eval_file), run.plots_dir, title):
         lines += [f"![{plot.stem}](plots/{plot.name})", ""]
     run.summary_file.write_text("\n".join(lines), encoding="utf-8")
-    Console().print(Text(f"Report: {run.summary_file}"), soft_wrap=True)
+    print(f"Report: {run.summary_file}")
 
 
 def _run(run: RunDirectory) -> Table:

@@ -65,10 +65,6 @@ _TEX_SIGNS |= dict.fromkeys(
 )
 
 
-def _tex_sign(match: re.Match[str]) -> str:
-    return _TEX_SIGNS.get(match[0], " ")
-
-
 # The power of a unit or a footnote behind a word: m^2, $m$^2, m². It is no number.
 _POWER = re.compile(rf"([^\W\d_][)}}\]$]{{0,3}})(?:\^[-+]?[0-9]++(?![a-zA-Z])|{ODD}++)")
 
@@ -79,7 +75,7 @@ def normalise(text: str) -> str:
         text = _FOREIGN.sub(lambda run: run[0].translate(_CHARACTERS), text)
     text = text.replace("\t", " ")
     if "\\" in text or "{" in text or "~" in text:
-        text = _TEX.sub(_tex_sign, text)
+        text = _TEX.sub(lambda sign: _TEX_SIGNS.get(sign[0], " "), text)
     if "  " in text:
         text = _SPACES.sub(" ", text)
     if "^" in text or ODD in text:

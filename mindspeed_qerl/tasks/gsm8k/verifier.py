@@ -158,17 +158,16 @@ def _find_answer(text: str) -> int:
     return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
 
 
-# A character that each needs and most responses lack, where it can stand first, and its pattern.
-_FORMS: dict[str, tuple[str, Callable[[str], int], re.Pattern[str]]] = {
-    "####": ("#", methodcaller("find", "####"), re.compile("####" + _STATED)),
-    "\\boxed": ("\\", methodcaller("find", "\\boxed{"), re.compile(r"\\boxed\{" + _STATED)),
+# Where each can stand first, and its pattern.
+_FORMS: dict[str, tuple[Callable[[str], int], re.Pattern[str]]] = {
+    "####": (methodcaller("find", "####"), re.compile("####" + _STATED)),
+    "\\boxed": (methodcaller("find", "\\boxed{"), re.compile(r"\\boxed\{" + _STATED)),
     # the letter before the word boundary: searched much faster
     "answer is": (
-        "",
         _find_answer,
         re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
     ),
-    "A:": (":", methodcaller("find", "A:"), re.compile(r"A:(?<!\wA:)" + _STATED)),
+    "A:": (methodcaller("find", "A:"), re.compile(r"A:(?<!\wA:)" + _STATED)),
 }
 RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
 _GOLD = re.compile(_STATED)
@@ -252,14 +251,14 @@ def _extract(text: str, method: str) -> tuple[Value | None, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     if method == "strict":
-        character, find, form = _FORMS["####"]
-        if character not in text or (start := find(text)) < 0:
+        find, form = _FORMS["####"]
+        if (start := find(text)) < 0:
             return None, "none"
         values = [_value_of_line(match) for match in form.finditer(_normalised_from(start, text))]
         agree = values and values.count(values[0]) == len(values)
         return (values[0] if agree else None), "####"
-    for rule, (character, find, form) in _FORMS.items():
-        if character not in text or (start := find(text)) < 0:
+    for rule, (find, form) in _FORMS.items():
+        if (start := find(text)) < 0:
             continue
         if plain := _PLAIN_STATEMENT.match(text, text.rfind(rule)):
             if plain["on"]:
