@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Self
 
@@ -15,19 +15,12 @@ RECENT_STEPS = 20
 
 class Progress:
     """Context manager around the training loop, told of each phase, step and evaluation; `metrics`
-    and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py). `clock` returns seconds.
+    and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py).
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        title: str,
-        *,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._total, self._title, self._clock = total_steps, title, clock
-        self._console = console or Console()
+    def __init__(self, total_steps: int, title: str) -> None:
+        self._total, self._title = total_steps, title
+        self._console = Console()
         self._status = self._console.status("starting")  # shows nothing where there is no terminal
         self._step = 0
         self._accuracy = ""
@@ -54,7 +47,7 @@ class Progress:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Training step `step` (1-based) is done."""
-        now, total = self._clock(), self._total
+        now, total = time.monotonic(), self._total
         if not self._stamps:
             self._stamps.append(now - metrics.get("time/step", 0.0))
         self._stamps.append(now)

@@ -3,19 +3,37 @@ import io
 import pytest
 from rich.console import Console
 
+from mindspeed_qerl.runs import progress as progress_module
 from mindspeed_qerl.runs.progress import Progress
 
 
 class Clock:
     now = 1000.0
 
-    def __call__(self):
+    def monotonic(self):
         return self.now
 
 
-def train(console, steps, fail_at=None):
+@pytest.fixture
+def clock(monkeypatch):
+    """What stands for the clock of the runs."""
     clock = Clock()
-    with Progress(10, "tiny", console=console, clock=clock) as progress:
+    monkeypatch.setattr(progress_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def console(monkeypatch):
+    """A function that has runs print on a console of its arguments."""
+
+    def use(**settings):
+        monkeypatch.setattr(progress_module, "Console", lambda: Console(**settings))
+
+    return use
+
+
+def train(clock, steps, fail_at=None):
+    with Progress(10, "tiny") as progress:
         progress.phase("starting engines")
         clock.now += 300.0  # start-up belongs to no step
         progress.evaluated(0, {"accuracy": 0.25, "standard_error": 0.021})
@@ -38,27 +56,30 @@ LINES = [
 ]
 
 
-def test_a_log_file_gets_one_plain_line_per_step():
+def test_a_log_file_gets_one_plain_line_per_step(clock, console):
     file = io.StringIO()
-    train(Console(file=file, width=40), steps=2)
+    console(file=file, width=40)
+    train(clock, steps=2)
     phases = ["tiny | starting engines ...", "tiny | rollout ..."]
     assert file.getvalue().splitlines() == [phases[0], LINES[0], phases[1], *LINES[1:]]
 
 
-def test_a_terminal_gets_the_lines_and_what_is_done_now_and_its_cursor_back():
+def test_a_terminal_gets_the_lines_and_what_is_done_now_and_its_cursor_back(clock, console):
     file = io.StringIO()
     terminal = dict(force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
+    console(file=file, width=130, **terminal)
     with pytest.raises(RuntimeError):
-        train(Console(file=file, width=130, **terminal), steps=3, fail_at=3)
+        train(clock, steps=3, fail_at=3)
     text = file.getvalue()
     for line in LINES[:3]:
         assert f"{line}\n" in text
     assert "tiny | rollout ..." in text and text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
 
 
-def test_the_pace_is_that_of_recent_steps():
-    file, clock = io.StringIO(), Clock()
-    progress = Progress(100, "tiny", console=Console(file=file), clock=clock)
+def test_the_pace_is_that_of_recent_steps(clock, console):
+    file = io.StringIO()
+    console(file=file)
+    progress = Progress(100, "tiny")
     for step, seconds in enumerate([500.0] + [2.0] * 30, start=1):
         clock.now += seconds
         progress.step(step, {"time/step": seconds})
