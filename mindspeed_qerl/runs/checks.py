@@ -303,16 +303,15 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 class StepChecks:
     """The checks of one run, step by step; keeps the noise so far, and the warnings given."""
 
-    def __init__(self, recipe: Recipe, epoch: int, routed: bool):
-        """epoch: steps of one pass over the training rows. routed: the model has experts."""
+    def __init__(
+        self, recipe: Recipe, epoch: int, routed: bool, earlier: Iterable[Mapping[str, float]]
+    ):
+        """epoch: steps of one pass over the training rows. routed: the model has experts. earlier:
+        metrics of the steps before, of a run that is resumed.
+        """
         self.recipe, self.epoch, self.routed = recipe, epoch, routed
-        # std of each step with noise, expected and measured
-        self.noise: list[tuple[float, float]] = []
+        self.noise = noise_of(earlier)  # std of each step with noise, expected and measured
         self.warned: set[str] = set()
-
-    def resume(self, earlier: Iterable[Mapping[str, float]]) -> None:
-        """Continue after steps with the metrics `earlier`."""
-        self.noise = noise_of(earlier)
 
     def check(
         self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0

@@ -59,9 +59,8 @@ class RunObserver:
         """epoch: steps of one pass over the training rows."""
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.epoch, self.step, self.is_proved = epoch, 0, False
-        self.checks = StepChecks(recipe, epoch, read_shape(recipe.model.path).moe)
-        if recipe.run.resume:
-            self.checks.resume(read_jsonl(run.metrics_file))
+        routed, earlier = read_shape(recipe.model.path).moe, read_jsonl(run.metrics_file)
+        self.checks = StepChecks(recipe, epoch, routed, earlier)
         self._sampled: Counter[int] = Counter()  # rollouts written, by step
 
     def warn(self, text: str) -> None:

@@ -349,7 +349,7 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observed, fault):
         bad = Completion([1, EOS], [math.nan, -0.1], False)
         engine.processes.on_rollout = lambda *_: ([[bad, bad]] * 2, None)
     elif fault == "metrics":
-        engine.observer.checks = StepChecks(engine.recipe, epoch=2, routed=False)
+        engine.observer.checks = StepChecks(engine.recipe, epoch=2, routed=False, earlier=[])
         engine.loss = math.nan
     else:
         engine.proof = {"linear_qkv": PROOF | {"max_error": 1e-3}}

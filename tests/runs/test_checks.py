@@ -240,6 +240,7 @@ def checks_of(noise=True, dtype="float32", correction="none", format="none", **h
         ),
         epoch=5,
         routed=False,
+        earlier=[],
     )
 
 
