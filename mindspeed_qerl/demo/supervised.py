@@ -9,11 +9,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 
-def padded(
-    prompts: Sequence[list[int]], completions: Sequence[list[int]], pad: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded `(input_ids, labels)`, int64 [batch, longest]; labels are -100 on the prompt and
-    on the padding.
+Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels, int64 [batch, longest]
+
+
+def padded(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad: int) -> Batch:
+    """Right-padded; labels are -100 on the prompt and on the padding.
 
     No attention mask is needed: attention is causal, so no real token sees the padding after it.
 
@@ -31,8 +31,8 @@ def padded(
 
 
 @torch.no_grad()
-def mean_loss(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Nats per labelled token, averaged over `batches` of (input_ids, labels)."""
+def mean_loss(model, batches: Iterable[Batch]) -> float:
+    """Nats per labelled token, averaged over `batches`."""
     model.eval()
     return fmean(
         model(input_ids=input_ids, labels=labels).loss.item() for input_ids, labels in batches
@@ -41,13 +41,12 @@ def mean_loss(model, batches: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> fl
 
 def fit(
     model,
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    batches: Iterable[Batch],
     steps: int,
     learning_rate: float,
     bfloat16: bool = False,
 ) -> list[float]:
-    """Train every weight of `model` in place with AdamW on `batches` of (input_ids, labels), one a
-    step.
+    """Train every weight of `model` in place with AdamW on `batches`, one a step.
 
     The rate is constant, then falls to 0 over the last fifth: at a constant rate the share of each
     kind of answer sways by a third from step to step. A longer decay leaves the arithmetic half

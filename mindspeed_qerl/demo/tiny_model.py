@@ -16,12 +16,12 @@ which leaves RL something to choose from. Nothing is downloaded.
 import json
 import random
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.demo import step_problems, word_problems
-from mindspeed_qerl.demo.word_problems import MIXTURE, Pair
+from mindspeed_qerl.demo.word_problems import Pair
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 
 # One digit, one newline, "####", a word with the space before it, any other single character:
@@ -66,7 +66,6 @@ class Recipe:
     held_out: float = 0.1  # share of the 210 operand pairs that only test.jsonl has
     train_problems: int = 4000
     test_problems: int = 500
-    mixture: dict[str, float] = field(default_factory=MIXTURE.copy)
     version: int = 1
 
 
@@ -76,7 +75,6 @@ DEEP = Recipe(
     held_out=0.15,
     train_problems=8000,
     test_problems=1000,
-    mixture=step_problems.MIXTURE.copy(),
 )
 
 
@@ -88,10 +86,11 @@ def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
     the end, so that `output_dir` is never half made.
     """
     output_dir = Path(output_dir)
-    if not output_dir.exists() or (output_dir.is_dir() and not any(output_dir.iterdir())):
+    try:
         with new_directory(output_dir) as making:
             return _make(making, recipe)
-    report = _read_made(output_dir, recipe)
+    except FileExistsError:
+        report = _read_made(output_dir, recipe)
     print(f"{output_dir} is already made")
     return report
 
@@ -183,7 +182,7 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
     def batch():
         problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
         answers = [
-            world.mixed_answer(problem, allowed, recipe.mixture, rng) for problem in problems
+            world.mixed_answer(problem, allowed, world.MIXTURE, rng) for problem in problems
         ]
         return _batch(tokenizer, problems, answers)
 
