@@ -18,7 +18,11 @@ from mindspeed_qerl.recipe.overrides import at, nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
-OWN_SECTIONS = {part.section: part for part in PARTS.values() if hasattr(part, "section")}
+OWN_SECTIONS = {
+    part.section: part
+    for part in PARTS.values()
+    if hasattr(part, "section") and part.section not in TABLE
+}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
 # Below it bfloat16 keeps less than half of the noise on weights of 1
 # (tests/aqn/test_aqn_injector.py).

@@ -146,43 +146,35 @@ class Selection:
     and `rollout_max_tokens` sampling max_tokens.
     """
 
-    filter_groups_enable: bool = key("rl_config.filter_groups_enable", False)
-    # a verifier; None: the whole reward
-    filter_groups_metric: str | None = key("rl_config.filter_groups_metric")
+    section: ClassVar[str] = "rl_config"
+    filter_groups_enable: bool = False
+    filter_groups_metric: str | None = None  # a verifier; None: the whole reward
     # 0 or less: no limit, on the local engine only
-    filter_groups_max_batches: int = key("rl_config.filter_groups_max_batches", 1)
-    # prompts trained a step
-    filter_groups_train_batch_size: Size = key("rl_config.filter_groups_train_batch_size", 1)
-    overlong_buffer_enable: bool = key("rl_config.overlong_buffer_enable", False)
-    # tokens before rollout_max_tokens that cost
-    overlong_buffer: int = key("rl_config.overlong_buffer", 0, ge=0)
-    overlong_buffer_penalty_factor: Float = key(
-        "rl_config.overlong_buffer_penalty_factor", 1.0, ge=0
-    )
-    rollout_max_tokens: Size = key("rl_config.rollout_max_tokens", 128)
+    filter_groups_max_batches: int = 1
+    filter_groups_train_batch_size: Size = 1  # prompts trained a step
+    overlong_buffer_enable: bool = False
+    overlong_buffer: int = Field(0, ge=0)  # tokens before rollout_max_tokens that cost
+    overlong_buffer_penalty_factor: Float = Field(1.0, ge=0)
+    rollout_max_tokens: Size = 128
 
 
 @part
 class Optimizer:
     """AdamW and its learning rate; what is kept and what is computed again for a gradient."""
 
+    section: ClassVar[str] = "megatron"
     lr: Float = key("megatron.lr", 1e-6, required=True, gt=0)
-    min_lr: Float = key("megatron.min_lr", 0.0, ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = key(
-        "megatron.lr_decay_style", "constant"
-    )
-    lr_warmup_fraction: Float = key("megatron.lr_warmup_fraction", 0.0, ge=0, le=0.99)
-    weight_decay: Float = key("megatron.weight_decay", 0.01, ge=0)
-    adam_beta1: Float = key("megatron.adam_beta1", 0.9, ge=0, le=0.999999)
-    adam_beta2: Float = key("megatron.adam_beta2", 0.999, ge=0, le=0.999999)
-    clip_grad: Float = key("megatron.clip_grad", 1.0, ge=0)
+    min_lr: Float = Field(0.0, ge=0)
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_fraction: Float = Field(0.0, ge=0, le=0.99)
+    weight_decay: Float = Field(0.01, ge=0)
+    adam_beta1: Float = Field(0.9, ge=0, le=0.999999)
+    adam_beta2: Float = Field(0.999, ge=0, le=0.999999)
+    clip_grad: Float = Field(1.0, ge=0)
     distributed: bool = key("megatron.use_distributed_optimizer", False)
-    recompute_granularity: Literal["full", "selective"] | None = key(
-        "megatron.recompute_granularity"
-    )
-    recompute_method: Literal["block", "uniform"] | None = key("megatron.recompute_method")
-    # of each pipeline stage; None: all
-    recompute_num_layers: Size | None = key("megatron.recompute_num_layers")
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["block", "uniform"] | None = None
+    recompute_num_layers: Size | None = None  # of each pipeline stage; None: all
 
 
 @part
@@ -206,11 +198,12 @@ class Sampling:
 class Rollout:
     """The vLLM engine, and what leaves the NPU while it samples."""
 
-    max_num_seqs: Size = key("generate_config.max_num_seqs", 256)
-    gpu_memory_utilization: Float = key("generate_config.gpu_memory_utilization", 0.5, gt=0, le=1)
-    offload_train_param: bool = key("generate_config.offload_train_param", False)
-    offload_train_grad: bool = key("generate_config.offload_train_grad", False)
-    offload_train_optimizer: bool = key("generate_config.offload_train_optimizer", False)
+    section: ClassVar[str] = "generate_config"
+    max_num_seqs: Size = 256
+    gpu_memory_utilization: Float = Field(0.5, gt=0, le=1)
+    offload_train_param: bool = False
+    offload_train_grad: bool = False
+    offload_train_optimizer: bool = False
 
 
 @part

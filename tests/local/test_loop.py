@@ -335,7 +335,7 @@ def observed(monkeypatch):
         ),
         Files(),
     )
-    run = SimpleNamespace(record=lambda **_: None)
+    run = SimpleNamespace(record=lambda **_: None, metrics_file="metrics.jsonl")
     engine.observer = RunObserver(engine.recipe, run, files, Told(), epoch=2)
     engine.observer.checks = SimpleNamespace(check=lambda *_: [])
     engine.ends = {EOS}
