@@ -142,7 +142,9 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The policy's part of the loss by `algorithm.loss_mode`.
 
-    vanilla: `clipped_loss` of each token's ratio p_new / p_old.
+    vanilla: PPO's clipped loss of each token's ratio p_new / p_old (arXiv 1707.06347), with one
+        bound below and one above (DAPO) and, where the advantage is negative, one on the loss
+        itself (clip_ratio_c: dual clip, arXiv 1912.09729).
     gspo: the same of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its
         value is the answer's, its gradient each token's share (verl's GSPO-token).
     cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every
@@ -164,41 +166,14 @@ def policy_loss(
     if algorithm.loss_mode == "gspo":
         of_answer = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
         log_ratio = logprobs - logprobs.detach() + of_answer.detach()
-    per_token, is_clipped = clipped_loss(
-        log_ratio.exp(), advantages, low, high, algorithm.clip_ratio_c
-    )
-    return per_token, is_clipped & (advantages < 0), is_clipped & (advantages > 0)
-
-
-def clipped_loss(
-    ratio: torch.Tensor,
-    advantages: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PPO's clipped policy loss per token (arXiv 1707.06347), with one bound below and one above
-    (DAPO) and, for negative advantages, one on the loss itself (dual clip, arXiv 1912.09729).
-
-    Args:
-        ratio: p_new / p_old of each token. advantages: of a shape that fits.
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: where the advantage is negative, a ratio above it counts as it; None: no bound.
-
-    Returns:
-        the loss, of `ratio`'s shape, and where [1 - clip_low, 1 + clip_high] took the gradient
-        away, bool.
-
-    >>> clipped_loss(torch.tensor([1.5, 0.5]), torch.ones(2), clip_low=0.2, clip_high=0.28)
-    (tensor([-1.2800, -0.5000]), tensor([ True, False]))
-    """
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    ratio = log_ratio.exp()
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
     per_token = torch.maximum(unclipped, clipped)
-    if dual_clip is not None:
-        per_token = torch.where(
-            advantages < 0, torch.minimum(per_token, -advantages * dual_clip), per_token
-        )
-    return per_token, clipped > unclipped
+    if algorithm.clip_ratio_c is not None:
+        dual_clipped = torch.minimum(per_token, -advantages * algorithm.clip_ratio_c)
+        per_token = torch.where(advantages < 0, dual_clipped, per_token)
+    is_clipped = clipped > unclipped
+    return per_token, is_clipped & (advantages < 0), is_clipped & (advantages > 0)
 
 
 def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """
     runs: dict[Path, None] = {}
     for path in paths:
-        files = sorted(Path(path).rglob("status.json"))
+        files = sorted(path.rglob("status.json"))
         if not files:
             raise ConfigError(
                 f"{path} is no run directory and holds none. A run directory is named like "

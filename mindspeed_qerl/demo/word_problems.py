@@ -175,10 +175,10 @@ def wrong_answer(
     return rng.choice(allowed).answer if allowed else problem.answer
 
 
-def write_problems(path: str | Path, problems: Iterable[Problem]) -> None:
+def write_problems(path: Path, problems: Iterable[Problem]) -> None:
     """Write raw GSM8K jsonl: one `{"question", "answer"}` a line."""
     rows = ({"question": problem.question, "answer": problem.answer} for problem in problems)
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def all_wordings() -> Iterator[str]:

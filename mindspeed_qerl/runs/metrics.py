@@ -154,7 +154,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any
     other line that is not a JSON object raises ValueError with file and line.
     """
-    path = Path(path)
     if not path.exists():
         return []
     *lines, _ = path.read_bytes().split(b"\n")

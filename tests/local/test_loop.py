@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -335,7 +336,7 @@ def observed(monkeypatch):
         ),
         Files(),
     )
-    run = SimpleNamespace(record=lambda **_: None, metrics_file="metrics.jsonl")
+    run = SimpleNamespace(record=lambda **_: None, metrics_file=Path("none"))
     engine.observer = RunObserver(engine.recipe, run, files, Told(), epoch=2)
     engine.observer.checks = SimpleNamespace(check=lambda *_: [])
     engine.ends = {EOS}
