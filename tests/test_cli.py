@@ -157,15 +157,15 @@ def test_the_combinations_of_a_sweep():
 
 
 def test_keys_with_values():
-    listed = list_of_keys(TINY, "rl_config", ["rl_config.epochs=3"])
+    listed = list_of_keys(TINY, "rl_config", ["rl_config.epochs=3"], None)
     values, others = listed.split("# not set: ")
     assert yaml.safe_load(values) == {
         "rl_config": compose(TINY, ["rl_config.epochs=3"])["rl_config"]
     }
     assert "entropy_coeff" in others.split(", ")
-    assert "rl_config" in list_of_keys(TINY)
+    assert "rl_config" in list_of_keys(TINY, "", [], None)
     with pytest.raises(ConfigError, match="unknown section 'rl_confg', did you mean 'rl_config'"):
-        list_of_keys(TINY, "rl_confg")
+        list_of_keys(TINY, "rl_confg", [], None)
 
 
 def test_own_configs_lie_in_the_current_folder_or_where_config_dir_says(tmp_path, monkeypatch):

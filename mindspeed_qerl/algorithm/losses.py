@@ -11,9 +11,7 @@ from mindspeed_qerl.algorithm.metrics import Mean, Metric, entropy_metrics, kl_e
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """log p(tokens) under softmax(logits / temperature).
 
     Args:
@@ -27,7 +25,7 @@ def token_logprobs(
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Entropy of softmax(logits / temperature) over the whole vocabulary, in nats.
 
     Args:
@@ -36,7 +34,7 @@ def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tenso
     Returns:
         float32 [batch, length].
 
-    >>> token_entropy(torch.zeros(1, 1, 4)).exp()
+    >>> token_entropy(torch.zeros(1, 1, 4), temperature=1.0).exp()
     tensor([[4.]])
     """
     logprobs = (logits.float() / temperature).log_softmax(-1)

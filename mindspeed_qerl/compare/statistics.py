@@ -10,9 +10,8 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import stdtrit
 
-LEAST_SEEDS = (
-    3  # fewer give no verdict: the interval of two is 12.7 standard errors wide on either side
-)
+# fewer give no verdict: the interval of two is 12.7 standard errors wide on either side
+LEAST_SEEDS = 3
 POWER = 0.8
 MOST_SEEDS = 10_000
 MANY = 10**9  # questions, where Student's quantiles are the normal's
@@ -83,7 +82,7 @@ def _half_width(
     return math.sqrt(squares)
 
 
-def effect_shown(seen: Estimate, seeds: float, limit: float = 0.05) -> float:
+def effect_shown(seen: Estimate, seeds: float, limit: float) -> float:
     """The smallest difference that `seeds` seeds would show, p below `limit`, with a power of 80%,
     if seeds and questions vary as they were seen to.
     """

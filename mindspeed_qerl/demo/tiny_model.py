@@ -78,7 +78,7 @@ DEEP = Recipe(
 )
 
 
-def make_tiny_model(output_dir: str | Path, recipe: Recipe = Recipe()) -> dict:
+def make_tiny_model(output_dir: str | Path, recipe: Recipe) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
 
     A directory that was made by exactly this recipe is returned at once. Anything else in the way
@@ -181,9 +181,7 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
 
     def batch():
         problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
-        answers = [
-            world.mixed_answer(problem, allowed, world.MIXTURE, rng) for problem in problems
-        ]
+        answers = [world.mixed_answer(problem, allowed, world.MIXTURE, rng) for problem in problems]
         return _batch(tokenizer, problems, answers)
 
     return fit(model, (batch() for _ in range(recipe.steps)), recipe.steps, recipe.learning_rate)

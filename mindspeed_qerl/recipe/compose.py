@@ -70,7 +70,7 @@ def combinations(
 # ---- files ----
 
 
-def config_files(config_dir: str | None = None) -> dict[str, Path]:
+def config_files(config_dir: str | None) -> dict[str, Path]:
     """{name: file} of every config: of `config_dir`, or else `configs` in the current directory,
     and of the package.
 
@@ -82,9 +82,7 @@ def config_files(config_dir: str | None = None) -> dict[str, Path]:
     return files
 
 
-def config_parts(
-    name: str, overrides: Iterable[str] = (), config_dir: str | None = None
-) -> list[Path]:
+def config_parts(name: str, overrides: Iterable[str], config_dir: str | None) -> list[Path]:
     """The files that a config is made of, and those that overrides choose: the config first."""
     name = name.removesuffix(".yaml")
     with _hydra(name, config_dir) as folders:

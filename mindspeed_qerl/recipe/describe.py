@@ -9,7 +9,7 @@ from mindspeed_qerl.recipe.compose import compose, config_files, config_parts
 from mindspeed_qerl.recipe.overrides import at
 
 
-def list_of_configs(config_dir: str | None = None) -> str:
+def list_of_configs(config_dir: str | None) -> str:
     """Each config in a line with the comment that it begins with."""
     files = config_files(config_dir)
     width = max(map(len, files), default=0)
@@ -20,15 +20,13 @@ def list_of_configs(config_dir: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def text_of_config(name: str, overrides: Iterable[str] = (), config_dir: str | None = None) -> str:
+def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) -> str:
     """The text of a config and of every file that it is made of."""
     files = config_parts(name, overrides, config_dir)
     return "\n".join(f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in files)
 
 
-def list_of_keys(
-    name: str, section: str = "", overrides: Iterable[str] = (), config_dir: str | None = None
-) -> str:
+def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: str | None) -> str:
     """The keys of a section: those that the config sets with their values, and the names of the
     others; without a section the names of the sections. ConfigError if there is no such section.
     """

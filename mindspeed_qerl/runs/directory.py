@@ -169,7 +169,7 @@ class RunDirectory:
         self._note(state="running", reason=None, ended=None)
         return self
 
-    def _other_config(self, config: dict, may_change: Iterable[str] = ()) -> list[str]:
+    def _other_config(self, config: dict, may_change: Iterable[str]) -> list[str]:
         """A line for each key that `config` has otherwise, but for those that may change."""
         changed = differences(self.config(), config)
         for key in (*may_change, "run.resume", ACCEPTED):

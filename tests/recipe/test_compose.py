@@ -130,7 +130,7 @@ def test_own_values_come_last(own_configs, defaults, is_refused):
 def test_the_parts_that_the_command_line_chooses_count(own_configs):
     (own_configs / "mine.yaml").write_text(f"defaults: [{TINY}, _self_]\n")
     (own_configs / "aqn" / "bare.yaml").write_text("enabled: false\n")
-    files = config_parts("mine", ["aqn=bare"])
+    files = config_parts("mine", ["aqn=bare"], None)
     assert files[0] == own_configs / "mine.yaml" and CONFIGS / f"{TINY}.yaml" in files
     assert own_configs / "aqn" / "bare.yaml" in files and CONFIGS / "aqn" / "qerl.yaml" not in files
 

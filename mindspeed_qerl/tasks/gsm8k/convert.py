@@ -53,7 +53,7 @@ def convert(source: str | Path, output: str | Path, max_steps: int | None = None
 # ---- reading ----
 
 
-def read_splits(source: str | Path, max_steps: int | None = None) -> dict[str, list[dict]]:
+def read_splits(source: str | Path, max_steps: int | None) -> dict[str, list[dict]]:
     """{split: its converted rows}, all checked; for the arguments and errors see `convert`."""
     splits = {}
     for split in ("train", "test"):
