@@ -1,7 +1,5 @@
 """From rewards to advantages."""
 
-from typing import Literal
-
 import torch
 
 from mindspeed_qerl.algorithm.metrics import kl_estimate
@@ -50,7 +48,7 @@ def rewards_less_kl(
 def group_advantages(
     rewards: torch.Tensor,
     group_size: int,
-    estimator: Literal["group_norm", "rloo"] = "group_norm",
+    estimator: str = "group_norm",
     divide_by_std: bool = True,
 ) -> torch.Tensor:
     """How much better each answer is than those to the same prompt, computed in float64.

@@ -82,7 +82,7 @@ class NoiseInjector:
         self.targets: list[NormTarget] = []
         self.multipliers: list[float] = []
         size, squares, names = 0, 0.0, []
-        for target, factor in zip(selected, multipliers_of(selected, multipliers), strict=True):
+        for target, factor in zip(selected, multipliers_of(selected, multipliers)):
             if factor:
                 self.targets.append(target)
                 self.multipliers.append(factor)
@@ -126,7 +126,7 @@ class NoiseInjector:
         self.remove()
         differences = [torch.zeros(1)]  # for stage 0
         if sigma:
-            pairs = zip(self.targets, self.multipliers, strict=True)
+            pairs = zip(self.targets, self.multipliers)
             differences = [self._add_noise(step, *pair) for pair in pairs]
         difference = torch.cat(differences)
         report = NoiseReport(

@@ -171,9 +171,10 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_columns(path: Path) -> dict[str, list[float]]:
-    """metrics.jsonl as columns of equal length, "step" first; NaN where a row lacks the metric."""
-    rows = read_jsonl(path)
+def columns_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Rows of metrics.jsonl as columns of equal length, "step" first; NaN where one lacks the
+    metric.
+    """
     names = dict.fromkeys(["step"] + [name for row in rows for name in row])
     return {name: [row.get(name, math.nan) for row in rows] for name in names}
 

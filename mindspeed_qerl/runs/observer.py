@@ -44,8 +44,8 @@ class RunObserver:
     Every method that raises, raises EngineError.
 
     Attributes:
-        step: the last one that was reported. is_proved: whether every LoRA target was seen to move
-            the rollout engine's weights as it should. checks: of the metrics, over the whole run.
+        is_proved: whether every LoRA target was seen to move the rollout engine's weights as it
+            should. checks: of the metrics, over the whole run.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunObserver:
     ):
         """epoch: steps of one pass over the training rows."""
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
-        self.epoch, self.step, self.is_proved = epoch, 0, False
+        self.epoch, self.is_proved = epoch, False
         routed, earlier = read_shape(recipe.model.path).moe, read_jsonl(run.metrics_file)
         self.checks = StepChecks(recipe, epoch, routed, earlier)
         self._sampled: Counter[int] = Counter()  # rollouts written, by step
@@ -126,7 +126,6 @@ class RunObserver:
             values: by the names of metrics.py. tokens: that each epoch was to train, 0 if nothing
                 is trained. routes: tokens whose routes each epoch was to replay.
         """
-        self.step = step
         self.metrics.log(step, values)
         self.progress.step(step, values)
         for warning in self.checks.check(step, values, tokens, routes):

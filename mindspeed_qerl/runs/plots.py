@@ -1,6 +1,6 @@
 """The pictures of a run, drawn from the rows that it left behind.
 
-`columns` and `evals` are what `read_columns` returns of metrics.jsonl and eval.jsonl. Colours are
+`columns` and `evals` are what `columns_of` makes of metrics.jsonl and eval.jsonl. Colours are
 Okabe and Ito's, which colour-blind readers can tell apart.
 """
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import read_columns, read_jsonl
+from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
 from mindspeed_qerl.runs.plots import TIMES, Columns, finite, write_plots
 
 FACTS = ("engine_start_seconds", "train_seconds")
@@ -43,7 +43,7 @@ def write_report(run: RunDirectory) -> None:
     """
     title = " / ".join(run.path.absolute().parts[-2:])
     rows, evals = read_jsonl(run.metrics_file), read_jsonl(run.eval_file)
-    columns = read_columns(run.metrics_file)
+    columns = columns_of(rows)
     lines = [f"# {title}", ""]
     for warning in _warnings(rows):
         lines += [f"> **Warning:** {warning}", ""]
@@ -58,7 +58,7 @@ def write_report(run: RunDirectory) -> None:
         if table:
             lines += [*markdown_table(header, table), ""]
     Console().print(Markdown("\n".join(lines)))
-    for plot in write_plots(columns, read_columns(run.eval_file), run.plots_dir, title):
+    for plot in write_plots(columns, columns_of(evals), run.plots_dir, title):
         lines += [f"![{plot.stem}](plots/{plot.name})", ""]
     run.summary_file.write_text("\n".join(lines), encoding="utf-8")
     print(f"Report: {run.summary_file}")

@@ -66,9 +66,9 @@ def evaluate_answers(
             {
                 "question": row.question,
                 "answer": row.answer,
-                "responses": list(texts[part]),
+                "responses": texts[part],
                 "scores": scores[i].tolist(),
-                "truncated": list(map(bool, truncated[part])),
+                "truncated": truncated[part],
             }
         )
     if verifier in METHOD_OF_VERIFIER:

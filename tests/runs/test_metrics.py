@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter, read_columns, read_jsonl
+from mindspeed_qerl.runs.metrics import MetricsWriter, columns_of, read_jsonl
 
 
 def run_python(code, run, **environment):
@@ -92,10 +92,10 @@ def test_columns_have_one_value_per_step(new_run):
     with MetricsWriter(run, tensorboard=False) as writer:
         for step in (1, 2, 3):
             writer.log(step, {"a": 10 * step} | ({"time/sync": 0.5} if step == 2 else {}))
-    columns = read_columns(run.metrics_file)
+    columns = columns_of(read_jsonl(run.metrics_file))
     assert columns["step"] == [1, 2, 3] and columns["a"] == [10, 20, 30]
     numpy.testing.assert_array_equal(columns["time/sync"], [math.nan, 0.5, math.nan])
-    assert read_columns(run.path / "absent.jsonl") == {"step": []}
+    assert columns_of(read_jsonl(run.path / "absent.jsonl")) == {"step": []}
 
 
 @pytest.mark.parametrize(

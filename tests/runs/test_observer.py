@@ -132,7 +132,7 @@ def test_warnings(observer):
     observer.trains_nothing(2, groups=4, all_cut_off=True)
     for batches in range(1, 22):
         observer.still_sampling(2, batches, groups=1, wanted=4)
-    assert observer.step == 1 and observer.said[:3] == [
+    assert observer.said[:3] == [
         "Warning: uneven",
         "Warning: step 1 trains nothing: no group had answers of different rewards, of 4 groups",
         "Warning: step 2 trains nothing: every answer was cut off, of 4 groups",

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from mindspeed_qerl.runs import plots
-from mindspeed_qerl.runs.metrics import MetricsWriter, read_columns
+from mindspeed_qerl.runs.metrics import MetricsWriter, columns_of, read_jsonl
 from mindspeed_qerl.runs.report import write_report
 
 ALL_PLOTS = ["exploration.png", "learning.png", "mismatch.png", "noise.png", "time.png"]
@@ -100,7 +100,8 @@ def test_pictures_draw_the_values_of_the_files(made_run, monkeypatch):
     run = made_run(20)
     drawn = []
     monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
-    columns, evals = read_columns(run.metrics_file), read_columns(run.eval_file)
+    columns = columns_of(read_jsonl(run.metrics_file))
+    evals = columns_of(read_jsonl(run.eval_file))
     plots.write_plots(columns, evals, run.plots_dir, "a run")
     (reward, accuracy), _, (std, _), (kl, _), (time,) = (figure.axes for figure in drawn)
     for line, name in (
