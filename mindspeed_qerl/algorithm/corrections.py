@@ -4,7 +4,7 @@ other kernels, other hardware. The names are verl's (docs/algo/rollout_corr.md t
 
 import torch
 
-from mindspeed_qerl.algorithm.metrics import Mean, Metric
+from mindspeed_qerl.algorithm.metrics import Mean, Metrics
 from mindspeed_qerl.recipe.types import Correction
 
 
@@ -13,7 +13,7 @@ def correction_weights(
     rollout_logprobs: torch.Tensor,
     mask: torch.Tensor,
     correction: Correction,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+) -> tuple[torch.Tensor, Metrics]:
     """What the policy loss of each token is multiplied by; r = p_trained / p_sampled, of a token or
     an answer.
 

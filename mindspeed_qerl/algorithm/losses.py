@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mindspeed_qerl.algorithm.corrections import correction_weights
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, entropy_metrics, kl_estimate, mismatch
+from mindspeed_qerl.algorithm.metrics import Mean, Metrics, entropy_metrics, kl_estimate, mismatch
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
@@ -88,7 +88,7 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
 
 def loss(
     inputs: LossInputs, algorithm: Algorithm, correction: Correction
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+) -> tuple[torch.Tensor, Metrics]:
     """The loss of one micro-batch as a sum, and its metrics: policy + loss_kl_coefficient KL -
     entropy_coefficient entropy.
 

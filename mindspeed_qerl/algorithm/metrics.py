@@ -9,7 +9,7 @@ them, and `value` is the number that is logged. Sums over tokens are float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,9 @@ class Metric:
 
     def value(self) -> float:
         raise NotImplementedError
+
+
+Metrics = dict[str, Metric]  # by name
 
 
 @dataclass(frozen=True)
@@ -76,20 +79,20 @@ def _float64(value: Any) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
-def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
+def merge(parts: Iterable[Metrics]) -> Metrics:
     """The metrics of several micro-batches or ranks as one; a part may lack a name.
 
     >>> merge([{"loss": Mean(3.0, 2)}, {}, {"loss": Mean(1.0, 2), "largest": Max(5.0)}])
     {'loss': Mean(total=4.0, count=4), 'largest': Max(largest=5.0)}
     """
-    merged: dict[str, Metric] = {}
+    merged: Metrics = {}
     for part in parts:
         for name, metric in part.items():
             merged[name] = merged[name].join(metric) if name in merged else metric
     return merged
 
 
-def on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def on_host(metrics: Metrics) -> Metrics:
     """With numbers in the place of tensors, by one copy from the device.
 
     >>> on_host({"loss/total": Mean(torch.tensor(1.5), count=3)})
@@ -143,7 +146,7 @@ def kl_estimate(
     return {"kl": -difference, "abs": difference.abs(), "mse": 0.5 * difference.square()}[kind]
 
 
-def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -> Metrics:
     """How far the policy that sampled is from the one that is trained, before its update.
 
     Args:
@@ -182,7 +185,7 @@ def _effective(ratio: torch.Tensor) -> EffectiveSampleSize:
     return EffectiveSampleSize(ratio.sum(), ratio.square().sum(), ratio.numel())
 
 
-def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> Metrics:
     """Mean entropy of a token's distribution, in nats: of all tokens, and of each answer's first
     `FIRST_TOKENS`, where a method of solution is chosen.
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.compare.run import ComparedRun, is_off
+from mindspeed_qerl.compare.run import ComparedRun, Config, is_off
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
 
 SIGNIFICANCE = 0.05
@@ -188,7 +188,7 @@ def _groups(runs: Sequence[ComparedRun]) -> Groups:
     return groups
 
 
-def _name(config: dict[str, Any], differing: Sequence[str]) -> str:
+def _name(config: Config, differing: Sequence[str]) -> str:
     words = []
     for key in differing:
         if key == "aqn.enabled":

@@ -49,6 +49,7 @@ EVALUATION_SETTINGS = (  # of summary.json
 )
 
 Scores = dict[int, dict[str, float]]  # by step and question, the mean over its answers
+Config = dict[str, Any]  # by dotted key
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ComparedRun:
 
     path: Path
     seed: int
-    config: dict[str, Any]  # dotted keys; without seeds and bookkeeping
+    config: Config  # without seeds and bookkeeping
     scores: Scores
     rewards: dict[int, float]  # training reward by step
     data: dict[str, str]  # label -> sha256
@@ -166,7 +167,7 @@ def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dic
 
 def _faults(
     run: RunDirectory,
-    config: dict[str, Any],
+    config: Config,
     rows: list[dict[str, Any]],
     scores: Scores,
     evaluation: str | None,
@@ -198,8 +199,8 @@ def noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
     return noise_share_fault(noise) if noise else None
 
 
-def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Of `config` by dotted key what separates groups: without seeds, bookkeeping, what is null,
+def comparable_config(config: Config) -> Config:
+    """Of `config` what separates groups: without seeds, bookkeeping, what is null,
     and the rest of sections that are switched off.
     """
     config = {"aqn.enabled": False, **config}
@@ -210,7 +211,7 @@ def comparable_config(config: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def is_off(config: dict[str, Any], key: str) -> bool:
+def is_off(config: Config, key: str) -> bool:
     """Whether `key` is of a section that another of its keys switches off."""
     switch = SWITCHES.get(key.partition(".")[0])
     return switch not in (None, key) and config.get(switch) in (False, "none")

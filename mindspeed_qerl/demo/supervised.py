@@ -8,7 +8,6 @@ from statistics import fmean
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-
 Batch = tuple[torch.Tensor, torch.Tensor]  # input_ids and labels, int64 [batch, longest]
 
 
