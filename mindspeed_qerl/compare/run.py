@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ class ComparedRun:
     code: dict[str, str]  # what ran, and in which version
     faults: tuple[str, ...]  # why it is not averaged in
     notes: tuple[str, ...]
-    evaluation: dict[str, Any] = field(default_factory=dict)  # how it was evaluated
-    started: str = ""  # ISO 8601
+    evaluation: dict[str, Any]  # how it was evaluated
+    started: str  # ISO 8601
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:

@@ -44,12 +44,10 @@ def git_state(source: Path) -> dict[str, Any] | None:
         return None
     # Without optional locks `git status` does not touch the index, so it cannot get in the way of a
     # commit being made; files that git does not track are results, data and notes.
-    command = ["git", "--no-optional-locks", "-C", str(source), "status"]
-    options = ["--porcelain=v2", "--branch", "--untracked-files=no"]
+    command = ["git", "--no-optional-locks", "-C", str(source), "status", "--porcelain=v2"]
+    command += ["--branch", "--untracked-files=no"]
     try:
-        answer = subprocess.run(
-            [*command, *options], check=True, capture_output=True, text=True, timeout=30
-        )
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     lines = answer.stdout.splitlines()

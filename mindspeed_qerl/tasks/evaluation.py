@@ -90,7 +90,7 @@ def _extraction(answers: list[dict[str, Any]], method: str, n: int) -> dict[str,
         majority += majority_score(answer["extracted"], answer["scores"])
     shares = {f"rule/{rule}": counts[rule] / counts.total() for rule in RULES if counts[rule]}
     if n > 1:
-        return {f"maj@{n}": majority / len(answers), **shares}
+        shares[f"maj@{n}"] = majority / len(answers)
     return shares
 
 

@@ -324,7 +324,7 @@ def synthetic(generator, effect):
         for aqn, sign in ((True, 1), (False, -1)):
             scores = {10: dict(zip(questions, 0.5 + sign * values[seed] / 2))}
             path, config = Path(f"{aqn}{seed}"), {"aqn.enabled": aqn}
-            runs.append(ComparedRun(path, seed, config, scores, {}, {}, {}, (), ()))
+            runs.append(ComparedRun(path, seed, config, scores, {}, {}, {}, (), (), {}, ""))
     return runs
 
 

@@ -153,8 +153,6 @@ def _find_answer(text: str) -> int:
     """Where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F is an
     s); -1 if nowhere.
     """
-    if text.isascii():
-        return text.lower().find("answer")
     return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
 
 
