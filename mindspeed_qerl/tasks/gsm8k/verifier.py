@@ -53,6 +53,8 @@ _SCALES = {
     "trillion": 10**12,
     "dozen": 12,
 }
+# letters beyond ASCII that a pattern takes for these, and that `lower` leaves as they are
+_AS_IGNORECASE = str.maketrans("\u017f\u0130\u0131", "sii")
 # A branch that begins with a set is passed over by its first character.
 _SCALE = "|".join(f"[{name[0]}{name[0].upper()}](?i:{name[1:]})" for name in _SCALES)
 _SCALE = rf"(?:{_SCALE})(?i:s?)(?!\w)"
@@ -336,7 +338,8 @@ def _value_of(
     if value is None:
         return None, end
     if after.lastgroup == "scale":
-        value = Fraction(value) * _SCALES[after["scale"].lower().removesuffix("s")]
+        name = after["scale"].translate(_AS_IGNORECASE).lower().removesuffix("s")
+        value = Fraction(value) * _SCALES[name]
     return value, after.end()
 
 

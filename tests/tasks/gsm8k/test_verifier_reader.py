@@ -54,6 +54,8 @@ def assert_read_alike(text):
 @given(texts)
 @example("an\u017fwer is 5, 6")
 @example("answer \u0130s 5, 6")
+@example("#### 12 thou\u017fand")
+@example("12 m\u0131ll\u0130on hundred\u017f 5")
 @settings(max_examples=100, deadline=None)
 def test_any_answer(text):
     assert_read_alike(text)
