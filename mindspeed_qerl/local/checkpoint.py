@@ -48,7 +48,7 @@ def save(
     state: Mapping[str, Any],
     write: Callable[[Path], Any],
     keep: int,
-) -> Path:
+) -> None:
     """Make the checkpoint of `iteration`, then remove all but the last `keep`, and what a killed
     process left half made or half removed: who saves holds the run's lock. After an OSError those
     that were there still are, and nothing half made. state: JSON values that `read_state` will give
@@ -70,7 +70,6 @@ def save(
         path = folder(checkpoints, old)
         removing = path.rename(checkpoints / f".{path.name}.removing")
         shutil.rmtree(removing, ignore_errors=True)  # what somebody still reads goes with the next
-    return final
 
 
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:

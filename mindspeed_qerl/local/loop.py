@@ -5,6 +5,7 @@ clean weights) -> sync (merged weights to the rollout engine) -> evaluate (noise
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -59,7 +60,7 @@ class LocalEngine:
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.routers = recorded_routers(recipe)
         self.updates = 0  # of the optimizer
-        self.seconds: dict[str, float] = {}  # of the parts of this iteration
+        self.seconds: dict[str, float] = defaultdict(float)  # of the parts of this iteration
         self.weight_errors: dict[str, float] = {}  # metrics of the last sync
 
     @cached_property
@@ -94,7 +95,8 @@ class LocalEngine:
     def iteration(self, step: int) -> None:
         """Iteration `step`, counted from 1."""
         recipe, observer = self.recipe, self.observer
-        started, self.seconds = time.perf_counter(), {}
+        started = time.perf_counter()
+        self.seconds.clear()
         answers, kept, noise = self.gather(step)
         n = recipe.batch.samples_per_prompt
         groups = len(answers) // n
@@ -207,7 +209,7 @@ class LocalEngine:
         """Train the ranks on `batch`; returns their metrics."""
         metrics = self._on_shards(TrainRank.train, batch, self.recipe.batch.epochs)[0]
         for part in ("time/logprobs", "time/update"):
-            self.seconds[part] = self.seconds.get(part, 0.0) + metrics.pop(part)
+            self.seconds[part] += metrics.pop(part)
         self.updates += metrics.pop("updates")
         return metrics
 
@@ -291,9 +293,9 @@ class LocalEngine:
     def _timed(self, part: str) -> Iterator[None]:
         """The seconds of a part; parts are not within each other."""
         self.progress(part)
-        started, name = time.perf_counter(), f"time/{part}"
+        started = time.perf_counter()
         yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+        self.seconds[f"time/{part}"] += time.perf_counter() - started
 
     def _generate(
         self,

@@ -90,7 +90,9 @@ def build_model(
     count = shape.num_experts // (layout.tp * layout.ep)
     start = count * parallel_state.get_expert_model_parallel_rank()
     experts = range(start, start + count)
-    specs = [_layer_spec(shape, is_last=last and layer == layers[-1]) for layer in layers]
+    specs = [_layer_spec(shape) for _ in layers]
+    if last:
+        specs[-1].submodules.pre_cross_attn_layernorm = SkipPrompts
     model = GPTModel(
         config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
         transformer_layer_spec=TransformerBlockSubmodules(specs, RMSNorm),
@@ -155,9 +157,9 @@ def _transformer_config(
     )
 
 
-def _layer_spec(shape: ModelShape, is_last: bool):
+def _layer_spec(shape: ModelShape):
     """megatron-core's own layer, with our attention core and norms in their places, and the shared
-    expert's gate; the last layer with `SkipPrompts`.
+    expert's gate.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -166,8 +168,6 @@ def _layer_spec(shape: ModelShape, is_last: bool):
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention
-    if is_last:
-        layer.pre_cross_attn_layernorm = SkipPrompts
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.shared_expert_intermediate_size:

@@ -86,10 +86,6 @@ class QuantizedModel:
         """By vLLM's names, the weights of layers that round what they are given."""
         return {name: self.model.get_parameter(name) for name in self._rounding}
 
-    @property
-    def rounds_activations(self) -> bool:
-        return self.is_on and self.activation is not None
-
     def receive(
         self, named: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:

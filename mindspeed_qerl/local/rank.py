@@ -87,7 +87,7 @@ class TrainRank(ShardedAdapters):
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
-    def restore(self, folder: str, updates: int, iteration: int = 0) -> None:
+    def restore(self, folder: str, updates: int, iteration: int) -> None:
         """The same, and the learning rate after `iteration` iterations."""
         super().restore(folder, updates)
         self.scheduler.step(iteration)

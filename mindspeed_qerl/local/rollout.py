@@ -142,7 +142,8 @@ class RolloutEngine:
             if self.quantized and not quantized:
                 self._put(quantized=False)
                 undo.callback(self._put, quantized=True)
-            if hardware_error or self.quantized and self.quantized.rounds_activations:
+            rounds = self.quantized and self.quantized.is_on and self.quantized.activation
+            if hardware_error or rounds:
                 for experts in self.experts:
                     gate_up, down = (self._expert(*pair) for pair in experts.unpacked().items())
                     experts.kernel.apply = partial(plain_experts, gate_up, down)

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -55,7 +55,6 @@ def start_vllm(
         VLLM_NO_USAGE_STATS="1",
     )
     from vllm import LLM
-    from vllm.model_executor.model_loader import LoadFormats
 
     gc.freeze()  # vLLM collects garbage five times while it starts
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start,
@@ -63,13 +62,11 @@ def start_vllm(
     torch.compiler.set_stance("force_eager")
     if share_prompts:
         more["block_size"] = 32
-    # By "auto" a later vLLM reads a consolidated.safetensors beside the weights instead, as Mistral's;
-    # 0.11 has no "hf", and does not.
-    load_format = "hf" if "hf" in get_args(LoadFormats) else "auto"
     return LLM(
         model=model_dir,
         dtype=dtype,
-        load_format=load_format,
+        # by "auto" vLLM may read a consolidated.safetensors beside the weights instead, as Mistral's
+        load_format="safetensors",
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         enforce_eager=True,
