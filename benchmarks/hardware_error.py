@@ -31,6 +31,7 @@ CASES = (
 
 def measure(model: Path, dtype: str) -> None:
     from transformers import AutoTokenizer
+    from vllm import SamplingParams, TokensPrompt
 
     from mindspeed_qerl.local.rollout import RolloutEngine
     from mindspeed_qerl.tasks.prompts import Prompts
@@ -41,17 +42,20 @@ def measure(model: Path, dtype: str) -> None:
     answers, _ = engine.generate(
         prompts, 1, 0, dict(max_tokens=24, temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
     )
-    sequences = [[*prompt, *answer[0].token_ids] for prompt, answer in zip(prompts, answers)]
+    sequences = [
+        TokensPrompt(prompt_token_ids=[*prompt, *answer[0].token_ids])
+        for prompt, answer in zip(prompts, answers)
+    ]
+    params = SamplingParams(detokenize=False, max_tokens=1, prompt_logprobs=0)
 
     def scored(hardware_error: dict | None) -> np.ndarray:
-        return np.concatenate(
-            [
-                logprobs[len(prompt) - 1 :]
-                for prompt, logprobs in zip(
-                    prompts, engine.logprobs(sequences, hardware_error=hardware_error)
-                )
-            ]
-        )
+        with engine.policy(hardware_error=hardware_error):
+            outputs = engine.llm.generate(sequences, params, use_tqdm=False)
+        logprobs = []
+        for prompt, output in zip(prompts, outputs):
+            of_tokens = zip(output.prompt_token_ids, output.prompt_logprobs)
+            logprobs += [entry[token].logprob for token, entry in list(of_tokens)[len(prompt) :]]
+        return np.array(logprobs)
 
     clean = scored(None)
     for name, arguments in CASES:

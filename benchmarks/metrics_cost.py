@@ -155,10 +155,10 @@ def measure_cost(setting, overrides: list[str], pairs: int, work: Path) -> list:
     import torch
     import torch.multiprocessing as mp
 
-    from mindspeed_qerl.engines import checked
     from mindspeed_qerl.recipe.compose import compose
+    from mindspeed_qerl.recipe.reader import read_recipe
 
-    recipe = checked(compose("grpo_tiny_moe_cpu", overrides))[0]
+    recipe = read_recipe(compose("grpo_tiny_moe_cpu", overrides))
     os.environ["OMP_NUM_THREADS"] = "1"
     mp.spawn(measure_rank, (recipe, setting, pairs, str(work)), recipe.layout.world)
     return torch.load(work / "measured.pt")

@@ -157,8 +157,8 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from mindspeed_qerl.engines import checked
     from mindspeed_qerl.recipe.compose import compose
+    from mindspeed_qerl.recipe.reader import read_recipe
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -181,7 +181,7 @@ def main() -> None:
     overrides = ["rl_config.actor_resource.num_npus=1", "actor_config.expert_model_parallel_size=1"]
     if arguments.model:
         overrides.append(f"megatron_training.tokenizer_name_or_path={arguments.model}")
-    recipe = checked(compose(arguments.config, overrides))[0]
+    recipe = read_recipe(compose(arguments.config, overrides))
     table = Table(
         "what",
         "dtype",

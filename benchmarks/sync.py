@@ -99,11 +99,11 @@ class Watch:
 
 def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, float]:
     from mindspeed_qerl.demo.tiny_model import build_tokenizer
-    from mindspeed_qerl.engines import checked
     from mindspeed_qerl.local.engine import Data
     from mindspeed_qerl.local.loop import LocalEngine
     from mindspeed_qerl.local.processes import launch
     from mindspeed_qerl.recipe.compose import compose
+    from mindspeed_qerl.recipe.reader import read_recipe
     from mindspeed_qerl.runs.directory import RunDirectory
     from mindspeed_qerl.runs.observer import RunObserver
     from mindspeed_qerl.runs.progress import Progress
@@ -123,7 +123,7 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
             f"actor_config.expert_model_parallel_size={ranks}",
         ],
     )
-    recipe, _ = checked(raw)
+    recipe = read_recipe(raw)
     tokenizer = build_tokenizer()
     prompts = Prompts(str(data), tokenizer, "plain", recipe.sampling.max_prompt_length)
     run = RunDirectory.create(

@@ -133,8 +133,7 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
     )
     path = str(run.path) if run else None
     print(f"run.resume=auto: {path or 'nothing to resume, a new run begins'}", flush=True)
-    sections = {**recipe.sections, "run": {**recipe.sections["run"], "resume": path}}
-    return replace(recipe, run=replace(recipe.run, resume=path), sections=sections)
+    return replace(recipe, run=replace(recipe.run, resume=path))
 
 
 def how_to_resume(directory: RunDirectory) -> str:

@@ -17,3 +17,12 @@ def put(config, key, value):
     for section in sections:
         config = config.setdefault(section, {})
     config[last] = value
+
+
+def checked(config):
+    """(Recipe, Found) of a resolved config; ConfigError with all of its faults, its engine's too."""
+    from mindspeed_qerl.engines import examine
+
+    recipe, found = examine(config)
+    found.raise_faults()
+    return recipe, found

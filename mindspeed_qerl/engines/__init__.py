@@ -90,10 +90,3 @@ def examine_for_engine(recipe: Recipe, found: Found) -> None:
     engine = engine_of(recipe)
     refused, found.unused = keys.check(recipe.sections, recipe.engine)
     found.faults += [*refused, *engine.validate(recipe)]
-
-
-def checked(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
-    """`examine`, with ConfigError for the faults."""
-    recipe, found = examine(raw)
-    found.raise_faults()
-    return recipe, found

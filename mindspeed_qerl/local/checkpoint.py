@@ -5,9 +5,8 @@ undivided model, so that a run can resume in any layout.
         state.json           iteration, updates, prompts_asked (the position in the data), the
                              run's id, the digest of the base weights, the model's shape, LoRA's
                              settings, and each file's bytes and SHA-256
-        shard-*.safetensors  torch.distributed.checkpoint's: <layer>.lora_A [r, in], .lora_B
-                             [out, r], and AdamW's two moments of both (.exp_avg, .exp_avg_sq),
-                             float32
+        shard-*.safetensors  of a rank: <layer>.lora_A [r, in], .lora_B [out, r], and AdamW's two
+                             moments of both (.exp_avg, .exp_avg_sq), float32
 
 A folder with that name is complete: it is written under another name, forced to the disk, and
 renamed. Reading it executes nothing, it is safetensors and JSON. There are no random states: each
@@ -49,7 +48,7 @@ def save(
     state: Mapping[str, Any],
     write: Callable[[Path], Any],
     keep: int,
-) -> Path:
+) -> None:
     """Make the checkpoint of `iteration`, then remove all but the last `keep`, and what a killed
     process left half made or half removed: who saves holds the run's lock. After an OSError those
     that were there still are, and nothing half made. state: JSON values that `read_state` will give
@@ -60,34 +59,17 @@ def save(
         shutil.rmtree(left, ignore_errors=True)
     with new_directory(final) as making:
         write(making)
+        for file in making.iterdir():
+            _force(file)
         files = describe_files(making, making.iterdir())
         content = {"iteration": iteration, **state, "files": files}
         write_whole(making / STATE, json.dumps(content, indent=2) + "\n")
-        _force_directory(making)
-    _force_directory(checkpoints)
+        _force(making)
+    _force(checkpoints)
     for old in checkpoint_iterations(checkpoints)[:-keep]:
         path = folder(checkpoints, old)
         removing = path.rename(checkpoints / f".{path.name}.removing")
         shutil.rmtree(removing, ignore_errors=True)  # what somebody still reads goes with the next
-    return final
-
-
-def write_tensors(tensors: Mapping[str, Any], directory: str) -> None:
-    """This rank's part of a checkpoint, on all ranks at once; RuntimeError with the reason of each
-    that cannot write (torch raises all their traces, as no Exception).
-    """
-    from torch.distributed import checkpoint as distributed
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        distributed.save(
-            dict(tensors),
-            storage_writer=distributed.HuggingFaceStorageWriter(directory, save_distributed=True),
-        )
-    except CheckpointException as error:
-        raise RuntimeError(
-            "; ".join(str(failure) for failure, _ in error.failures.values())
-        ) from None
 
 
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
@@ -123,23 +105,29 @@ def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
     """What a checkpoint says of the adapters in it."""
     return {
         "model": asdict(shape),
-        "lora": {"r": lora.r, "alpha": lora.alpha, "targets": sorted(lora.targets)},
+        "lora": asdict(lora),
     }
+
+
+def read_tensors(directory: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint's folder, by their names there."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
 
 
 def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     """The adapters of either engine's checkpoint under Hugging Face's names, for export. ValueError
     or FileNotFoundError if it is not there, or not whole.
     """
-    from safetensors.torch import load_file
-
     if not any(checkpoints.glob(f"iter_*/{STATE}")):
         return megatron.load_adapters(checkpoints, iteration)
     state = read_state(checkpoints, iteration)
     shape = ModelShape(**state["model"])
-    tensors: dict[str, Any] = {}
-    for name in state["files"]:
-        tensors |= load_file(folder(checkpoints, state["iteration"]) / name)
+    tensors = read_tensors(folder(checkpoints, state["iteration"]))
     weights: dict[str, megatron.Pair] = {}
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
@@ -157,8 +145,9 @@ def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
     )
 
 
-def _force_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _force(path: Path) -> None:
+    """A file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

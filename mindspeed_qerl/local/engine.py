@@ -31,8 +31,8 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
     """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, lose their
     questions, or are not those that the run was started with.
     """
-    task, path, longest = recipe.task, recipe.model.path, recipe.sampling.max_prompt_length
-    tokenizer = load_tokenizer(path)
+    task, longest = recipe.task, recipe.sampling.max_prompt_length
+    tokenizer = load_tokenizer(recipe.model.path)
     train = Prompts(task.train_file, tokenizer, task.prompt, longest, at=run.started)
     test = Prompts(
         task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems, run.started

@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,23 +149,21 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     try_rewards([(job.verifier, 1.0)], task.rows)
     if task.dropped:
         tell(task.left_out("evaluation"))
-    kinds = {"greedy": (1, 0.0)}
+    kinds, step = {"greedy": (1, 0.0)}, job.step or 0
     if job.samples:
         kinds["sampled"] = (job.samples, job.temperature)
     with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:
-        model, step = _merged(job, Path(folder) / "model", tell)
+        model = _merged(job, Path(folder) / "model", tell)
         tell("starting vLLM")
         sample = _sampler(job, model, tokenizer)
-        summary: dict[str, Any] = {**asdict(job), "step": step}
+        summary: dict[str, Any] = asdict(job)
         written = {}
         for name, (n, temperature) in kinds.items():
             kind = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
             tell(f"{len(task.rows)} questions, {kind}")
-            seed = derived_seed(job.seed, f"evaluation {name}", step or 0)
-            answers, tokens = [], []
-            for group in sample(task.prompts, n, temperature, seed):
-                answers += group
-                tokens += [answer.token_ids for answer in group]
+            seed = derived_seed(job.seed, f"evaluation {name}", step)
+            answers = list(chain(*sample(task.prompts, n, temperature, seed)))
+            tokens = [answer.token_ids for answer in answers]
             texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
             truncated = [answer.truncated for answer in answers]
             summary[name], written[name] = evaluate_answers(
@@ -173,7 +172,7 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     with new_directory(output) as making:
         for name, rows in written.items():
             file = "answers.jsonl" if name == [*written][-1] else f"{name}.jsonl"
-            lines = [json.dumps({"step": step or 0, **row}, allow_nan=False) for row in rows]
+            lines = [json.dumps({"step": step, **row}, allow_nan=False) for row in rows]
             (making / file).write_text("\n".join([*lines, ""]), encoding="utf-8")
         (making / "summary.json").write_text(json_text(summary), encoding="utf-8")
     return summary
@@ -209,12 +208,8 @@ def _is_npu() -> bool:
     return current_platform.device_name == "npu"
 
 
-def _merged(
-    job: EvaluationJob, folder: Path, tell: Callable[[str], None]
-) -> tuple[str, int | None]:
-    """(Hugging Face directory of what is evaluated, the step it is from); adapters are merged into
-    `folder`.
-    """
+def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> str:
+    """The Hugging Face directory of what is evaluated; adapters are merged into `folder`."""
     import torch
 
     from mindspeed_qerl.local.checkpoint import load_adapters
@@ -227,7 +222,7 @@ def _merged(
     elif job.adapter:
         adapters = load_peft(job.adapter)
     else:
-        return job.model, job.step
+        return job.model
     tell(f"merging {len(adapters.weights):,} adapters into {job.model}")
     # a run in float32 samples by weights in float32, whatever the files of its model have
     save_merged(
@@ -237,7 +232,7 @@ def _merged(
         all_layers=not job.adapter,
         dtype=torch.float32 if job.dtype == "float32" else None,
     )
-    return str(folder), adapters.iteration if job.run else job.step
+    return str(folder)
 
 
 def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
@@ -268,13 +263,14 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
     if job.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     is_npu = _is_npu()
-    more: dict[str, Any]
+    # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
+    more: dict[str, Any] = {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, length),
+    }
     if is_npu:  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
         scheduler = {"ascend_scheduler_config": {"enabled": True}, "refresh": True}
         more = {"additional_config": scheduler}
-    # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
-    else:
-        more = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, length)}
     llm = start_vllm(
         model,
         *sizes,

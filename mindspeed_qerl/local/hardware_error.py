@@ -54,7 +54,7 @@ class HardwareErrorMode(TorchDispatchMode):
     def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """[..., m, k] @ [..., k, n]."""
         if "bf16_blocks" in self.kinds:
-            y = torch.zeros(*a.shape[:-1], b.shape[-1], device=a.device)
+            y = torch.zeros((), device=a.device)
             parts = zip(a.float().split(self.block, -1), b.float().split(self.block, -2))
             for part_a, part_b in parts:
                 y = (y + (part_a @ part_b).bfloat16().float()).bfloat16().float()

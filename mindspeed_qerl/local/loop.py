@@ -5,6 +5,7 @@ clean weights) -> sync (merged weights to the rollout engine) -> evaluate (noise
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -35,7 +36,6 @@ from mindspeed_qerl.local.sampled import (
 from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.lora.proof import Movement
 from mindspeed_qerl.recipe.types import Layout, Recipe
-from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.runs.observer import Rollout, RunObserver
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import score
@@ -58,24 +58,15 @@ class LocalEngine:
     def __init__(self, recipe: Recipe, observer: RunObserver, processes: Processes, data: Data):
         self.recipe, self.observer, self.processes, self.data = recipe, observer, processes, data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
+        self.routers = recorded_routers(recipe)
         self.updates = 0  # of the optimizer
-        self.seconds: dict[str, float] = {}  # of the parts of this iteration
+        self.seconds: dict[str, float] = defaultdict(float)  # of the parts of this iteration
         self.weight_errors: dict[str, float] = {}  # metrics of the last sync
 
     @cached_property
     def ends(self) -> set[int]:
         """Ids of the tokens that end an answer."""
         return {self.data.tokenizer.eos_token_id} - {None} | end_tokens(self.recipe.model.path)
-
-    @cached_property
-    def routers(self) -> Routers | None:
-        """Those whose choices the rollout records; None if they are not replayed."""
-        return recorded_routers(self.recipe)
-
-    @cached_property
-    def sync_parts(self) -> int:
-        """Layers of the rank with the most: a sync hands over one at a time."""
-        return max(self.processes.on_ranks(TrainRank.sync_parts))
 
     def train(self) -> None:
         """All iterations."""
@@ -104,7 +95,8 @@ class LocalEngine:
     def iteration(self, step: int) -> None:
         """Iteration `step`, counted from 1."""
         recipe, observer = self.recipe, self.observer
-        started, self.seconds = time.perf_counter(), {}
+        started = time.perf_counter()
+        self.seconds.clear()
         answers, kept, noise = self.gather(step)
         n = recipe.batch.samples_per_prompt
         groups = len(answers) // n
@@ -112,11 +104,10 @@ class LocalEngine:
         metrics = reward_metrics(np.array([answer.reward for answer in answers]), n)
         metrics |= self.weight_errors
         batch, tokens, routes = None, 0, 0
-        with self._timed("reward"):
-            if kept:
-                batch, kl_metrics = select(kept, recipe, self.logprobs_before)
-                metrics |= kl_metrics
-                tokens = tokens_to_train(kept, recipe, batch, self.ends)
+        if kept:
+            batch, kl_metrics = select(kept, recipe, self.logprobs_before)
+            metrics |= kl_metrics
+            tokens = tokens_to_train(kept, recipe, batch, self.ends)
         metrics |= answer_metrics(answers)
         metrics["selection/sampled_groups"] = groups
         metrics["selection/trained_groups"] = len(kept) // n
@@ -202,25 +193,23 @@ class LocalEngine:
             check_answers(answers, self.routers)
         return answers, noise
 
-    def logprobs_before(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Before the update, by the policy and by the base model, float32 [N, L-1]."""
-        layout = self.recipe.layout
-        policy, reference = np.zeros((2, *batch.mask.shape), dtype=np.float32)
+    def logprobs_before(self, batch: Batch) -> np.ndarray:
+        """Before the update, by the policy and by the base model, float32 [2, N, L-1]."""
+        logprobs = np.zeros((2, *batch.mask.shape), dtype=np.float32)
         with self._timed("logprobs"):
             results = self._on_shards(TrainRank.logprobs_before, batch)
         shares = self._shares(batch)
         # the last pipeline stage has them, whose ranks are the last
-        for rank, pairs in enumerate(results):
-            for index, (old, base) in zip(shares[data_rank(rank, layout)], pairs):
-                policy[index, : old.shape[1]] = old
-                reference[index, : base.shape[1]] = base
-        return policy, reference
+        for rank, shards in enumerate(results):
+            for index, shard in zip(shares[data_rank(rank, self.recipe.layout)], shards):
+                logprobs[:, index, : shard.shape[2]] = shard
+        return logprobs
 
     def update(self, batch: Batch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
         metrics = self._on_shards(TrainRank.train, batch, self.recipe.batch.epochs)[0]
         for part in ("time/logprobs", "time/update"):
-            self.seconds[part] = self.seconds.get(part, 0.0) + metrics.pop(part)
+            self.seconds[part] += metrics.pop(part)
         self.updates += metrics.pop("updates")
         return metrics
 
@@ -228,7 +217,8 @@ class LocalEngine:
         """Merged weights to the rollout engine, a part of each rank's at a time, two parts under
         way.
         """
-        processes, rollout, parts = self.processes, self.processes.rollout, self.sync_parts
+        processes, rollout = self.processes, self.processes.rollout
+        parts = max(processes.on_ranks(TrainRank.sync_parts))
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
         for part in range(parts):
             merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
@@ -301,12 +291,11 @@ class LocalEngine:
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        """The seconds of a part, without those of parts within it."""
+        """The seconds of a part; parts are not within each other."""
         self.progress(part)
-        started, others = time.perf_counter(), sum(self.seconds.values())
+        started = time.perf_counter()
         yield
-        name, within = f"time/{part}", sum(self.seconds.values()) - others
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - within
+        self.seconds[f"time/{part}"] += time.perf_counter() - started
 
     def _generate(
         self,

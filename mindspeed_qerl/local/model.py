@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import _getdtype
 from torch import nn
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import ParameterMapping, mappings
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.recipe.types import Layout
 
 
@@ -24,7 +24,7 @@ class CausalAttention(nn.Module):
     Padding must be on the right: a causal row never looks at it.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
+    def __init__(self, **kwargs):
         super().__init__()
 
     def forward(self, query, key, value, attention_mask, **kwargs):
@@ -52,7 +52,7 @@ class SkipPrompts(nn.Module):
     (transformer_layer.py:472).
     """
 
-    def __init__(self, config, hidden_size: int, eps: float):
+    def __init__(self, **kwargs):
         super().__init__()
         self.first = 0
 
@@ -84,12 +84,15 @@ def build_model(
     shape = read_shape(model_dir)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     first, last = stage == 0, stage == layout.pp - 1
-    layers, experts = stage_layers(shape, layout)[stage], range(0)
-    if shape.moe:
-        count = shape.num_experts // (layout.tp * layout.ep)
-        start = count * parallel_state.get_expert_model_parallel_rank()
-        experts = range(start, start + count)
-    specs = [_layer_spec(shape, is_last=last and layer == layers[-1]) for layer in layers]
+    counts = Plan(shape, layout).layers
+    before = sum(counts[:stage])
+    layers = range(before, before + counts[stage])
+    count = shape.num_experts // (layout.tp * layout.ep)
+    start = count * parallel_state.get_expert_model_parallel_rank()
+    experts = range(start, start + count)
+    specs = [_layer_spec(shape) for _ in layers]
+    if last:
+        specs[-1].submodules.pre_cross_attn_layernorm = SkipPrompts
     model = GPTModel(
         config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
         transformer_layer_spec=TransformerBlockSubmodules(specs, RMSNorm),
@@ -100,7 +103,6 @@ def build_model(
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
-        parallel_output=True,
     ).to(dtype)
     # a layer that is computed again passes a gradient on only to an input that needs one
     if recompute_layers and first:
@@ -110,10 +112,7 @@ def build_model(
     if last:
         model.output_layer.register_forward_hook(_gradient_in_memory_order)
     table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
-    tensors: list[str] = []
-    for mapping in table:
-        tensors += mapping.hf
-    check_tensors(checkpoint, shape, tensors)
+    check_tensors(checkpoint, shape)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
     return model, table, layers, experts
@@ -136,24 +135,15 @@ def _transformer_config(
     """megatron-core's TransformerConfig of one rank."""
     from megatron.core.transformer import TransformerConfig
 
-    parallel: dict[str, Any] = {}
-    if shape.moe:
-        parallel |= dict(
-            expert_model_parallel_size=layout.tp * layout.ep,
-            expert_tensor_parallel_size=1,
-            moe_grouped_gemm=False,
-        )
-    if recompute_layers:
-        parallel |= dict(
-            recompute_granularity="full",
-            recompute_method="block",
-            recompute_num_layers=recompute_layers,
-        )
     return TransformerConfig(
         **family_of(shape).transformer_config(shape),
-        **parallel,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.tp * layout.ep if shape.moe else 1,
+        expert_tensor_parallel_size=1,
+        recompute_granularity="full" if recompute_layers else None,
+        recompute_method="block",
+        recompute_num_layers=recompute_layers,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -164,37 +154,20 @@ def _transformer_config(
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
         perform_initialization=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
     )
 
 
-def stage_layers(shape: ModelShape, layout: Layout) -> list[range]:
-    """Per pipeline stage, its layers by their global numbers: `num_layer_list`, or as many for
-    each.
-    """
-    counts = layout.num_layer_list or (shape.num_hidden_layers // layout.pp,) * layout.pp
-    ends = [sum(counts[: stage + 1]) for stage in range(layout.pp)]
-    return [range(end - count, end) for end, count in zip(ends, counts)]
-
-
-def _layer_spec(shape: ModelShape, is_last: bool):
+def _layer_spec(shape: ModelShape):
     """megatron-core's own layer, with our attention core and norms in their places, and the shared
-    expert's gate; the last layer with `SkipPrompts`.
+    expert's gate.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     qk_norm = family_of(shape).qk_norm
-    spec = get_gpt_layer_local_spec(
-        num_experts=shape.num_experts or None, moe_grouped_gemm=False, qk_layernorm=qk_norm
-    )
+    spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, qk_layernorm=qk_norm)
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention
-    if is_last:
-        layer.pre_cross_attn_layernorm = SkipPrompts
     if qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if shape.shared_expert_intermediate_size:
@@ -202,10 +175,9 @@ def _layer_spec(shape: ModelShape, is_last: bool):
     return spec
 
 
-def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[str] = ()) -> None:
+def check_tensors(checkpoint: Checkpoint, shape: ModelShape) -> None:
     """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is
-    missing, is not called for, is quantised (those named `tensors`), or is an output layer of its
-    own beside a tied embedding.
+    missing, is not called for, or is an output layer of its own beside a tied embedding.
     """
     directory, expected = checkpoint.directory, set()
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
@@ -229,13 +201,6 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape, tensors: Iterable[s
                 f"{directory}: config.json does not call for the tensor {name!r}: it is of another "
                 "model (more layers or experts, a bias?)"
             )
-    for name in tensors:
-        dtype = _getdtype(checkpoint.header(name).get_dtype())
-        if not dtype.is_floating_point or dtype.itemsize < 2:
-            raise ConfigError(
-                f"{directory}: {name} is {dtype}; give the model in bfloat16, float16 or float32, "
-                "not quantised"
-            )
 
 
 @torch.no_grad()
@@ -243,17 +208,24 @@ def load_weights(
     model: nn.Module,
     table: Iterable[ParameterMapping],
     checkpoint: Checkpoint,
-    tp_rank: int = 0,
-    tp_size: int = 1,
+    tp_rank: int,
+    tp_size: int,
 ) -> None:
     """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole
-    Megatron tensor beside the model at a time. ConfigError if one is missing or has another
-    shape.
+    Megatron tensor beside the model at a time. ConfigError if one is missing, is quantised or has
+    another shape.
     """
     parameters = dict(model.named_parameters())
     for mapping in table:
         parameter = parameters.pop(mapping.megatron)
-        value = mapping.merge([checkpoint.read(name) for name in mapping.hf])
+        parts = [checkpoint.read(name) for name in mapping.hf]
+        for name, part in zip(mapping.hf, parts):
+            if not part.is_floating_point() or part.itemsize < 2:
+                raise ConfigError(
+                    f"{checkpoint.directory}: {name} is {part.dtype}; give the model in bfloat16, "
+                    "float16 or float32, not quantised"
+                )
+        value = mapping.merge(parts)
         if mapping.shared:
             value = mapping.shared.shard(value, tp_rank, tp_size)
         if value.shape != parameter.shape:

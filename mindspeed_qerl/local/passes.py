@@ -116,7 +116,7 @@ class Passes:
             output = model(tokens, positions, None)
         tokens = tokens[:, first + 1 : length]
         if divisor is None:
-            return output, partial(self._logprobs, tokens, first)
+            return output, partial(self._logprobs, tokens)
         return output, partial(self._trained, micro, tokens, first, divisor)
 
     @contextlib.contextmanager
@@ -144,11 +144,10 @@ class Passes:
         return tensor_parallel.gather_from_tensor_model_parallel_region(output)[:, :length]
 
     def _logprobs(
-        self, tokens: torch.Tensor, first: int, output: torch.Tensor, non_loss_data: bool = True
+        self, tokens: torch.Tensor, output: torch.Tensor, non_loss_data: bool = True
     ) -> torch.Tensor:
-        """float32 [n, l - 1], 0 where no answer has begun; the signature is megatron-core's."""
-        logits = self._logits(output, tokens.shape[1])
-        return pad(token_logprobs(logits, tokens, self.temperature), (first, 0))
+        """float32 [n, l - 1]; the signature is megatron-core's."""
+        return token_logprobs(self._logits(output, tokens.shape[1]), tokens, self.temperature)
 
     def _trained(
         self, micro: Batch, tokens: torch.Tensor, first: int, divisor: float, output: torch.Tensor

@@ -2,6 +2,7 @@
 round what they are given (docs/quantization.md).
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -10,6 +11,7 @@ from torch.nn.functional import linear
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.lora.held import held_parts
 from mindspeed_qerl.quantization.weights import QuantizedWeights, ignore_fault, is_quantized
 from mindspeed_qerl.recipe.types import Quantization
 
@@ -18,8 +20,7 @@ class QuantizedModel:
     """The linear layers of vLLM's model that are quantised, and whether they are now (`is_on`).
 
     Args:
-        model: vLLM's. names: by vLLM's parameter names of linear weights, the Hugging Face names of
-            what is fused or stacked in each. checkpoint: the base model's.
+        model: vLLM's. checkpoint: the base model's.
 
     Attributes:
         weights: by Hugging Face names. adapters: those of `weights`, as the layers have them: by
@@ -33,10 +34,14 @@ class QuantizedModel:
     def __init__(
         self,
         model: torch.nn.Module,
-        names: dict[str, list[str]],
         checkpoint: Checkpoint,
         quantization: Quantization,
     ):
+        # by vLLM's names the Hugging Face names of what is fused or stacked in each linear weight
+        names: dict[str, list[str]] = defaultdict(list)
+        for held in held_parts(model):
+            if is_quantized(held.name):
+                names[held.parameter].append(held.name)
         if fault := ignore_fault(names, quantization.ignore, quantization.format):
             raise ConfigError(fault)
         self.model, self.is_on = model, False
@@ -80,10 +85,6 @@ class QuantizedModel:
     def rounded(self) -> dict[str, torch.Tensor]:
         """By vLLM's names, the weights of layers that round what they are given."""
         return {name: self.model.get_parameter(name) for name in self._rounding}
-
-    @property
-    def rounds_activations(self) -> bool:
-        return self.is_on and self.activation is not None
 
     def receive(
         self, named: Iterable[tuple[str, torch.Tensor]]

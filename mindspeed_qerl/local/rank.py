@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mindspeed_qerl.algorithm.losses import denominator
 from mindspeed_qerl.algorithm.metrics import Metric, merge, on_host
@@ -85,10 +86,8 @@ class TrainRank(ShardedAdapters):
         if not (place.tp_size > 1 or recompute or self.replay):
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
-        arguments = recipe.hardware_error.arguments("training")
-        self.hardware_error = HardwareErrorMode(**arguments) if arguments else None
 
-    def restore(self, folder: str, updates: int, iteration: int = 0) -> None:
+    def restore(self, folder: str, updates: int, iteration: int) -> None:
         """The same, and the learning rate after `iteration` iterations."""
         super().restore(folder, updates)
         self.scheduler.step(iteration)
@@ -103,14 +102,14 @@ class TrainRank(ShardedAdapters):
             own = replace(shard, routes=None)
             return self.passes.logprobs(own, self.recipe.batch.ref_forward)
 
-    def logprobs_before(self, shards: list[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each shard (`logprobs`, `logprobs` of the base model), before this iteration's first
-        update.
+    def logprobs_before(self, shards: list[Batch]) -> list[np.ndarray]:
+        """Of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before this
+        iteration's first update.
         """
         pairs = []
         with self._arithmetic("arithmetic before the update"):
             for shard in shards:
-                pairs.append((self.logprobs(shard), self.logprobs(shard, reference=True)))
+                pairs.append(np.stack([self.logprobs(shard), self.logprobs(shard, reference=True)]))
         return pairs
 
     def with_own_routes(self, shard: Batch) -> Batch:
@@ -128,13 +127,13 @@ class TrainRank(ShardedAdapters):
 
     def _copy_routes(self, micro: MicroBatch, routes: np.ndarray) -> None:
         """What a micro-batch chose, into `routes` [n, L-1, layers, top_k]."""
+        from megatron.core import tensor_parallel
+
         assert self.replay, "without it no layer chose"
         for layer, chosen in micro.chosen.items():
             # under sequence parallelism a rank decides for its part
             if len(chosen) < len(micro.known):
-                parts = [torch.empty_like(chosen) for _ in range(self.place.tp_size)]
-                dist.all_gather(parts, chosen.contiguous(), group=self.place.tp_group)
-                chosen = torch.cat(parts)
+                chosen = tensor_parallel.gather_from_sequence_parallel_region(chosen)
             by_position = chosen.cpu().numpy().reshape(-1, len(routes), self.routers.top_k)
             length = min(routes.shape[1], len(by_position))
             routes[:, :length, self.replay.index[layer]] = by_position[:length].swapaxes(0, 1)
@@ -256,13 +255,13 @@ class TrainRank(ShardedAdapters):
         """With the errors of other hardware that training has (docs/quantization.md), drawn for
         this iteration and purpose.
         """
-        if not self.hardware_error:
+        arguments = self.recipe.hardware_error.arguments("training")
+        if not arguments:
             yield
             return
         purpose = f"{purpose} of rank {dist.get_rank()}"
         seed = derived_seed(self.recipe.run.seed, purpose, self.scheduler.num_steps)
-        self.hardware_error.generator.manual_seed(seed)
-        with self.hardware_error:
+        with HardwareErrorMode(**arguments, seed=seed):
             yield
 
 
@@ -277,10 +276,10 @@ def _sum(parameters: list[torch.nn.Parameter], group: dist.ProcessGroup) -> None
     """The gradients of `parameters`, over the ranks of `group`."""
     if not parameters or group.size() == 1:
         return
-    flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+    gradients = [parameter.grad for parameter in parameters]
+    flat = parameters_to_vector(gradients)
     dist.all_reduce(flat, group=group)
-    for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters])):
-        parameter.grad.copy_(part.view_as(parameter))
+    vector_to_parameters(flat, gradients)
 
 
 def _scheduler(optimizer: torch.optim.AdamW, settings: Optimizer, iterations: int):

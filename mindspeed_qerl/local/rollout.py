@@ -1,28 +1,32 @@
-"""vLLM samples the answers: weights pushed in place, noise on for rollouts and off for everything
-else.
+"""vLLM samples the answers: weights synced in place, packed anew for its kernels (packing.py) and
+read back for the proof that a sync arrived; noise on for rollouts and off for everything else.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local import serving
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
-from mindspeed_qerl.local.packing import keep_linear_weights, packed_linears
-from mindspeed_qerl.local.served import ServedWeights
+from mindspeed_qerl.local.packing import PackedExperts, keep_linear_weights, packed_linears
+from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.local.serving import Completion
+from mindspeed_qerl.lora.held import kernel_tensors, take_apart
+from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.routing.routes import Routers
 
 
-class RolloutEngine(ServedWeights):
+class RolloutEngine:
     """An in-process vLLM engine whose weights and noise we own.
 
     Args:
@@ -55,15 +59,26 @@ class RolloutEngine(ServedWeights):
             kv_cache_gib,
             share_prompts=routers is None,  # a prompt that is not computed has no routes
             logprobs_mode="processed_logprobs",
-            seed=0,
         )
+        # vLLM reads the environment when it is imported
+        from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
         [model] = self.llm.apply_model(lambda model: model)
         serving.check_built(model, read_shape(model_dir))
         self.recorder = None
         if routers:
             self.recorder = serving.route_recorder(self.llm, routers, max_model_len)
-        super().__init__(model, model_dir, quantization)
+        self.model, self.model_dir = model, model_dir
+        self.experts = [
+            PackedExperts(name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, RoutedExperts)
+        ]
         self.injector: NoiseInjector | None = None
+        self.quantized: QuantizedModel | None = None
+        if quantization:
+            self.quantized = QuantizedModel(model, Checkpoint(model_dir), quantization)
+            self._put(quantized=True)
 
     def add_noise(self, aqn: dict[str, Any]) -> None:
         """Make `noise_step` mean something; aqn: keyword arguments of `NoiseInjector` besides the
@@ -98,32 +113,19 @@ class RolloutEngine(ServedWeights):
             # each answer has errors of its own
             sampling = sampling | {"skip_reading_prefix_cache": True}
         recorder = self.recorder if record_routes else None
-        with self._policy(noise_step, hardware_error, quantized) as report:
+        with self.policy(noise_step, hardware_error, quantized) as report:
             torch.manual_seed(seed)
             return serving.complete(self.llm, prompts, recorder=recorder, n=n, **sampling), report
 
-    def logprobs(
+    @contextlib.contextmanager
+    def policy(
         self,
-        sequences: Sequence[Sequence[int]],
         noise_step: int | None = None,
         hardware_error: dict | None = None,
         quantized: bool = True,
-    ) -> list[list[float]]:
-        """log p(token t | tokens before it) for every token but the first of each sequence."""
-        with self._policy(noise_step, hardware_error, quantized):
-            outputs = serving.generate(self.llm, sequences, max_tokens=1, prompt_logprobs=0)
-        rows = []
-        for output in outputs:
-            pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])
-            rows.append([entry[token].logprob for token, entry in pairs])
-        return rows
-
-    @contextlib.contextmanager
-    def _policy(
-        self, noise_step: int | None, hardware_error: dict | None, quantized: bool
     ) -> Iterator[NoiseReport | None]:
-        """The weights, quantised or not, with the noise of a step, computed as other hardware
-        would; where more than weights change the experts' fused kernel gives way to torch's
+        """Inside, vLLM's model has the weights, quantised or not, with the noise of a step, and
+        computes as other hardware would; where more than weights change the experts' fused kernel gives way to torch's
         operators meanwhile.
         """
         if self.injector and self.injector.is_on:
@@ -140,7 +142,8 @@ class RolloutEngine(ServedWeights):
             if self.quantized and not quantized:
                 self._put(quantized=False)
                 undo.callback(self._put, quantized=True)
-            if hardware_error or self.quantized and self.quantized.rounds_activations:
+            rounds = self.quantized and self.quantized.is_on and self.quantized.activation
+            if hardware_error or rounds:
                 for experts in self.experts:
                     gate_up, down = (self._expert(*pair) for pair in experts.unpacked().items())
                     experts.kernel.apply = partial(plain_experts, gate_up, down)
@@ -160,3 +163,70 @@ class RolloutEngine(ServedWeights):
         if quantized := self.quantized:
             return lambda expert, x: quantized.linear(parameter, x, weights[expert], expert=expert)
         return lambda expert, x: linear(x, weights[expert])
+
+    @torch.no_grad()
+    def start_sync(self) -> None:
+        """Until `finish_sync` the expert weights are unpacked, in place, one layer at a time."""
+        for experts in self.experts:
+            experts.unpack()
+
+    def load(self, *parts: dict[str, np.ndarray]) -> None:
+        """HF-named tensors from several ranks, into the weights in place; those left out stay as
+        they are.
+        """
+        for part in parts:
+            self.load_tensors((name, torch.from_numpy(array)) for name, array in part.items())
+
+    @torch.no_grad()
+    def load_tensors(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """The same of (name, tensor)."""
+        self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
+
+    @torch.no_grad()
+    def finish_sync(self) -> dict[str, float]:
+        """Pack the weights again; returns the relative error that quantisation made of the linear
+        weights, of all and by layer (empty: nothing is quantised).
+        """
+        self._pack(quantized=True)
+        return self.quantized.weights.errors() if self.quantized else {}
+
+    @torch.no_grad()
+    def _put(self, quantized: bool) -> None:
+        """Compute with the quantised weights, or with those that were synced."""
+        self.start_sync()
+        self._pack(quantized)
+
+    def _pack(self, quantized: bool) -> None:
+        if self.quantized:
+            self.quantized.put(quantized)
+        for layer in packed_linears(self.model):
+            layer.cpu_linear.forget()
+        for experts in self.experts:
+            experts.pack()
+
+    @torch.no_grad()
+    def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> Movement:
+        """What each LoRA target did to the weights that this engine's kernels read, against (alpha
+        / r) B A and the base weights on disk (lora/proof.py); of quantised weights to what was
+        quantised, and whether they are that. factors: from each rank (`adapter_factors`).
+        """
+        tensors = dict(kernel_tensors(self.model))
+        if self.quantized:
+            tensors |= self.quantized.rounded()
+        for experts in self.experts:
+            tensors |= experts.unpacked()
+        held = self._by_name(tensors)
+        if self.quantized:
+            adapters = self._by_name(self.quantized.adapters)
+            for name, synced, used, adapter in self.quantized.weights:
+                held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
+        checkpoint, moved = Checkpoint(self.model_dir), []
+        for part in factors:
+            for name, (target, b, a) in part.items():
+                update = torch.from_numpy(b) @ torch.from_numpy(a)
+                moved.append({target: movement(held[name], checkpoint.read(name), update)})
+        return join(moved)
+
+    def _by_name(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By Hugging Face names what is in tensors that have vLLM's."""
+        return {held.name: held.part for held in take_apart(self.model, tensors.items())}

@@ -67,7 +67,7 @@ def check_answers(answers: Sequence[Answer], routers: Routers | None) -> None:
 def select(
     answers: Sequence[Answer],
     recipe: Recipe,
-    logprobs_before: Callable[[Batch], tuple[np.ndarray, np.ndarray]],
+    logprobs_before: Callable[[Batch], np.ndarray],
 ) -> tuple[Batch, dict[str, float]]:
     """What is trained: `answers`, of whole groups, each with its advantage within its group; to a
     multiple of the mini-batch with answers that have no token to train. And metrics of the rewards.
@@ -78,31 +78,30 @@ def select(
     """
     algorithm, count = recipe.algorithm, len(answers)
     completions = [answer.completion for answer in answers]
-    missing = -count % recipe.batch.mini_answers
     routes = [completion.routes for completion in completions]
     batch = build_batch(
         [answer.prompt for answer in answers],
         [completion.token_ids for completion in completions],
         [completion.logprobs for completion in completions],
         routes=routes if algorithm.routing_replay == "rollout" else None,
-    )
+    ).padded(-count % recipe.batch.mini_answers)
     rewards, metrics = torch.tensor([answer.reward for answer in answers], dtype=torch.float64), {}
     if algorithm.use_kl_in_reward:
-        old, reference = logprobs_before(batch.padded(missing))
-        batch = replace(batch, old_logprobs=old[:count])
-        old, reference = torch.from_numpy(old[:count]), torch.from_numpy(reference[:count])
-        mask = torch.from_numpy(batch.mask)
+        logprobs = logprobs_before(batch)
+        batch = replace(batch, old_logprobs=logprobs[0])
+        old, reference = torch.from_numpy(logprobs[:, :count])
+        mask = torch.from_numpy(batch.mask[:count])
         rewards, kl = rewards_less_kl(rewards, old, reference, mask, algorithm)
         metrics["reward/kl"] = float(kl)
-    batch.advantages[:] = group_advantages(
+    batch.advantages[:count] = group_advantages(
         rewards,
         recipe.batch.samples_per_prompt,
         algorithm.adv_estimator,
         algorithm.norm_adv_by_std_in_grpo,
     )
     if algorithm.mask_truncated_completions:
-        batch.mask[[completion.truncated for completion in completions]] = False
-    return batch.padded(missing), metrics
+        batch.mask[:count][[completion.truncated for completion in completions]] = False
+    return batch, metrics
 
 
 def tokens_to_train(

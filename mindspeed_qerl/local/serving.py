@@ -2,13 +2,12 @@
 
 import gc
 import os
-import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -56,7 +55,6 @@ def start_vllm(
         VLLM_NO_USAGE_STATS="1",
     )
     from vllm import LLM
-    from vllm.model_executor.model_loader import LoadFormats
 
     gc.freeze()  # vLLM collects garbage five times while it starts
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start,
@@ -64,18 +62,15 @@ def start_vllm(
     torch.compiler.set_stance("force_eager")
     if share_prompts:
         more["block_size"] = 32
-    # By "auto" a later vLLM reads a consolidated.safetensors beside the weights instead, as Mistral's;
-    # 0.11 has no "hf", and does not.
-    load_format = "hf" if "hf" in get_args(LoadFormats) else "auto"
     return LLM(
         model=model_dir,
         dtype=dtype,
-        load_format=load_format,
+        # by "auto" vLLM may read a consolidated.safetensors beside the weights instead, as Mistral's
+        load_format="safetensors",
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         enforce_eager=True,
         skip_tokenizer_init=True,
-        disable_log_stats=True,
         use_tqdm_on_load=False,
         # which config.json may leave out
         hf_overrides={"architectures": [family_of(read_shape(model_dir)).architecture]},
@@ -122,6 +117,7 @@ def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecor
     missing.
     """
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.model_executor.models.utils import extract_layer_index
 
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     recorder = RouteRecorder(worker.model_runner, routers, max_model_len)
@@ -129,9 +125,7 @@ def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecor
     for name, module in worker.model_runner.model.named_modules():
         router = getattr(module, "router", None)
         if isinstance(router, BaseRouter):
-            match = re.search(r"\blayers\.(\d+)\.", name)
-            assert match, f"{name} is in no layer"
-            layer = int(match[1])
+            layer = extract_layer_index(name)
             router.set_capture_fn(partial(recorder.capture, layer))
             layers.append(layer)
     if tuple(sorted(layers)) != routers.layers:
@@ -148,16 +142,27 @@ def complete(
     use_tqdm: bool = False,
     recorder: RouteRecorder | None = None,
     logprobs: int | None = 0,
+    seed: int | None = None,
     **sampling: Any,
 ) -> list[list[Completion]]:
     """Per prompt (token ids) its sampled completions, with the logprobs of the sampled tokens, or
-    without (None), and their routes if there is a recorder. sampling: more keyword arguments of
-    vLLM's SamplingParams.
+    without (None), and their routes if there is a recorder. With a `seed` each answer has one of
+    its own: vLLM counts on from a prompt's for its further answers. sampling: more keyword
+    arguments of vLLM's SamplingParams.
     """
+    from vllm import SamplingParams, TokensPrompt
+
     if logprobs is not None:  # one list of numbers, not a dictionary a token; 0.11 has none
         sampling |= {"logprobs": logprobs, "flat_logprobs": True}
+    params = SamplingParams(detokenize=False, **sampling)
+    if seed is not None:
+        params = [
+            SamplingParams(detokenize=False, seed=seed + i * params.n, **sampling)
+            for i in range(len(prompts))
+        ]
+    tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     with recorder.recording() if recorder else nullcontext():
-        outputs = generate(llm, prompts, use_tqdm, **sampling)
+        outputs = llm.generate(tokens, params, use_tqdm=use_tqdm)
     routes = recorder.take(outputs) if recorder else repeat(repeat(None))
     groups = []
     for output, taken in zip(outputs, routes):
@@ -168,25 +173,3 @@ def complete(
             completions.append(Completion(list(answer.token_ids), of_tokens, is_cut_off, route))
         groups.append(completions)
     return groups
-
-
-def generate(
-    llm: Any,
-    prompts: Sequence[Sequence[int]],
-    use_tqdm: bool = False,
-    seed: int | None = None,
-    **sampling: Any,
-) -> list:
-    """vLLM's outputs. With a `seed` each answer has one of its own: vLLM counts on from a prompt's
-    for its further answers.
-    """
-    from vllm import SamplingParams, TokensPrompt
-
-    params = SamplingParams(detokenize=False, **sampling)
-    if seed is not None:
-        params = [
-            SamplingParams(detokenize=False, seed=seed + i * params.n, **sampling)
-            for i in range(len(prompts))
-        ]
-    tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
-    return llm.generate(tokens, params, use_tqdm=use_tqdm)

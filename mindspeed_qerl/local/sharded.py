@@ -2,21 +2,22 @@
 rollout engine, factors for the proof of the sync, tensors of a checkpoint.
 """
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors.torch import save
 from torch import nn
 
 from mindspeed_qerl.families.tensors import ParameterMapping
-from mindspeed_qerl.local.checkpoint import write_tensors
+from mindspeed_qerl.local.checkpoint import read_tensors
 from mindspeed_qerl.local.place import Place
 from mindspeed_qerl.lora.adapters import LoRALinear, lora_layers
 
-# in checkpoints, of a factor and of AdamW's state of it, by torch's names
-SUFFIXES = ("", ".exp_avg", ".exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by torch's names
 
 
 class ShardedAdapters:
@@ -44,8 +45,9 @@ class ShardedAdapters:
         for mapping, layer in self.owned:
             if self._is_first(layer):
                 count = counts.setdefault(_target(mapping), {"modules": 0, "parameters": 0})
+                base = layer.base_layer
                 count["modules"] += 1
-                count["parameters"] += sum(map(math.prod, _whole_shapes(layer)))
+                count["parameters"] += len(layer.lora_A) * (base.input_size + base.output_size)
         return counts
 
     def sync_parts(self) -> int:
@@ -73,61 +75,63 @@ class ShardedAdapters:
         """
         factors = {}
         for mapping, layer in self.owned:
-            scaled = layer.scaling * layer.lora_B
-            if whole := self.whole(mapping, layer, layer.lora_A, scaled):
-                a = whole[0].cpu().numpy()
-                for name, b in zip(mapping.hf, mapping.split(whole[1])):
+            a = self.whole(mapping, layer, layer.lora_A, layer.lora_A)
+            scaled = self.whole(mapping, layer, layer.lora_B, layer.scaling * layer.lora_B)
+            if a is not None and scaled is not None:
+                a = a.cpu().numpy()
+                for name, b in zip(mapping.hf, mapping.split(scaled)):
                     factors[name] = (_target(mapping), b.contiguous().cpu().numpy(), a)
         return factors
 
     def whole(
-        self, mapping: ParameterMapping, layer: LoRALinear, a: torch.Tensor, b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(A, B) whole, from this rank's parts of both, of their gradients or their moments; None
-        where another rank hands them over.
+        self,
+        mapping: ParameterMapping,
+        layer: LoRALinear,
+        factor: nn.Parameter,
+        part: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """A factor, its gradient or a moment of it from each rank's part; None where another rank
+        hands it over.
         """
-        shares_input = layer.row_parallel and layer.tp_size > 1
-        a = self.place.whole(a, mapping.shared if shares_input else None)
-        b = self.place.whole(b, None if shares_input else mapping.shared)
-        return (a, b) if self._is_first(layer) else None
+        whole = self.place.whole(part, mapping.shared if factor.tensor_model_parallel else None)
+        return whole if self._is_first(layer) else None
 
     @torch.no_grad()
     def save(self, folder: str) -> None:
         """Write whole factors, and the optimizer's moments of them, into a checkpoint's folder."""
         tensors = {}
         for mapping, layer in self.owned:
-            states = zip(self._states(layer.lora_A), self._states(layer.lora_B))
-            for suffix, (a, b) in zip(SUFFIXES, states):
-                for side, tensor in zip("AB", self.whole(mapping, layer, a, b) or ()):
-                    tensors[f"{layer.name}.lora_{side}{suffix}"] = tensor.detach()
-        write_tensors(tensors, folder)
+            for name, factor, part in self._states(layer):
+                whole = self.whole(mapping, layer, factor, part)
+                if whole is not None:
+                    tensors[name] = whole.detach()
+        if tensors:
+            file = Path(folder, f"shard-{dist.get_rank():05d}.safetensors")
+            file.write_bytes(save(tensors))
 
     @torch.no_grad()
     def restore(self, folder: str, updates: int) -> None:
         """Read what the ranks of any layout saved after `updates` steps of the optimizer."""
-        from torch.distributed import checkpoint
-
-        whole = {}
-        for _, layer in self.layers:
-            for side, shape in zip("AB", _whole_shapes(layer)):
-                for suffix in SUFFIXES:
-                    whole[f"{layer.name}.lora_{side}{suffix}"] = torch.empty(shape)
-        checkpoint.load(whole, storage_reader=checkpoint.HuggingFaceStorageReader(folder))
-        rank, size = self.place.tp_rank, self.place.tp_size
+        whole = read_tensors(Path(folder))
+        for state in self.optimizer.state.values():
+            state["step"].fill_(updates)
         for mapping, layer in self.layers:
-            for side, factor in (("A", layer.lora_A), ("B", layer.lora_B)):
-                self.optimizer.state[factor]["step"].fill_(updates)
-                for suffix, tensor in zip(SUFFIXES, self._states(factor)):
-                    value = whole[f"{layer.name}.lora_{side}{suffix}"]
-                    if factor.tensor_model_parallel:
-                        assert mapping.shared, "a parameter that tensor parallel ranks share"
-                        value = mapping.shared.shard(value, rank, size)
-                    tensor.copy_(value)
+            for name, factor, part in self._states(layer):
+                value = whole[name]
+                if factor.tensor_model_parallel:
+                    assert mapping.shared, "a parameter that tensor parallel ranks share"
+                    value = mapping.shared.shard(value, self.place.tp_rank, self.place.tp_size)
+                part.copy_(value)
 
-    def _states(self, factor: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a checkpoint holds of a factor, in the order of SUFFIXES."""
-        state = self.optimizer.state[factor]
-        return factor, state["exp_avg"], state["exp_avg_sq"]
+    def _states(self, layer: LoRALinear) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+        """What a checkpoint holds of a layer, (name, factor, this rank's part): the factors, and
+        AdamW's moments of them.
+        """
+        for side, factor in (("A", layer.lora_A), ("B", layer.lora_B)):
+            name = f"{layer.name}.lora_{side}"
+            yield name, factor, factor
+            for moment in MOMENTS:
+                yield f"{name}.{moment}", factor, self.optimizer.state[factor][moment]
 
 
 def _layer_number(pair: tuple[ParameterMapping, LoRALinear]) -> str:
@@ -138,9 +142,3 @@ def _layer_number(pair: tuple[ParameterMapping, LoRALinear]) -> str:
 def _target(mapping: ParameterMapping) -> str:
     """linear_qkv of decoder.layers.0.self_attention.linear_qkv.weight."""
     return mapping.megatron.split(".")[-2]
-
-
-def _whole_shapes(layer: LoRALinear) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of (A, B), undivided."""
-    rank, base = len(layer.lora_A), layer.base_layer
-    return (rank, base.input_size), (base.output_size, rank)

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
 from mindspeed_qerl.ascend.limits import vllm_dp_size
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.engines import checked
 from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
 from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
@@ -22,7 +21,7 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.description import dotted
-from tests import ROOT
+from tests import ROOT, checked
 
 # the model's section -> name of its published shape
 MODELS = {

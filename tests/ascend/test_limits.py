@@ -9,8 +9,7 @@ import pytest
 
 from mindspeed_qerl.ascend import limits
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.engines import checked
-from tests import put
+from tests import checked, put
 from tests.upstream.rehearsal import FAMILIES, make_config
 
 

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from tests import ROOT, put
+from tests import ROOT, checked, put
 from tests.word_problems import converted
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -75,12 +75,28 @@ def run_ranks(function, ranks, *args):
             "mindspeed_qerl.local.model",
             "megatron.core.models.gpt.gpt_layer_specs",
             "megatron.core.optimizer_param_scheduler",
-            "torch.distributed.checkpoint",
             "pytest",
             "peft",
         ]
     )
     mp.start_processes(function, args, ranks, start_method="forkserver")
+
+
+def engine_logprobs(engine, sequences, **policy):
+    """log p(token t | tokens before it) by a RolloutEngine, for every token but the first of each
+    sequence; policy: arguments of `RolloutEngine.policy`.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    prompts = [TokensPrompt(prompt_token_ids=list(sequence)) for sequence in sequences]
+    params = SamplingParams(detokenize=False, max_tokens=1, prompt_logprobs=0)
+    with engine.policy(**policy):
+        outputs = engine.llm.generate(prompts, params, use_tqdm=False)
+    rows = []
+    for output in outputs:
+        pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])
+        rows.append([entry[token].logprob for token, entry in pairs])
+    return rows
 
 
 @pytest.fixture(scope="session")
@@ -147,8 +163,6 @@ def raw_config(model_dir, data_dir, **overrides):
 
 def recipe_of(model_dir, data_dir, **overrides):
     """The Recipe of `raw_config`."""
-    from mindspeed_qerl.engines import checked
-
     return checked(raw_config(model_dir, data_dir, **overrides))[0]
 
 

@@ -14,7 +14,7 @@ from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.recipe.types import HardwareError
 
-from .conftest import FEW_FAMILIES, run_ranks
+from .conftest import FEW_FAMILIES, engine_logprobs, run_ranks
 from .test_megatron import ONE, layout_config, random_batch, transformers_logprobs
 
 
@@ -126,15 +126,23 @@ def foreign_transformers(model_dir, batch):
 
 
 def megatron_rank(rank, config, batch, folder):
-    from mindspeed_qerl.local.rank import TrainRank
+    from mindspeed_qerl.local import rank as module
+
+    modes = []
+
+    def start_mode(*arguments, **named):
+        modes.append((HardwareErrorMode(*arguments, **named), named["seed"]))
+        return modes[-1][0]
 
     torch.set_num_threads(1)
-    trainer = TrainRank(config, 0, f"file://{folder}/rendezvous")
+    trainer = module.TrainRank(config, 0, f"file://{folder}/rendezvous")
     with Scaled([]):
         found = trainer.logprobs(batch)
-    state = trainer.hardware_error.generator.get_state()
+    module.HardwareErrorMode = start_mode
     trainer.train([batch])
-    has_drawn = not torch.equal(state, trainer.hardware_error.generator.get_state())
+    [(mode, seed)] = modes
+    at_first = torch.Generator().manual_seed(seed).get_state()
+    has_drawn = not torch.equal(mode.generator.get_state(), at_first)
     after = trainer.logprobs(batch, reference=True)
     torch.save((found, has_drawn, after), f"{folder}/found.pt")
 
@@ -177,10 +185,12 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
     scaled = dict(kinds=[])
     with monkeypatch.context() as patch:
         patch.setattr(rollout, "HardwareErrorMode", Scaled)
-        found = np.array(engine.logprobs(sequences, hardware_error=scaled))
+        found = np.array(engine_logprobs(engine, sequences, hardware_error=scaled))
     assert np.abs(found - foreign_transformers(model_dirs[family], batch)).max() < 1e-5
     clean = transformers_logprobs(model_dirs[family], batch)
-    assert np.abs(np.array(engine.logprobs(sequences)) - clean).max() < 1e-5  # and it is gone again
+    assert (
+        np.abs(np.array(engine_logprobs(engine, sequences)) - clean).max() < 1e-5
+    )  # and it is gone again
     few, gaussian = sequences[:2], dict(kinds=["gaussian"])
     sampling = dict(max_tokens=3, temperature=1.0)
     plain, (once, again, other) = (

@@ -241,7 +241,7 @@ def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
             assert method is TrainRank.logprobs_before
             assert [len(shard) for shard in shards] == [4 // layout.dp] * 2
             values = [shard.tokens[:, 1:] * shard.mask * self.is_last for shard in shards]
-            return [(value, -value) for value in values]
+            return [np.stack([value, -value]) for value in values]
 
     engine = loop(
         processes=Processes([Rank(number) for number in range(layout.world)]),

@@ -6,6 +6,8 @@ import json
 import shutil
 import zlib
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.families.tensors import mappings
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.loop import data_rank
-from mindspeed_qerl.local.model import check_tensors
+from mindspeed_qerl.local.model import check_tensors, load_weights
 from mindspeed_qerl.lora.export import save_merged, save_peft
 
 from .conftest import FAMILIES, make_model, recipe_of, run_ranks
@@ -135,8 +138,10 @@ def move_b(trainer):
 def whole_gradients(trainer):
     """(mapping, gradients of A and B) of the layers that this rank hands over."""
     for mapping, layer in trainer.owned:
-        if pair := trainer.whole(mapping, layer, layer.lora_A.grad, layer.lora_B.grad):
-            yield mapping, pair
+        a = trainer.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
+        b = trainer.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
+        if a is not None:
+            yield mapping, (a, b)
 
 
 class BatchedProducts(TorchDispatchMode):
@@ -184,7 +189,9 @@ def train_rank(rank, configs, folder):
         result["metrics"] += [
             train_step(trainer, shard, result["adapter_squares"]) for _ in range(SAVED - 1)
         ]
-        trainer.save(f"{folder}/{family}_saved")
+        saved = Path(folder, f"{family}_saved")
+        saved.mkdir(exist_ok=True)
+        trainer.save(str(saved))
         result["saved_logprobs"] = trainer.logprobs(shard)
         result["metrics"] += [
             train_step(trainer, shard, result["adapter_squares"]) for _ in range(STEPS - SAVED)
@@ -557,12 +564,6 @@ def change_config(directory, **values):
             {},
             r"no tensor 'lm_head\.weight'.*set tie_word_embeddings",
         ),
-        (
-            "qwen3",
-            lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()},
-            {},
-            r"self_attn\.q_proj\.weight is torch.float8_e4m3fn; give the model in bfloat16",
-        ),
     ],
 )
 def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(
@@ -572,9 +573,25 @@ def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(
     if tensors:
         change_tensors(directory, tensors)
     change_config(directory, **config)
-    shape, names = read_shape(directory), Checkpoint(directory).files
+    shape = read_shape(directory)
     with pytest.raises(ConfigError, match=message):
-        check_tensors(Checkpoint(directory), shape, names)
+        check_tensors(Checkpoint(directory), shape)
+
+
+def test_quantised_weights_are_refused_by_tensor(tmp_path):
+    directory = make_model("qwen3", tmp_path / "model")
+    change_tensors(
+        directory,
+        lambda w: {k: v.to(torch.float8_e4m3fn) if "q_proj" in k else v for k, v in w.items()},
+    )
+    linear = torch.nn.Module()
+    linear.weight = torch.nn.Parameter(torch.zeros(256, 64))
+    [qkv] = (
+        row for row in mappings(read_shape(directory), range(1), range(0)) if "qkv" in str(row)
+    )
+    message = r"self_attn\.q_proj\.weight is torch.float8_e4m3fn; give the model in bfloat16"
+    with pytest.raises(ConfigError, match=message):
+        load_weights(linear, [replace(qkv, megatron="weight")], Checkpoint(directory), 0, 1)
 
 
 def test_a_rank_refuses_such_a_model(data_dir, tmp_path):

@@ -12,11 +12,12 @@ from torch.overrides import TorchFunctionMode
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
+from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.checks import sync_faults
 
-from .conftest import FEW_FAMILIES
+from .conftest import FEW_FAMILIES, engine_logprobs
 from .test_rollout import (
     SAMPLING,
     assert_answers_are_of_the_noisy_policy,
@@ -51,7 +52,7 @@ def requantize(engine, *settings, **more):
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = PackedLinear()
     checkpoint = Checkpoint(engine.model_dir)
-    engine.quantized = engine.quantize(checkpoint, Quantization(*settings, **more))
+    engine.quantized = QuantizedModel(engine.model, checkpoint, Quantization(*settings, **more))
     sync(engine, {name: checkpoint.read(name) for name in base})
 
 
@@ -126,12 +127,16 @@ def test_logprobs_are_transformers_with_the_rounded_weights(engine, model_dir, n
         {of: of_format.weight(weight) for of, weight in weights.items()},
         of_format.activation,
     )
-    found = np.array(engine.logprobs(sequences()))
+    found = np.array(engine_logprobs(engine, sequences()))
     assert_same(found, expected, name)
     plain = transformers_logprobs(model_dir, weights)
     assert np.mean(np.abs(expected - plain) > 1e-3) > 0.5
-    assert np.abs(np.array(engine.logprobs(sequences(), quantized=False)) - plain).max() < 1e-5
-    assert np.array_equal(engine.logprobs(sequences()), found)  # quantised again, bit for bit
+    assert (
+        np.abs(np.array(engine_logprobs(engine, sequences(), quantized=False)) - plain).max() < 1e-5
+    )
+    assert np.array_equal(
+        engine_logprobs(engine, sequences()), found
+    )  # quantised again, bit for bit
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
@@ -148,9 +153,11 @@ def test_beside_leaves_the_adapters_as_they_are(engine, model_dir, name):
         expected = transformers_logprobs(
             model_dir, {of: rounded[of] + adapters[of] for of in weights}
         )
-    assert_same(engine.logprobs(sequences()), expected, name, atol=2e-5)
+    assert_same(engine_logprobs(engine, sequences()), expected, name, atol=2e-5)
     plain = transformers_logprobs(model_dir, weights)
-    assert np.abs(np.array(engine.logprobs(sequences(), quantized=False)) - plain).max() < 1e-5
+    assert (
+        np.abs(np.array(engine_logprobs(engine, sequences(), quantized=False)) - plain).max() < 1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["int8_w8a8", "nvfp4"])
@@ -193,7 +200,7 @@ def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):
         def read(self, name):
             return super().read(name).bfloat16()
 
-    weights = engine.quantize(Half(model_dir), Quantization("nvfp4")).weights
+    weights = QuantizedModel(engine.model, Half(model_dir), Quantization("nvfp4")).weights
     for name, weight in changed_weights(model_dir).items():
         weights.receive(name, weight)
         weights.quantize()
@@ -214,11 +221,13 @@ def test_ignored_weights_stay_as_they_are(engine, model_dir):
             for name, weight in weights.items()
         },
     )
-    assert np.abs(np.array(engine.logprobs(sequences())) - expected).max() < 1e-5
+    assert np.abs(np.array(engine_logprobs(engine, sequences())) - expected).max() < 1e-5
     for name, pattern, message in (
         ("nvfp4", "*.gate.weight", "'\\*.gate.weight' names none of the .* linear weights"),
         ("nvfp4", "*", "names every linear weight"),
         ("int8_w8a8", "*.q_proj.weight", "names .*q_proj.weight, and not all of .*k_proj"),
     ):
         with pytest.raises(ConfigError, match=message):
-            engine.quantize(Checkpoint(model_dir), Quantization(name, ignore=(pattern,)))
+            QuantizedModel(
+                engine.model, Checkpoint(model_dir), Quantization(name, ignore=(pattern,))
+            )

@@ -20,7 +20,7 @@ from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.local.serving import check_built
 
-from .conftest import FAMILIES, FEW_FAMILIES, make_model
+from .conftest import FAMILIES, FEW_FAMILIES, engine_logprobs, make_model
 
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
@@ -139,9 +139,11 @@ def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
     clean = reference_logprobs(model)
     NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
     noisy = reference_logprobs(model)
-    assert np.abs(np.array(engine.logprobs(sequences(), noise_step=STEP)) - noisy).max() < 1e-5
+    assert (
+        np.abs(np.array(engine_logprobs(engine, sequences(), noise_step=STEP)) - noisy).max() < 1e-5
+    )
     # and it is gone again
-    assert np.abs(np.array(engine.logprobs(sequences())) - clean).max() < 1e-5
+    assert np.abs(np.array(engine_logprobs(engine, sequences())) - clean).max() < 1e-5
     assert np.abs(noisy - clean).max() > 0.01
     # the sync was worth testing
     assert np.abs(clean - reference_logprobs(reference_model(model_dir))).max() > 0.05
@@ -153,8 +155,8 @@ def assert_answers_are_of_the_noisy_policy(engine):
     completions, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
     assert report.sigma == SCHEDULE.sigma(STEP) > 0
     answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
-    scored = engine.logprobs(
-        [prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP
+    scored = engine_logprobs(
+        engine, [prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP
     )
     for (prompt, answer), logprobs in zip(answers, scored, strict=True):
         np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1 :], atol=1e-5)
@@ -381,7 +383,7 @@ def layers_and_engines_of_a_processor(rank, models, path):
         sync(engine, weights)
         engines[family] = {
             "movement": engine.movement(lora),
-            "logprobs": engine.logprobs(sequences()),
+            "logprobs": engine_logprobs(engine, sequences()),
             "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0],
         }
         lost = "model.layers.1.self_attn.o_proj.weight"

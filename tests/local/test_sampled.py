@@ -83,8 +83,8 @@ def before(old, reference):
     """Stands for `LocalEngine.logprobs_before`: the same number for each token, also where there is
     none.
     """
-    return lambda batch: tuple(
-        np.full(batch.mask.shape, value, np.float32) for value in (old, reference)
+    return lambda batch: np.stack(
+        [np.full(batch.mask.shape, value, np.float32) for value in (old, reference)]
     )
 
 

@@ -72,7 +72,7 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     assert (again.train.prompts, again.test.prompts) == (first.train.prompts, first.test.prompts)
 
     asked = []
-    monkeypatch.setattr(evaluate_module, "_merged", lambda *_: ("", 1))
+    monkeypatch.setattr(evaluate_module, "_merged", lambda *_: "")
     monkeypatch.setattr(
         evaluate_module, "_sampler", lambda *_: lambda prompts, *_: asked.append(prompts) or 1 / 0
     )

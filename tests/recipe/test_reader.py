@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.engines import checked, examine
+from mindspeed_qerl.engines import examine
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.types import Batch, Optimizer, Task
 from mindspeed_qerl.train import run
-from tests import ROOT, put
+from tests import ROOT, checked, put
 
 MODEL = {
     "model_type": "qwen3_moe",
