@@ -58,14 +58,14 @@ def preflight(
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
     a failed line, never an error. `say` is told what may take long, before it does.
     """
-    case = case_of(raw, name, nodes, own_ray)
+    case = replace(case_of(raw, name, nodes, own_ray), machine=machine)
     if case.on_npus:
         say(
             "asking npu-smi, CANN and Ray at once, for at most 20 s; then importing what a worker "
             "imports, if it is here, for at most 120 s ..."
         )
         case = replace(case, seen=see_npus(machine, own_ray))
-    checks = [check for row in TABLE for check in _answers(row, machine, case)]
+    checks = [check for row in TABLE for check in _answers(row, case)]
     for number, check in enumerate(checks):
         if check.state == FAILED and plain(check.name) in ACCEPTABLE and case.accepts(check.name):
             checks[number] = replace(check, state=ACCEPTED)
@@ -77,12 +77,12 @@ def preflight(
     return checks
 
 
-def _answers(row: Row, machine: Machine, case: Case) -> Iterator[Check]:
+def _answers(row: Row, case: Case) -> Iterator[Check]:
     """The lines of a row."""
     if not all(getattr(case, need) for need in row.needs.split()):
         return
     try:
-        answer = row.verdict(machine, case)
+        answer = row.verdict(case)
         answers = [answer] if isinstance(answer, Check) else list(answer or ())
     except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on
         answers = [failed(f"could not be checked: {type(error).__name__}: {error}")]

@@ -13,7 +13,7 @@ from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of, examine
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.preflight.machine import ProbeError
+from mindspeed_qerl.preflight.machine import Machine, ProbeError
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe
 
@@ -113,10 +113,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be launched: the recipe of config `name`, and what the engine's own check found.
-    `nodes` share its NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are
-    the faults of values that a layout depends on, in whose place `recipe` has defaults: then there
-    is no `plan`, nor without a model.
+    """What is to be launched on `machine`: the recipe of config `name`, and what the engine's own
+    check found. `nodes` share its NPUs equally; `own_ray`: a Ray is started for it, none is joined.
+    `unread` are the faults of values that a layout depends on, in whose place `recipe` has
+    defaults: then there is no `plan`, nor without a model.
     """
 
     recipe: Recipe
@@ -126,6 +126,7 @@ class Case:
     name: str
     nodes: int
     own_ray: bool
+    machine: Machine = field(default_factory=Machine)
     seen: Seen = Seen()
 
     # What a row of the table may need:

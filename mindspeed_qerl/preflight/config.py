@@ -13,13 +13,12 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.preflight.case import Case, Check, failed, gigabytes, passed, skipped, warning
 from mindspeed_qerl.preflight.files import NEARLY
-from mindspeed_qerl.preflight.machine import Machine
 
 # Keys of files that have checks of their own.
 FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
 
 
-def keys(machine: Machine, case: Case) -> Iterator[Check]:
+def keys(case: Case) -> Iterator[Check]:
     """What the engine's own check says, but for the layout, the model and the files, which have
     lines of their own.
     """
@@ -36,7 +35,7 @@ def _has_own_line(fault: Fault, case: Case) -> bool:
     return fault.rule == "model" or fault.key in FILES
 
 
-def layout(machine: Machine, case: Case) -> Iterator[Check]:
+def layout(case: Case) -> Iterator[Check]:
     """Upstream's rules for layout and batch, training and rollout."""
     if case.plan is None:
         yield skipped("the values above make no layout")
@@ -49,7 +48,7 @@ def layout(machine: Machine, case: Case) -> Iterator[Check]:
         yield passed(f"{words}vLLM TP {plan.infer_tp} EP {plan.infer_ep}")
 
 
-def memory(machine: Machine, case: Case) -> Check:
+def memory(case: Case) -> Check:
     """The estimate of layout/memory.py, against the smallest die's: 64 GB, or less by npu-smi (a
     910B4, a slice).
     """
@@ -64,7 +63,7 @@ def memory(machine: Machine, case: Case) -> Check:
     return failed(words + "; ".join(held.faults))
 
 
-def config_json(machine: Machine, case: Case) -> Check:
+def config_json(case: Case) -> Check:
     """Whether it is there, can be built, and describes the model that Megatron is told of."""
     fixes = {fault.message: fault.fix for fault in case.faults if fault.rule == "model"}
     if fixes:
@@ -72,7 +71,7 @@ def config_json(machine: Machine, case: Case) -> Check:
     return passed("it can be built, and the config agrees with it")
 
 
-def vocabulary(machine: Machine, case: Case) -> Check | None:
+def vocabulary(case: Case) -> Check | None:
     """Without padded_vocab_size Megatron takes the tokenizer's own number of tokens (Megatron-LM
     tokenizer.py:103).
     """
@@ -86,18 +85,18 @@ def vocabulary(machine: Machine, case: Case) -> Check | None:
     )
 
 
-def tokenizer(machine: Machine, case: Case) -> Check:
+def tokenizer(case: Case) -> Check:
     folder = Path(case.recipe.model.path)
     file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
     if not file.is_file() or is_pointer(file):
         return failed(f"{file} is not there, or is a pointer of git-lfs")
-    settings = machine.read(folder / "tokenizer_config.json")
+    settings = case.machine.read(folder / "tokenizer_config.json")
     if case.recipe.task.prompt != "chat" or template.is_file() or "chat_template" in settings:
         return passed("there")
     return warning("no chat template")
 
 
-def weights(machine: Machine, case: Case) -> Check:
+def weights(case: Case) -> Check:
     """All files that the model's index names, of the size of this model: failed while the run or
     the conversion of the base weights reads them, else a warning.
     """

@@ -25,7 +25,6 @@ from mindspeed_qerl.preflight.case import (
     skipped,
     warning,
 )
-from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import Row, read_rows
@@ -45,7 +44,7 @@ def _packed(case: Case) -> tuple[Any, Any, Any]:
     return lengths, tokens, labels
 
 
-def training_files(machine: Machine, case: Case) -> Check:
+def training_files(case: Case) -> Check:
     """Upstream keeps prompts that are shorter than max_prompt_length (indexed_dataset.py:545)."""
     recipe = case.recipe
     fix = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
@@ -71,7 +70,7 @@ def training_files(machine: Machine, case: Case) -> Check:
     return enough(kept, recipe.batch.global_batch_size, len(lengths), words, fix)
 
 
-def overlap(machine: Machine, case: Case) -> Check:
+def overlap(case: Case) -> Check:
     """Whether what is trained on is what is tested with: the training file's questions, or those
     kept beside a packed file, against the test file's; and how many prompts a packed file has.
     """
@@ -102,7 +101,7 @@ def _rows(file: str) -> list[Row]:
         return []
 
 
-def converted(machine: Machine, case: Case, name: str, key: str) -> Check:
+def converted(case: Case, name: str, key: str) -> Check:
     file = getattr(case.recipe.task, key)
     try:
         rows = read_rows(file)
@@ -147,7 +146,7 @@ def conversion(case: Case) -> list[str]:
     return conversion_command(case.recipe)
 
 
-def base_weights(machine: Machine, case: Case) -> Check:
+def base_weights(case: Case) -> Check:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of
     this layout, a whole zip of a rank's size.
     """
@@ -159,7 +158,7 @@ def base_weights(machine: Machine, case: Case) -> Check:
         fix = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
     except ConfigError as error:
         fix = str(error)
-    tracker = machine.read(Path(load) / TRACKER).strip()
+    tracker = case.machine.read(Path(load) / TRACKER).strip()
     if not tracker:
         return failed(f"no {TRACKER} in {load}: not converted yet", fix)
     # else "release"

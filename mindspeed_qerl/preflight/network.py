@@ -7,7 +7,7 @@ import re
 import socket
 
 from mindspeed_qerl.preflight.case import Case, Check, passed, warning
-from mindspeed_qerl.preflight.machine import Machine, ProbeError
+from mindspeed_qerl.preflight.machine import ProbeError
 
 HCCN = "/etc/hccn.conf"
 TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
@@ -56,12 +56,12 @@ def fault_of_ray_address(address: str) -> str:
     )
 
 
-def host_name(machine: Machine, case: Case) -> Check | None:
+def host_name(case: Case) -> Check | None:
     """Gloo binds to the address that the host's name has, unless an interface is named (verl issue
     849, vllm issue 7074); half an hour later c10d gives up.
     """
     name = socket.gethostname()
-    if machine.environment.get("GLOO_SOCKET_IFNAME") or machine.may_listen(name):
+    if case.machine.environment.get("GLOO_SOCKET_IFNAME") or case.machine.may_listen(name):
         return None
     return warning(
         f"{name} is the name of no address that a network interface here has: gloo and c10d "
@@ -69,11 +69,11 @@ def host_name(machine: Machine, case: Case) -> Check | None:
     )
 
 
-def device_addresses(machine: Machine, case: Case) -> Check:
+def device_addresses(case: Case) -> Check:
     """The addresses of the NPUs' own interfaces, which only the host has (vllm-ascend issues 7711,
     9447 and 14506). Whether TLS is the same on both nodes is not asked.
     """
-    lines = re.findall(r"^address_(\d+)=", machine.read(HCCN), re.MULTILINE)
+    lines = re.findall(r"^address_(\d+)=", case.machine.read(HCCN), re.MULTILINE)
     missing = [str(die) for die in case.seen.mapped if str(die) not in lines]
     if not missing:
         return passed("an address for each die")
@@ -83,12 +83,12 @@ def device_addresses(machine: Machine, case: Case) -> Check:
     )
 
 
-def links(machine: Machine, case: Case) -> Check | None:
+def links(case: Case) -> Check | None:
     """Whether the links of the NPUs' own interfaces are up; nothing without hccn_tool."""
     down = []
     for die in case.seen.mapped:
         try:
-            words = machine.run([TOOL, "-i", str(die), "-link", "-g"])
+            words = case.machine.run([TOOL, "-i", str(die), "-link", "-g"])
         except ProbeError:
             return None
         if "status: DOWN" in words:

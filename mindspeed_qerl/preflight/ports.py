@@ -7,7 +7,6 @@ import re
 
 from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
-from mindspeed_qerl.preflight.machine import Machine
 
 PORTS = range(1024, 65536)
 RAY_PORT, WORKERS = 6380, range(20002, 30000)  # of the launcher's Ray (examples/grpo/launch.sh)
@@ -15,12 +14,12 @@ AGENT = 52365  # Ray's dashboard agent (ray_constants.py:DEFAULT_DASHBOARD_AGENT
 BASE = "HCCL_IF_BASE_PORT"
 
 
-def hccl(machine: Machine, case: Case) -> Check | None:
+def hccl(case: Case) -> Check | None:
     """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on, by the number of its die
     (vllm-ascend pull request 12318), or somewhere in HCCL_HOST_SOCKET_PORT_RANGE, which has a row
     of its own.
     """
-    shell = machine.environment
+    shell = case.machine.environment
     if "HCCL_HOST_SOCKET_PORT_RANGE" in shell:
         return None
     given = shell.get(BASE) or npu_environment()[BASE]
@@ -40,11 +39,11 @@ def hccl(machine: Machine, case: Case) -> Check | None:
         )
     if shared:
         return failed(f"{words}: {shared} are of Ray too, its head (RAY_PORT), agent or workers")
-    taken = ", ".join(str(port) for port in ours if not machine.may_listen(port=port))
+    taken = ", ".join(str(port) for port in ours if not case.machine.may_listen(port=port))
     if taken:
         return failed(f"{words}: {taken} taken")
-    drawn = _ports(machine, "ip_local_port_range", r"(\d+)\s+(\d+)")
-    kept = _ports(machine, "ip_local_reserved_ports", r"(\d+)(?:-(\d+))?")
+    drawn = _ports(case, "ip_local_port_range", r"(\d+)\s+(\d+)")
+    kept = _ports(case, "ip_local_reserved_ports", r"(\d+)(?:-(\d+))?")
     if set(ours) & drawn - kept:
         return warning(
             f"{words} are free, and inside net.ipv4.ip_local_port_range: any connection of this "
@@ -60,9 +59,9 @@ def _ports_of_ray(given: str | None) -> set[int]:
     return {port, port + 1, AGENT, *WORKERS}
 
 
-def _ports(machine: Machine, name: str, spans: str) -> set[int]:
+def _ports(case: Case, name: str, spans: str) -> set[int]:
     """The ports of the spans, of a first and a last one, in a file below /proc/sys/net/ipv4."""
     ports = set()
-    for first, last in re.findall(spans, machine.read(f"/proc/sys/net/ipv4/{name}")):
+    for first, last in re.findall(spans, case.machine.read(f"/proc/sys/net/ipv4/{name}")):
         ports |= set(range(int(first), int(last or first) + 1))
     return ports

@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.preflight.case import Case, Check
-from mindspeed_qerl.preflight.machine import Machine
 
 FILE = Path(__file__).with_name("checks.yaml")
 
@@ -21,13 +20,13 @@ FILE = Path(__file__).with_name("checks.yaml")
 @dataclass(frozen=True)
 class Row:
     """One check: its place in the table, and what checks.yaml says of it. `verdict` answers for a
-    machine and a case with one line, several, or None where there is nothing to say.
+    case with one line, several, or None where there is nothing to say.
     """
 
     group: str
     name: str
     ask: str
-    verdict: Callable[[Machine, Case], Check | Iterable[Check] | None]
+    verdict: Callable[[Case], Check | Iterable[Check] | None]
     needs: str = ""
     fix: str = ""
     refused: bool = False
