@@ -8,8 +8,9 @@ upstream; what could hang or crash (npu-smi, CANN, a Ray that does not answer, a
 runs as a process with a time limit.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from textwrap import indent
 from typing import Any
@@ -53,16 +54,17 @@ def preflight(
     machine: Machine,
     nodes: int = 1,
     own_ray: bool = False,
-    say: Callable[[str], None] = lambda _: None,
 ) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
-    a failed line, never an error. `say` is told what may take long, before it does.
+    a failed line, never an error. What may take long is said before it does, on stderr.
     """
     case = replace(case_of(raw, name, nodes, own_ray), machine=machine)
     if case.on_npus:
-        say(
-            "asking npu-smi, CANN and Ray at once, for at most 20 s; then importing what a worker "
-            "imports, if it is here, for at most 120 s ..."
+        print(
+            "preflight: asking npu-smi, CANN and Ray at once, for at most 20 s; then importing "
+            "what a worker imports, if it is here, for at most 120 s ...",
+            file=sys.stderr,
+            flush=True,
         )
         case = replace(case, seen=see_npus(machine, own_ray))
     checks = [check for row in TABLE for check in _answers(row, case)]
