@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -27,8 +26,8 @@ class Row:
     name: str
     ask: str
     verdict: Callable[[Case], Check | Iterable[Check] | None]
+    fix: str
     needs: str = ""
-    fix: str = ""
     refused: bool = False
 
 
@@ -37,26 +36,18 @@ def read_table() -> tuple[Row, ...]:
     kinds = groups.pop("kinds")
     rows = []
     for group, checks in groups.items():
-        for name, row in checks.items():
-            rows.append(_row(group, name, **kinds.get(group, {}) | row))
+        for name, own in checks.items():
+            row = {"fix": ""} | kinds.get(group, {}) | own
+            module, function = row["verdict"].split(".")
+            row["verdict"] = getattr(import_module(f"{__package__}.{module}"), function)
+            values = {"name": name}
+            if "values" in row:
+                values |= row.pop("values")
+                row["verdict"] = partial(row["verdict"], **values)
+            for words in ("ask", "fix"):
+                row[words] = row[words].format(**values)
+            rows.append(Row(group, name, **row))
     return tuple(rows)
-
-
-def _row(
-    group: str,
-    name: str,
-    ask: str,
-    verdict: str,
-    fix: str = "",
-    values: dict[str, Any] | None = None,
-    **more: Any,
-) -> Row:
-    module, function = verdict.split(".")
-    answer = getattr(import_module(f"{__package__}.{module}"), function)
-    if values is not None:
-        answer = partial(answer, name=name, **values)
-    filled_in = {"name": name} | (values or {})
-    return Row(group, name, ask.format(**filled_in), answer, fix=fix.format(**filled_in), **more)
 
 
 TABLE = read_table()
