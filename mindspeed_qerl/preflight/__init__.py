@@ -43,7 +43,6 @@ STYLES = {
     PASSED: "green",
     SKIPPED: "dim",
 }
-GROUPS = tuple(dict.fromkeys(row.group for row in TABLE))
 # Checks that may fail (run.accepted_checks): not what the engine refuses by itself.
 ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
 

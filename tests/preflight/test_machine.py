@@ -19,13 +19,14 @@ import pytest
 from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.contract import PINS, Finding
 from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, TABLE, WARNING, preflight
+from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, WARNING, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
 from mindspeed_qerl.preflight.probes import CANN_PROBE, read_table, see_npus
 from mindspeed_qerl.preflight.table import markdown
 from mindspeed_qerl.recipe.reader import read
 from tests import ROOT
 from tests.preflight.conftest import (
+    GROUPS,
     NAME,
     NO_NPU,
     Box,
