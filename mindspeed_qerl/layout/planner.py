@@ -88,13 +88,14 @@ def _candidates(
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
             for ep in _divisors(world // tp // pp) if shape.moe else (1,):
-                layout = Layout(world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep)
-                layout = replace(layout, ranks_per_node=ranks_per_node)
+                layout = Layout(
+                    world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep, ranks_per_node=ranks_per_node
+                )
                 yield new_plan(shape, layout, Batch(), lora)
 
 
 def training_layouts(
-    shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True
+    shape: ModelShape, world: int, ranks_per_node: int, lora: bool = True
 ) -> Iterator[Plan]:
     """Plans whose training side is legal; the rollout's is still the same."""
     for plan in _candidates(shape, world, ranks_per_node, lora):
@@ -102,22 +103,18 @@ def training_layouts(
             yield plan
 
 
-def rollout_layouts(plan: Plan) -> Iterator[Plan]:
-    """The plan with each legal rollout side."""
+def legal_rollouts(plan: Plan) -> Iterator[Plan]:
+    """The plan with each legal rollout side and the nearest batch that it divides."""
     world = plan.layout.world
     for infer_tp in _divisors(world):
         for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
             layout = replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep)
             candidate = replace(plan, layout=layout)
-            if not broken(candidate, ROLLOUT):
-                yield candidate
-
-
-def legal_rollouts(plan: Plan) -> Iterator[Plan]:
-    """Those that a batch divides, with the nearest one to the plan's."""
-    for candidate in map(fit_batch, rollout_layouts(plan)):
-        if not broken(candidate):
-            yield candidate
+            if broken(candidate, ROLLOUT):
+                continue
+            fitted = fit_batch(candidate)
+            if not broken(fitted):
+                yield fitted
 
 
 def legal_layouts(
@@ -287,7 +284,7 @@ def _values(plan: Plan) -> dict[str, object]:
     return {**vars(plan.layout), **vars(plan.batch), "dispatch": None, **plan.batch.dispatch}
 
 
-def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[str]:
+def why_none(shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:
     """For a number of ranks without a layout: the sentences that refuse its candidates, the
     commonest first.
     """
