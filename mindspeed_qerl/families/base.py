@@ -170,15 +170,12 @@ class Family:
         needed = STATED_EXPERTS if self.experts else ("intermediate_size",)
         missing = [key for key in (*STATED, *needed) if key not in stated]
         if missing:
-            raise ConfigError(f"{name}: config.json does not state {', '.join(missing)}")
+            raise ConfigError(f"config.json does not state {', '.join(missing)}")
         layers = config["num_hidden_layers"]
         if not isinstance(layers, int) or layers > MOST_LAYERS:  # transformers makes a list of them
-            raise ConfigError(f"{name}: num_hidden_layers = {layers!r} is no number of layers")
-        try:
-            values = resolve(config)
-            shape = self._shape(values, name)
-        except ConfigError as error:
-            raise ConfigError(*[f"{name}: {fault}" for fault in error.faults]) from error
+            raise ConfigError(f"num_hidden_layers = {layers!r} is no number of layers")
+        values = resolve(config)
+        shape = self._shape(values, name)
         faults = unread_by_4(config) if is_old(values["transformers_version"]) else []
         alike = dict(ALIKE)
         if not self.shared_expert:
@@ -196,7 +193,7 @@ class Family:
                 f"num_attention_heads = {usual} for model_type {self.model_type!r}"
             )
         if faults:
-            raise ConfigError(*[f"{name}: {fault}" for fault in faults])
+            raise ConfigError(*faults)
         return shape
 
     def _shape(self, values: Mapping[str, Any], name: str) -> ModelShape:
