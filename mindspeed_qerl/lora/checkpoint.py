@@ -33,6 +33,8 @@ EXPERTS = {
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Tensors = dict[str, torch.Tensor]
+Shards = dict[tuple[int, int], Tensors]  # by (tensor rank, expert rank)
+Table = dict[str, ParameterMapping]  # by Megatron's module
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     )
 
 
-def table_of_layer(shape: ModelShape) -> dict[str, ParameterMapping]:
+def table_of_layer(shape: ModelShape) -> Table:
     """What `whole_adapters` needs to know of a model: the mappings of its first layer, by
     Megatron's module.
     """
@@ -114,9 +116,9 @@ def table_of_layer(shape: ModelShape) -> dict[str, ParameterMapping]:
 
 
 def whole_adapters(
-    shards: dict[tuple[int, int], Tensors],
+    shards: Shards,
     args: Namespace,
-    table: dict[str, ParameterMapping],
+    table: Table,
     layers_before: int = 0,
 ) -> dict[str, Pair]:
     """(A, B) by Hugging Face module name, of one pipeline stage.
@@ -140,7 +142,7 @@ def whole_adapters(
     return found
 
 
-def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
+def _modules(shards: Shards) -> set[tuple[int, str]]:
     """(layer, module) of a stage's adapters."""
     matches = map(ADAPTER.match, shards[0, 0])
     return {(int(match[1]), match[2]) for match in matches if match}
@@ -149,9 +151,9 @@ def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
 def _unshard(
     module: str,
     prefix: str,
-    shards: dict[tuple[int, int], Tensors],
+    shards: Shards,
     args: Namespace,
-    table: dict[str, ParameterMapping],
+    table: Table,
 ) -> dict[str, Pair]:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
@@ -180,9 +182,9 @@ def _unshard(
 def _experts(
     module: str,
     prefix: str,
-    shards: dict[tuple[int, int], Tensors],
+    shards: Shards,
     args: Namespace,
-    table: dict[str, ParameterMapping],
+    table: Table,
 ) -> dict[str, Pair]:
     """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
     "mlp.experts.weight2" (f -> h).

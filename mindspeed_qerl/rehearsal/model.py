@@ -17,6 +17,7 @@ from typing import Any
 
 from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families.config import is_old
 from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.tasks.rows import Row
 
@@ -111,7 +112,7 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
 
     transformers.utils.logging.disable_progress_bar()
     rope: dict[str, Any] = {"rope_theta": shape.rope_theta}
-    if int(transformers.__version__.split(".")[0]) >= 5:  # upstream's environment has 4
+    if not is_old(transformers.__version__):
         rope = {"rope_parameters": {"rope_type": "default", **rope}}
     config = transformers.AutoConfig.for_model(
         shape.model_type,
