@@ -37,16 +37,14 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What upstream demands of a plan: `check` says what breaks it.
+    """What upstream demands of a plan, by the comment at its head; `check` says what breaks it.
 
     Attributes:
         source: `repository path:line` of upstream; tests/upstream/rule_lines.json has that line.
-        statement: in words; and what would happen without it, where upstream does not state it.
     """
 
     name: str
     source: str
-    statement: str
     check: Check
 
 

@@ -52,53 +52,53 @@ def _virtual_stages(layout: Layout, plan: Plan) -> str | None:
 
 TRAINING = (
     Rule(
+        # The ranks are a multiple of TP x PP x CP.
         "ranks_fill_training_groups",
         f"{VALIDATION}:82",
-        "The ranks are a multiple of TP x PP x CP.",
         multiple("ranks", "layout.world", "layout.tp", "layout.pp", "layout.cp"),
     ),
     Rule(
+        # The ranks are a multiple of TP x EP x PP.
         "ranks_fill_expert_groups",
         "Megatron-LM megatron/core/parallel_state.py:700",
-        "The ranks are a multiple of TP x EP x PP.",
         multiple("ranks", "layout.world", "layout.tp", "layout.ep", "layout.pp"),
     ),
     Rule(
+        # With more ranks than a node has, every node is full: upstream starts as many actors on
+        # each.
         "ranks_fill_nodes",
         "MindSpeed-RL mindspeed_rl/workers/scheduler/launcher.py:241",
-        "With more ranks than a node has, every node is full: upstream starts as many actors on "
-        "each.",
         multiple("ranks", "layout.world", "layout.node_width"),
     ),
     Rule(
+        # Attention heads are a multiple of TP.
         "heads_by_tp",
         f"{TRANSFORMER}:559",
-        "Attention heads are a multiple of TP.",
         multiple("attention heads", HEADS, "layout.tp"),
     ),
     Rule(
+        # KV heads are a multiple of TP.
         "kv_heads_by_tp",
         f"{TRANSFORMER}:574",
-        "KV heads are a multiple of TP.",
         multiple("KV heads", "shape.num_key_value_heads", "layout.tp"),
     ),
     Rule(
+        # The width of a dense MLP or a shared expert is a multiple of TP.
         "width_by_tp",
         "Megatron-LM megatron/core/tensor_parallel/layers.py:765",
-        "The width of a dense MLP or a shared expert is a multiple of TP.",
         multiple_widths("layout.tp"),
     ),
     Rule(
+        # The rows of the embedding are a multiple of TP.
         "vocabulary_by_tp",
         "Megatron-LM megatron/core/tensor_parallel/utils.py:110",
-        "The rows of the embedding are a multiple of TP.",
         multiple("rows of the embedding", "rows", "layout.tp"),
     ),
     Rule(
+        # Megatron's embedding has the rows of vLLM's: the model's vocabulary, padded to a multiple
+        # of 64.
         "vocabulary_is_vllms",
         "MindSpeed-RL mindspeed_rl/workers/resharding/memory_buffer.py:59",
-        "Megatron's embedding has the rows of vLLM's: the model's vocabulary, padded to a "
-        "multiple of 64.",
         lambda layout, plan: (
             plan.rows != plan.vllm_rows
             and f"padded_vocab_size {plan.rows:,} must be {plan.vllm_rows:,}, the rows of vLLM's "
@@ -106,9 +106,9 @@ TRAINING = (
         ),
     ),
     Rule(
+        # Layers are a multiple of PP, or num_layer_list says how many each stage has.
         "layers_by_pp",
         f"{CONTAINER}:274",
-        "Layers are a multiple of PP, or num_layer_list says how many each stage has.",
         lambda layout, plan: (
             not layout.num_layer_list
             and indivisible(
@@ -120,28 +120,28 @@ TRAINING = (
         ),
     ),
     Rule(
+        # num_layer_list has PP numbers, and PP is above 1.
         "layer_list_has_a_number_for_each_stage",
         "MindSpeed-LLM mindspeed_llm/features_manager/pipeline_parallel/num_layer_list.py:27",
-        "num_layer_list has PP numbers, and PP is above 1.",
         _layer_list_has_a_number_for_each_stage,
     ),
     Rule(
+        # num_layer_list sums to the model's layers, and no stage is empty.
         "layer_list_sums_to_the_layers",
         "MindSpeed-LLM mindspeed_llm/training/arguments.py:1159",
-        "num_layer_list sums to the model's layers, and no stage is empty.",
         _layer_list_sums_to_the_layers,
     ),
     Rule(
+        # A virtual pipeline needs PP above 1, no num_layer_list, and stages that are a multiple of
+        # its layers.
         "virtual_stages",
         "Megatron-LM megatron/training/arguments.py:461",
-        "A virtual pipeline needs PP above 1, no "
-        "num_layer_list, and stages that are a multiple of its layers.",
         _virtual_stages,
     ),
     Rule(
+        # A virtual pipeline has more than one virtual stage a stage.
         "virtual_stages_are_several",
         "MindSpeed mindspeed/features_manager/megatron_basic/megatron_basic.py:22",
-        "A virtual pipeline has more than one virtual stage a stage.",
         lambda layout, plan: (
             layout.layers_per_virtual_stage
             and layout.layers_per_virtual_stage * layout.pp == plan.shape.num_hidden_layers
@@ -151,10 +151,10 @@ TRAINING = (
         ),
     ),
     Rule(
+        # A reference on the shared backbone goes with no virtual pipeline: only the first chunk's
+        # adapters are switched off for it.
         "shared_backbone_has_one_chunk",
         "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
-        "A reference on the shared backbone goes with no virtual pipeline: only the first "
-        "chunk's adapters are switched off for it.",
         lambda layout, plan: (
             plan.share_backbone
             and layout.layers_per_virtual_stage is not None
@@ -164,9 +164,9 @@ TRAINING = (
         ),
     ),
     Rule(
+        # A reference on the shared backbone needs LoRA: it is the model without its adapters.
         "shared_backbone_has_adapters",
         f"{VALIDATION}:288",
-        "A reference on the shared backbone needs LoRA: it is the model without its adapters.",
         lambda layout, plan: (
             plan.share_backbone
             and not plan.lora
@@ -174,9 +174,9 @@ TRAINING = (
         ),
     ),
     Rule(
+        # With Ulysses context parallelism, heads are a multiple of TP x CP.
         "context_parallel_heads",
         "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32",
-        "With Ulysses context parallelism, heads are a multiple of TP x CP.",
         lambda layout, plan: (
             layout.cp > 1
             and layout.cp_algorithm == CP_ALGORITHMS[0]
@@ -184,9 +184,9 @@ TRAINING = (
         ),
     ),
     Rule(
+        # With context parallelism of either kind, seq_length is a multiple of 2 x CP.
         "context_parallel_chunks",
         "Megatron-LM megatron/training/arguments.py:684",
-        "With context parallelism of either kind, seq_length is a multiple of 2 x CP.",
         lambda layout, plan: (
             layout.cp > 1
             and indivisible(
@@ -198,9 +198,9 @@ TRAINING = (
         ),
     ),
     Rule(
+        # Context parallelism is ulysses_cp_algo or megatron_cp_algo.
         "context_parallel_algorithm",
         f"{VALIDATION}:56",
-        "Context parallelism is ulysses_cp_algo or megatron_cp_algo.",
         lambda layout, plan: (
             layout.cp > 1
             and layout.cp_algorithm not in CP_ALGORITHMS
@@ -209,9 +209,9 @@ TRAINING = (
         ),
     ),
     Rule(
+        # A dense model has EP 1.
         "dense_model_without_ep",
         f"{TRANSFORMER}:621",
-        "A dense model has EP 1.",
         lambda layout, plan: (
             layout.ep > 1
             and not plan.shape.moe
@@ -220,17 +220,17 @@ TRAINING = (
         ),
     ),
     Rule(
+        # Experts are a multiple of TP x EP: with moe_tp_extend_ep the TP ranks hold whole experts
+        # too.
         "experts_by_training_ranks",
         "MindSpeed mindspeed/features_manager/moe/tp_extend_ep.py:22",
-        "Experts are a multiple of TP x EP: with moe_tp_extend_ep the TP ranks hold whole "
-        "experts too.",
         multiple("experts", "shape.num_experts", "layout.tp", "layout.ep"),
     ),
     Rule(
+        # A mixture of experts needs moe_tp_extend_ep: the weight sync knows experts in no other
+        # form, and vLLM's would stay zero.
         "experts_are_whole",
         f"{CONTAINER}:189",
-        "A mixture of experts needs moe_tp_extend_ep: the weight sync knows "
-        "experts in no other form, and vLLM's would stay zero.",
         lambda layout, plan: (
             plan.shape.moe
             and not layout.tp_extend_ep
@@ -239,9 +239,9 @@ TRAINING = (
         ),
     ),
     Rule(
+        # A mixture of experts with TP above 1 needs sequence_parallel.
         "experts_need_sequence_parallelism",
         "Megatron-LM megatron/core/transformer/moe/moe_layer.py:133",
-        "A mixture of experts with TP above 1 needs sequence_parallel.",
         lambda layout, plan: (
             plan.shape.moe
             and layout.tp > 1
@@ -251,11 +251,10 @@ TRAINING = (
         ),
     ),
     Rule(
+        # A mixture of experts without LoRA needs TP x EP above 1: the TP-to-EP dispatcher returns a
+        # variable that it sets only there. With LoRA MindSpeed-LLM builds the other dispatcher.
         "dispatcher_has_ranks",
         "MindSpeed mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/token_dispatcher.py:154",
-        "A mixture of experts without LoRA needs TP x EP above 1: the TP-to-EP dispatcher "
-        "returns a variable that it sets only there. With LoRA MindSpeed-LLM builds the other "
-        "dispatcher.",
         lambda layout, plan: (
             plan.shape.moe
             and not plan.lora
