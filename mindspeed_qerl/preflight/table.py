@@ -1,7 +1,4 @@
-"""The table of checks.yaml: every check of the preflight, a row each.
-
-python -m mindspeed_qerl.preflight.table    # as Markdown, for docs/troubleshooting.md
-"""
+"""The table of checks.yaml: every check of the preflight, a row each."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,17 +48,3 @@ def read_table() -> tuple[Row, ...]:
 
 
 TABLE = read_table()
-
-
-def markdown() -> str:
-    """The table for a reader: what each check asks, and what to do where it fails or warns."""
-    lines = ["|check|asks|otherwise|", "|---|---|---|"]
-    for row in TABLE:
-        fix = row.fix.partition("\n")[0].partition("    #")[0]
-        cells = (f"`{row.name}`", row.ask, f"`{fix}`" if fix else "")
-        lines.append("|" + "|".join(cell.replace("|", r"\|") for cell in cells) + "|")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())

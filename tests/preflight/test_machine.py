@@ -22,9 +22,9 @@ from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, WARNING, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
 from mindspeed_qerl.preflight.probes import CANN_PROBE, read_table, see_npus
-from mindspeed_qerl.preflight.table import markdown
 from mindspeed_qerl.recipe.reader import read
 from tests import ROOT
+from tests.fake_box import page
 from tests.preflight.conftest import (
     GROUPS,
     NAME,
@@ -96,9 +96,9 @@ def by_name(output):
 
 
 def test_the_page_has_every_check():
-    """python -m mindspeed_qerl.preflight.table prints it."""
-    assert section("checks").strip() == markdown()
-    assert len(markdown().splitlines()) == len(TABLE) + 2
+    """python -m tests.fake_box.page prints it."""
+    assert section("checks").strip() == page.checks()
+    assert len(page.checks().splitlines()) == len(TABLE) + 2
 
 
 @pytest.fixture
