@@ -67,9 +67,6 @@ def preflight(
         )
         case = replace(case, seen=see_npus(machine, own_ray))
     checks = [check for row in TABLE for check in _answers(row, case)]
-    for number, check in enumerate(checks):
-        if check.state == FAILED and plain(check.name) in ACCEPTABLE and case.accepts(check.name):
-            checks[number] = replace(check, state=ACCEPTED)
     for accepted in map(plain, case.recipe.run.accepted_checks):
         if accepted not in ACCEPTABLE:
             words = unknown("check that can be accepted", accepted, ACCEPTABLE)
@@ -88,10 +85,12 @@ def _answers(row: Row, case: Case) -> Iterator[Check]:
     except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on
         answers = [failed(f"could not be checked: {type(error).__name__}: {error}")]
     for check in answers:
-        fix = check.fix
-        if check.state in (FAILED, WARNING):
+        state, fix = check.state, check.fix
+        if state in (FAILED, WARNING):
             fix = fix or row.fix
-        yield replace(check, name=check.name or row.name, group=row.group, fix=fix)
+        if state == FAILED and not row.refused and case.accepts(row.name):
+            state = ACCEPTED
+        yield replace(check, state=state, name=check.name or row.name, group=row.group, fix=fix)
 
 
 def headline(checks: Iterable[Check]) -> str:
