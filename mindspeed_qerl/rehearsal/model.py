@@ -82,23 +82,16 @@ def train_tokenizer(texts: Iterable[str], size: int):
     """A byte-level BPE tokenizer of `size` tokens learnt from `texts`, with Qwen's chat tokens and
     a chat template.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = ByteLevelBPETokenizer()
+    special = [PAD, TURN, END]
     tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=[PAD, TURN, END],
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
+        texts, size, min_frequency=0, show_progress=False, special_tokens=special
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=[TURN],
