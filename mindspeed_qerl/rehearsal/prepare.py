@@ -68,10 +68,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
             (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
             small = engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))
             Found([*engine.validate(small)]).raise_faults()
-    try:
-        rows = read_rows(recipe.task.train_file)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"task.train_file: {error}") from error
+    rows = read_rows(recipe.task.train_file)
     try:
         directory = make_model(shape, rows, Path(settings.models))
     except OSError as error:
