@@ -70,10 +70,7 @@ def whole_files(directory: Path) -> list[str]:
             f"{directory} has neither {INDEX} nor {SINGLE}: give the directory of a Hugging Face "
             "model, in safetensors (save_pretrained of transformers writes them)"
         )
-    try:
-        names = weight_files(directory)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    names = weight_files(directory)
     way_out = "Fetch the whole model"
     if is_stale := has_single and SINGLE not in names:
         way_out = f"If {SINGLE} is the whole model, move {INDEX} away"
