@@ -3,7 +3,8 @@
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,17 +199,12 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = F
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     recipe, examined = examine(raw)
     engine_of(recipe)
-    faults, plan = list(examined.faults), None
-    unread = tuple(fault for fault in faults if _is_unread(fault))
+    plan = None
+    unread = tuple(fault for fault in examined.faults if _is_unread(fault))
     if not unread:
-        try:
+        with suppress(ConfigError):  # of the model: the engine's check has said so
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
-        except ConfigError as error:
-            known = {fault.message for fault in faults}
-            for fault in error.faults:
-                if fault.message not in known:
-                    faults.append(replace(fault, rule="model"))
-    return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray)
+    return Case(recipe, tuple(examined.faults), unread, plan, name, nodes, own_ray)
 
 
 def _is_unread(fault: Fault) -> bool:

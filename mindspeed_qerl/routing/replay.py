@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,8 +35,7 @@ class MicroBatch:
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass
-class Counts:
+class Counts(NamedTuple):
     """Of one layer: rows that were sent where they were recorded, rows that chose for themselves,
     and how many of the recorded choices the trainer would have made otherwise.
     """
@@ -43,11 +43,6 @@ class Counts:
     replayed: int = 0
     native: int = 0
     flipped: int = 0
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            self.replayed + other.replayed, self.native + other.native, self.flipped + other.flipped
-        )
 
 
 class _OtherTopK(TorchFunctionMode):
@@ -214,7 +209,8 @@ def total(counts: Iterable[Mapping[int, Counts]]) -> dict[int, Counts]:
     summed: dict[int, Counts] = {}
     for part in counts:
         for layer, of_part in part.items():
-            summed[layer] = summed.get(layer, Counts()) + of_part
+            before = summed.get(layer, Counts())
+            summed[layer] = Counts(*map(add, before, of_part))
     return summed
 
 
