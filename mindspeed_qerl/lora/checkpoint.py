@@ -119,7 +119,7 @@ def whole_adapters(
     shards: Shards,
     args: Namespace,
     table: Table,
-    layers_before: int = 0,
+    layers_before: int,
 ) -> dict[str, Pair]:
     """(A, B) by Hugging Face module name, of one pipeline stage.
 

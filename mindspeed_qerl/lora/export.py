@@ -111,7 +111,6 @@ def load_peft(directory: str | Path) -> Adapters:
             f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be "
             "numbers, r at least 1"
         )
-    patterns = _compiled(config, directory)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = PEFT_NAME.fullmatch(name)
@@ -121,11 +120,10 @@ def load_peft(directory: str | Path) -> Adapters:
                 f"linear layer with r = {rank}: {MERGE}"
             )
         module, side = match.groups()
-        for pattern, regex in patterns.items():
-            if regex.match(module):
-                raise ValueError(
-                    f"{directory}: {module} has an r or alpha of its own ({pattern}): {MERGE}"
-                )
+        if pattern := _own_pattern(config, module, directory):
+            raise ValueError(
+                f"{directory}: {module} has an r or alpha of its own ({pattern}): {MERGE}"
+            )
         pairs.setdefault(module, {})[side] = tensor
     for module, pair in pairs.items():
         if len(pair) < 2:
@@ -145,18 +143,18 @@ def _more_than_lora(config: dict) -> list[str]:
     return more
 
 
-def _compiled(config: dict, directory: Path) -> dict[str, re.Pattern]:
-    """The patterns of modules with an r or alpha of their own, as PEFT's get_pattern_key."""
-    compiled = {}
+def _own_pattern(config: dict, module: str, directory: Path) -> str | None:
+    """The pattern that gives a module an r or alpha of its own, as PEFT's get_pattern_key."""
     for pattern in [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]:
         try:
-            compiled[pattern] = re.compile(rf"(.*\.)?({pattern})$")
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return pattern
         except re.error as error:
             raise ValueError(
                 f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is "
                 f"no regular expression: {error}"
             ) from error
-    return compiled
+    return None
 
 
 def save_merged(

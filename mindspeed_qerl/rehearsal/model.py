@@ -62,8 +62,7 @@ def make_model(shape: ModelShape, rows: Sequence[Row], root: Path) -> Path:
     tokenizer learns from the messages of `rows`, and the numbers that it says are their commonest
     answers.
     """
-    rows_text = json.dumps([(row.messages, row.answer) for row in rows])
-    task = hashlib.sha256(rows_text.encode()).hexdigest()
+    task = [(row.messages, row.answer) for row in rows]
     made_of = json.dumps({"version": VERSION, "task": task, **asdict(shape)}, sort_keys=True)
     directory = root / f"{shape.name}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
