@@ -2,10 +2,9 @@
 
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rule import ENGINE, VALIDATION, WORKER, Rule, indivisible, multiple
-from mindspeed_qerl.recipe.types import Layout
 
 
-def _dispatch_divides_the_answers(layout: Layout, plan: Plan) -> str:
+def _dispatch_divides_the_answers(plan: Plan) -> str:
     faults = []
     for key, size in plan.batch.dispatch.items():
         if size and plan.batch.answers % size:
@@ -15,10 +14,10 @@ def _dispatch_divides_the_answers(layout: Layout, plan: Plan) -> str:
     return f"{plan.batch.answers} answers of an iteration cannot be divided by {', '.join(faults)}"
 
 
-def _dispatch_is_at_most_a_share(layout: Layout, plan: Plan) -> str:
+def _dispatch_is_at_most_a_share(plan: Plan) -> str:
     faults = []
     ranks = {"actor_logprob": plan.dp, "ref": plan.dp, "actor_update": plan.dp}
-    ranks["actor_rollout"] = max(layout.infer_dp, 1)
+    ranks["actor_rollout"] = max(plan.layout.infer_dp, 1)
     for name, count in ranks.items():
         size, share = plan.dispatch(name), plan.batch.answers // count
         if size > share:
@@ -28,11 +27,11 @@ def _dispatch_is_at_most_a_share(layout: Layout, plan: Plan) -> str:
     return "; ".join(faults)
 
 
-def _rollout_share_by_dispatch(layout: Layout, plan: Plan) -> str | None:
+def _rollout_share_by_dispatch(plan: Plan) -> str | None:
     size = plan.dispatch("actor_rollout")
     if not size:
         return None
-    prompts = plan.batch.global_batch_size // max(layout.infer_dp, 1)
+    prompts = plan.batch.global_batch_size // max(plan.layout.infer_dp, 1)
     return indivisible(
         "answers of a vLLM replica",
         prompts * plan.batch.samples_per_prompt,
@@ -41,7 +40,7 @@ def _rollout_share_by_dispatch(layout: Layout, plan: Plan) -> str | None:
     )
 
 
-def _whole_prompts_are_dispatched(layout: Layout, plan: Plan) -> str | None:
+def _whole_prompts_are_dispatched(plan: Plan) -> str | None:
     answers = plan.batch.samples_per_prompt
     for name in ("actor_rollout", "reward"):
         size = plan.dispatch(name)
@@ -52,7 +51,7 @@ def _whole_prompts_are_dispatched(layout: Layout, plan: Plan) -> str | None:
     return None
 
 
-def _update_takes_a_mini_batch(layout: Layout, plan: Plan) -> str | None:
+def _update_takes_a_mini_batch(plan: Plan) -> str | None:
     size, mini = plan.dispatch("actor_update"), plan.batch.mini_answers / plan.dp
     if 0 < size < mini:
         return (
@@ -62,7 +61,7 @@ def _update_takes_a_mini_batch(layout: Layout, plan: Plan) -> str | None:
     return None
 
 
-def _update_takes_every_answer(layout: Layout, plan: Plan) -> str | None:
+def _update_takes_every_answer(plan: Plan) -> str | None:
     size, share = plan.dispatch("actor_update"), plan.share
     if not 0 < size < share:
         return None
@@ -112,10 +111,10 @@ BATCH = (
         # over would make a small update of their own.
         "mini_batches_are_equal",
         f"{ENGINE}:515",
-        lambda layout, plan: (
+        lambda plan: (
             not plan.batch.mini_answers % plan.dp
             and plan.mini_share < plan.share  # else one update
-            and multiple("answers of a training rank", "share", "mini_share")(layout, plan)
+            and multiple("answers of a training rank", "share", "mini_share")(plan)
         ),
     ),
     Rule(
@@ -123,10 +122,10 @@ BATCH = (
         # would weigh as much as a full one.
         "mini_batch_by_micro_batch",
         f"{ENGINE}:210",
-        lambda layout, plan: (
+        lambda plan: (
             plan.mini_share < plan.share  # else one update: share_by_micro_batch
             and multiple("answers of a rank's mini-batch", "mini_share", "batch.micro_batch_size")(
-                layout, plan
+                plan
             )
         ),
     ),
@@ -174,7 +173,7 @@ BATCH = (
         # use_remove_padding needs reset_attention_mask.
         "removed_padding_resets_the_mask",
         f"{VALIDATION}:70",
-        lambda layout, plan: (
+        lambda plan: (
             plan.batch.use_remove_padding
             and not plan.batch.reset_attention_mask
             and "use_remove_padding needs megatron_training.reset_attention_mask: true"
@@ -184,11 +183,11 @@ BATCH = (
         # use_remove_padding with PP above 1 needs no_pad_to_seq_lengths.
         "removed_padding_varies_in_a_pipeline",
         f"{VALIDATION}:64",
-        lambda layout, plan: (
+        lambda plan: (
             plan.batch.use_remove_padding
-            and layout.pp > 1
+            and plan.layout.pp > 1
             and not plan.batch.no_pad_to_seq_lengths
-            and f"use_remove_padding with PP {layout.pp} needs "
+            and f"use_remove_padding with PP {plan.layout.pp} needs "
             "megatron_training.no_pad_to_seq_lengths: true"
         ),
     ),

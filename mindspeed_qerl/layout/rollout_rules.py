@@ -10,10 +10,10 @@ from mindspeed_qerl.layout.rule import (
     multiple,
     multiple_widths,
 )
-from mindspeed_qerl.recipe.types import Layout
 
 
-def _infer_groups_hold_whole_training_groups(layout: Layout, plan: Plan) -> str | None:
+def _infer_groups_hold_whole_training_groups(plan: Plan) -> str | None:
+    layout = plan.layout
     training, infer = layout.ep, layout.infer_tp * layout.infer_ep
     if layout.tp_extend_ep:
         training *= layout.tp
@@ -25,7 +25,8 @@ def _infer_groups_hold_whole_training_groups(layout: Layout, plan: Plan) -> str 
     )
 
 
-def _stages_hold_whole_infer_tp_groups(layout: Layout, plan: Plan) -> str | None:
+def _stages_hold_whole_infer_tp_groups(plan: Plan) -> str | None:
+    layout = plan.layout
     if layout.tp >= layout.infer_tp:
         return None
     ranks, by = layout.world // layout.pp, f"infer TP {layout.infer_tp}"
@@ -39,7 +40,7 @@ ROLLOUT = (
         # vLLM has no pipeline parallelism.
         "no_infer_pipeline",
         f"{VALIDATION}:169",
-        lambda layout, plan: layout.infer_pp > 1 and f"infer PP {layout.infer_pp} must be 1",
+        lambda plan: plan.layout.infer_pp > 1 and f"infer PP {plan.layout.infer_pp} must be 1",
     ),
     Rule(
         # The ranks are a multiple of infer TP x EP; a rank left over would be in no expert group.
@@ -58,10 +59,11 @@ ROLLOUT = (
         # Of training's TP and infer TP, one is a multiple of the other.
         "tensor_parallel_sizes_divide",
         f"{CONTAINER}:651",
-        lambda layout, plan: (
-            layout.tp % layout.infer_tp
-            and layout.infer_tp % layout.tp
-            and f"TP {layout.tp} and infer TP {layout.infer_tp}: neither is a multiple of the other"
+        lambda plan: (
+            plan.layout.tp % plan.layout.infer_tp
+            and plan.layout.infer_tp % plan.layout.tp
+            and f"TP {plan.layout.tp} and infer TP {plan.layout.infer_tp}: neither is a "
+            "multiple of the other"
         ),
     ),
     Rule(
@@ -104,9 +106,9 @@ ROLLOUT = (
         # A mixture of experts needs infer TP x EP above 1: the first sync fails on a group of one.
         "infer_experts_are_spread",
         f"{CONTAINER}:569",
-        lambda layout, plan: (
+        lambda plan: (
             plan.shape.moe
-            and layout.infer_tp * layout.infer_ep == 1
+            and plan.layout.infer_tp * plan.layout.infer_ep == 1
             and "infer TP 1 x EP 1 with a mixture of experts: the first weight sync fails; at "
             "least 2 ranks must share vLLM's experts"
         ),
@@ -116,13 +118,13 @@ ROLLOUT = (
         # deals whole experts to vLLM's ranks.
         "infer_experts_are_whole",
         f"{CONTAINER}:140",
-        lambda layout, plan: (
+        lambda plan: (
             plan.shape.moe
-            and layout.infer_tp * layout.infer_ep > 1
-            and not layout.enable_expert_parallel
+            and plan.layout.infer_tp * plan.layout.infer_ep > 1
+            and not plan.layout.enable_expert_parallel
             and "enable_expert_parallel must be true for a mixture of experts with infer TP "
-            f"{layout.infer_tp} x EP {layout.infer_ep}: the sync deals whole experts to vLLM's "
-            "ranks"
+            f"{plan.layout.infer_tp} x EP {plan.layout.infer_ep}: the sync deals whole experts to "
+            "vLLM's ranks"
         ),
     ),
     Rule(
@@ -131,11 +133,11 @@ ROLLOUT = (
         # parts. vLLM answers on, wrongly.
         "shared_expert_is_summed",
         "vllm-ascend vllm_ascend/ops/register_custom_ops.py:231",
-        lambda layout, plan: (
-            layout.infer_tp > 1
+        lambda plan: (
+            plan.layout.infer_tp > 1
             and plan.shape.shared_expert_intermediate_size
-            and f"infer TP {layout.infer_tp} with a shared expert: vllm-ascend leaves its parts "
-            "unsummed on a 910C, and every answer is wrong; infer TP must be 1 (infer EP may "
+            and f"infer TP {plan.layout.infer_tp} with a shared expert: vllm-ascend leaves its "
+            "parts unsummed on a 910C, and every answer is wrong; infer TP must be 1 (infer EP may "
             "be more)"
         ),
     ),
@@ -143,8 +145,8 @@ ROLLOUT = (
         # There are at least 2 NPUs: the groups that vLLM's ranks are found by are not made for one.
         "two_ranks",
         f"{PARALLEL_STATE}:80",
-        lambda layout, plan: (
-            layout.world == 1
+        lambda plan: (
+            plan.layout.world == 1
             and "1 NPU: it takes at least 2, since the groups that vLLM's ranks are found by are "
             "not made for one"
         ),
@@ -153,7 +155,7 @@ ROLLOUT = (
         # seq_length is at most max_model_len.
         "answers_fit_vllm",
         f"{VALIDATION}:49",
-        lambda layout, plan: (
+        lambda plan: (
             plan.batch.seq_length > plan.batch.max_model_len
             and f"seq_length {plan.batch.seq_length} is above max_model_len "
             f"{plan.batch.max_model_len}"
@@ -164,7 +166,7 @@ ROLLOUT = (
         # prompts into chunks.
         "prompts_fit_the_scheduler",
         "vllm-ascend vllm_ascend/core/schedule_config.py:66",
-        lambda layout, plan: (
+        lambda plan: (
             plan.batch.max_num_batched_tokens < plan.batch.max_model_len
             and f"max_num_batched_tokens {plan.batch.max_num_batched_tokens} is below "
             f"max_model_len {plan.batch.max_model_len}"

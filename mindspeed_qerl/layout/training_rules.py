@@ -10,21 +10,20 @@ from mindspeed_qerl.layout.rule import (
     multiple,
     multiple_widths,
 )
-from mindspeed_qerl.recipe.types import Layout
 
 HEADS = "shape.num_attention_heads"
 CP_ALGORITHMS = ("ulysses_cp_algo", "megatron_cp_algo")
 
 
-def _layer_list_has_a_number_for_each_stage(layout: Layout, plan: Plan) -> str | None:
-    given, pp = layout.num_layer_list, layout.pp
+def _layer_list_has_a_number_for_each_stage(plan: Plan) -> str | None:
+    given, pp = plan.layout.num_layer_list, plan.layout.pp
     if given and (len(given) != pp or pp == 1):
         return f"num_layer_list {_numbers(given)} has {len(given)} numbers for PP {pp}"
     return None
 
 
-def _layer_list_sums_to_the_layers(layout: Layout, plan: Plan) -> str | None:
-    given, layers = layout.num_layer_list, plan.shape.num_hidden_layers
+def _layer_list_sums_to_the_layers(plan: Plan) -> str | None:
+    given, layers = plan.layout.num_layer_list, plan.shape.num_hidden_layers
     if given and (sum(given) != layers or not all(given)):
         return (
             f"num_layer_list {_numbers(given)} sums to {sum(given)}, the model has {layers} "
@@ -37,7 +36,8 @@ def _numbers(layers: tuple[int, ...]) -> str:
     return ",".join(map(str, layers))
 
 
-def _virtual_stages(layout: Layout, plan: Plan) -> str | None:
+def _virtual_stages(plan: Plan) -> str | None:
+    layout = plan.layout
     layers = layout.layers_per_virtual_stage
     if not layers:
         return None
@@ -99,7 +99,7 @@ TRAINING = (
         # of 64.
         "vocabulary_is_vllms",
         "MindSpeed-RL mindspeed_rl/workers/resharding/memory_buffer.py:59",
-        lambda layout, plan: (
+        lambda plan: (
             plan.rows != plan.vllm_rows
             and f"padded_vocab_size {plan.rows:,} must be {plan.vllm_rows:,}, the rows of vLLM's "
             f"embedding for a vocabulary of {plan.shape.vocab_size:,}"
@@ -109,13 +109,13 @@ TRAINING = (
         # Layers are a multiple of PP, or num_layer_list says how many each stage has.
         "layers_by_pp",
         f"{CONTAINER}:274",
-        lambda layout, plan: (
-            not layout.num_layer_list
+        lambda plan: (
+            not plan.layout.num_layer_list
             and indivisible(
                 "layers",
                 plan.shape.num_hidden_layers,
-                f"PP {layout.pp} (or give num_layer_list)",
-                layout.pp,
+                f"PP {plan.layout.pp} (or give num_layer_list)",
+                plan.layout.pp,
             )
         ),
     ),
@@ -142,12 +142,13 @@ TRAINING = (
         # A virtual pipeline has more than one virtual stage a stage.
         "virtual_stages_are_several",
         "MindSpeed mindspeed/features_manager/megatron_basic/megatron_basic.py:22",
-        lambda layout, plan: (
-            layout.layers_per_virtual_stage
-            and layout.layers_per_virtual_stage * layout.pp == plan.shape.num_hidden_layers
-            and f"num_layers_per_virtual_pipeline_stage {layout.layers_per_virtual_stage} x PP "
-            f"{layout.pp} are all {plan.shape.num_hidden_layers} layers, one virtual stage a "
-            "stage: leave it out"
+        lambda plan: (
+            plan.layout.layers_per_virtual_stage
+            and plan.layout.layers_per_virtual_stage * plan.layout.pp
+            == plan.shape.num_hidden_layers
+            and "num_layers_per_virtual_pipeline_stage "
+            f"{plan.layout.layers_per_virtual_stage} x PP {plan.layout.pp} are all "
+            f"{plan.shape.num_hidden_layers} layers, one virtual stage a stage: leave it out"
         ),
     ),
     Rule(
@@ -155,19 +156,19 @@ TRAINING = (
         # adapters are switched off for it.
         "shared_backbone_has_one_chunk",
         "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
-        lambda layout, plan: (
+        lambda plan: (
             plan.share_backbone
-            and layout.layers_per_virtual_stage is not None
+            and plan.layout.layers_per_virtual_stage is not None
             and "share_backbone with num_layers_per_virtual_pipeline_stage "
-            f"{layout.layers_per_virtual_stage}: only the first chunk's adapters would be off for "
-            "the reference"
+            f"{plan.layout.layers_per_virtual_stage}: only the first chunk's adapters would be off "
+            "for the reference"
         ),
     ),
     Rule(
         # A reference on the shared backbone needs LoRA: it is the model without its adapters.
         "shared_backbone_has_adapters",
         f"{VALIDATION}:288",
-        lambda layout, plan: (
+        lambda plan: (
             plan.share_backbone
             and not plan.lora
             and "share_backbone needs LoRA: the reference is the model without its adapters"
@@ -177,23 +178,23 @@ TRAINING = (
         # With Ulysses context parallelism, heads are a multiple of TP x CP.
         "context_parallel_heads",
         "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32",
-        lambda layout, plan: (
-            layout.cp > 1
-            and layout.cp_algorithm == CP_ALGORITHMS[0]
-            and multiple("attention heads", HEADS, "layout.tp", "layout.cp")(layout, plan)
+        lambda plan: (
+            plan.layout.cp > 1
+            and plan.layout.cp_algorithm == CP_ALGORITHMS[0]
+            and multiple("attention heads", HEADS, "layout.tp", "layout.cp")(plan)
         ),
     ),
     Rule(
         # With context parallelism of either kind, seq_length is a multiple of 2 x CP.
         "context_parallel_chunks",
         "Megatron-LM megatron/training/arguments.py:684",
-        lambda layout, plan: (
-            layout.cp > 1
+        lambda plan: (
+            plan.layout.cp > 1
             and indivisible(
                 "tokens of seq_length",
                 plan.batch.seq_length,
-                f"2 x CP {layout.cp} = {2 * layout.cp}",
-                2 * layout.cp,
+                f"2 x CP {plan.layout.cp} = {2 * plan.layout.cp}",
+                2 * plan.layout.cp,
             )
         ),
     ),
@@ -201,10 +202,10 @@ TRAINING = (
         # Context parallelism is ulysses_cp_algo or megatron_cp_algo.
         "context_parallel_algorithm",
         f"{VALIDATION}:56",
-        lambda layout, plan: (
-            layout.cp > 1
-            and layout.cp_algorithm not in CP_ALGORITHMS
-            and f"CP {layout.cp} with {layout.cp_algorithm}: upstream has "
+        lambda plan: (
+            plan.layout.cp > 1
+            and plan.layout.cp_algorithm not in CP_ALGORITHMS
+            and f"CP {plan.layout.cp} with {plan.layout.cp_algorithm}: upstream has "
             f"{' and '.join(CP_ALGORITHMS)}"
         ),
     ),
@@ -212,10 +213,10 @@ TRAINING = (
         # A dense model has EP 1.
         "dense_model_without_ep",
         f"{TRANSFORMER}:621",
-        lambda layout, plan: (
-            layout.ep > 1
+        lambda plan: (
+            plan.layout.ep > 1
             and not plan.shape.moe
-            and f"EP {layout.ep} with a dense model: there are no experts to "
+            and f"EP {plan.layout.ep} with a dense model: there are no experts to "
             "divide: set actor_config.expert_model_parallel_size=1"
         ),
     ),
@@ -231,9 +232,9 @@ TRAINING = (
         # form, and vLLM's would stay zero.
         "experts_are_whole",
         f"{CONTAINER}:189",
-        lambda layout, plan: (
+        lambda plan: (
             plan.shape.moe
-            and not layout.tp_extend_ep
+            and not plan.layout.tp_extend_ep
             and "moe_tp_extend_ep = False must be True for a mixture of experts: without it "
             "vLLM's experts stay zero, or the first sync fails"
         ),
@@ -242,12 +243,12 @@ TRAINING = (
         # A mixture of experts with TP above 1 needs sequence_parallel.
         "experts_need_sequence_parallelism",
         "Megatron-LM megatron/core/transformer/moe/moe_layer.py:133",
-        lambda layout, plan: (
+        lambda plan: (
             plan.shape.moe
-            and layout.tp > 1
-            and not layout.sequence_parallel
+            and plan.layout.tp > 1
+            and not plan.layout.sequence_parallel
             and "sequence_parallel must be true for a mixture of experts with "
-            f"tensor_model_parallel_size = {layout.tp}"
+            f"tensor_model_parallel_size = {plan.layout.tp}"
         ),
     ),
     Rule(
@@ -255,11 +256,11 @@ TRAINING = (
         # variable that it sets only there. With LoRA MindSpeed-LLM builds the other dispatcher.
         "dispatcher_has_ranks",
         "MindSpeed mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/token_dispatcher.py:154",
-        lambda layout, plan: (
+        lambda plan: (
             plan.shape.moe
             and not plan.lora
-            and layout.tp_extend_ep
-            and layout.tp * layout.ep == 1
+            and plan.layout.tp_extend_ep
+            and plan.layout.tp * plan.layout.ep == 1
             and "TP 1 x EP 1 without LoRA: MindSpeed's TP-to-EP dispatcher needs at least 2 ranks"
         ),
     ),
