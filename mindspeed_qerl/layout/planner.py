@@ -236,10 +236,10 @@ def notes(memory: Memory) -> list[str]:
 
 
 def nearest(
-    plan: Plan, k: int = 3, settings: Settings | None = None, names: Collection[str] = CHANGEABLE
+    plan: Plan, settings: Settings | None = None, names: Collection[str] = CHANGEABLE
 ) -> list[Plan]:
-    """The legal plans nearest to one that is not: the same ranks, the fewest and smallest changes
-    of the sizes in `names`, then of the batch.
+    """The three legal plans nearest to one that is not: the same ranks, the fewest and smallest
+    changes of the sizes in `names`, then of the batch.
 
     A size's change counts |log2(new / old)|, and every changed size 1 more: one number to retype is
     better than two. Switches (sequence_parallel, enable_expert_parallel and so on) are set as the
@@ -253,7 +253,7 @@ def nearest(
     closest: dict[tuple, Plan] = {}  # by sizes in names
     for *_, legal in sorted(ranked, key=lambda entry: entry[:3]):
         closest.setdefault(tuple(getattr(legal.layout, name) for name in names), legal)
-    return list(closest.values())[:k]
+    return list(closest.values())[:3]
 
 
 def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> float:
