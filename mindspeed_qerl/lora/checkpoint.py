@@ -80,12 +80,11 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
         a Hugging Face model.
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
-    args, ranks = _read_ranks(directory)
+    args, stages = _read_ranks(directory)
     table = table_of_layer(shape_of_arguments(vars(args)))
     weights: dict[str, Pair] = {}
     layers_before = 0
-    for stage in range(args.pipeline_model_parallel_size):
-        shards = {(t, e): tensors for (t, p, e), tensors in ranks.items() if p == stage}
+    for shards in stages:
         weights |= whole_adapters(shards, args, table, layers_before)
         layers_before += 1 + max((layer for layer, _ in _modules(shards)), default=-1)
     if not weights:
@@ -245,8 +244,8 @@ def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, 
     return checkpoint_dir / f"iter_{iteration:07d}", iteration
 
 
-def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, ...], Tensors]]:
-    """The run's arguments, and by (tensor, pipeline, expert) rank its adapters."""
+def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
+    """The run's arguments, and its adapters by pipeline stage."""
     there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
     if not there:
         raise FileNotFoundError(
@@ -274,8 +273,8 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, ...], Tenso
             f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
             "bring the files of all nodes together"
         )
-    ranks: dict[tuple[int, ...], Tensors] = {}
-    for rank, folder in folders.items():
+    stages: list[Shards] = [{} for _ in range(sizes[1])]
+    for (tensor, stage, expert), folder in folders.items():
         checkpoint = _read(directory / folder / FILE)
         if _sizes(checkpoint["args"]) != sizes:
             raise ValueError(
@@ -287,16 +286,17 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, ...], Tenso
                 f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: "
                 "checkpoints of virtual pipeline stages cannot be read"
             )
-        ranks[rank] = {
+        adapters = {
             name: value
             for name, value in checkpoint["model"].items()
             if "lora_" in name and torch.is_tensor(value)
         }
-        if strange := [name for name in ranks[rank] if not ADAPTER.match(name)]:
+        if strange := [name for name in adapters if not ADAPTER.match(name)]:
             raise ValueError(
                 f"{directory / folder / FILE}: {strange[0]} is not an adapter of a decoder layer"
             )
-    return args, ranks
+        stages[stage][tensor, expert] = adapters
+    return args, stages
 
 
 def _sizes(args: Namespace) -> tuple[int, int, int]:

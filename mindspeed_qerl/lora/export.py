@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from mindspeed_qerl.common.files import new_directory
+from mindspeed_qerl.common.files import json_text, new_directory
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
@@ -84,7 +84,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
             directory / "adapter_model.safetensors",
             metadata={"format": "pt", **_origin(adapters, base_model_dir)},
         )
-        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (directory / "adapter_config.json").write_text(json_text(config))
 
 
 def load_peft(directory: str | Path) -> Adapters:
@@ -215,7 +215,8 @@ def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) ->
             raise ValueError(
                 f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter"
             )
-        there, dtype = base.header(name).get_shape(), base.header(name).get_dtype()
+        header = base.header(name)
+        there, dtype = header.get_shape(), header.get_dtype()
         if there != shape:
             raise ValueError(
                 f"{wrong_base}: {name} is {there} there, and the adapter is for {shape}"
