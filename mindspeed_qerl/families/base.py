@@ -84,10 +84,7 @@ class ModelShape:
         top, experts = self.num_experts_per_tok, self.num_experts
         if top > experts:
             raise ValueError(f"num_experts_per_tok = {top} must be at most num_experts = {experts}")
-        needed = (
-            ["num_experts_per_tok", "moe_intermediate_size"] if experts else ["intermediate_size"]
-        )
-        for key in needed:
+        for key in STATED_EXPERTS if experts else ("intermediate_size",):
             if not getattr(self, key):
                 raise ValueError(f"{key} = 0 must be at least 1")
         return self

@@ -195,7 +195,7 @@ class Case:
         return plain(name) in map(plain, self.recipe.run.accepted_checks)
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False) -> Case:
+def case_of(raw: Mapping[str, Any], name: str, nodes: int, own_ray: bool) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     recipe, examined = examine(raw)
     engine_of(recipe)

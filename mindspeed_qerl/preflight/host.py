@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 from mindspeed_qerl.ascend.limits import needed_cpus
 from mindspeed_qerl.layout.memory import settings_of
-from mindspeed_qerl.layout.parts import BF16, Settings, adapter_weights
+from mindspeed_qerl.layout.parts import ADAMW, BF16, Settings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import Case, Check, enough, failed, gigabytes, passed, warning
 
 # bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
 PROCESS = 4 * 10**9
-ADAMW = 12  # bytes a trained weight: fp32 itself and both moments
 
 
 def at_least(
