@@ -1,18 +1,12 @@
-"""The config: its keys, its layout and memory; and the model that it names."""
+"""The config: its keys, its layout and memory; and what the model that it names is said to be."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from mindspeed_qerl.common.errors import ConfigError, Fault
-from mindspeed_qerl.families.checkpoint import whole_files
-from mindspeed_qerl.families.fingerprint import is_pointer
+from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.layout.memory import estimate, settings_of
-from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.weights import model_parameters
-from mindspeed_qerl.preflight.case import Case, Check, failed, gigabytes, passed, skipped, warning
-from mindspeed_qerl.preflight.files import NEARLY
+from mindspeed_qerl.preflight.case import Case, Check, failed, gigabytes, passed, skipped
 
 # Keys of files that have checks of their own.
 FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
@@ -83,34 +77,3 @@ def vocabulary(case: Case) -> Check | None:
         f"and vLLM's embedding has {rows:,} rows",
         f"++model.{name}.padded_vocab_size={rows}    # an override of the config",
     )
-
-
-def tokenizer(case: Case) -> Check:
-    folder = Path(case.recipe.model.path)
-    file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
-    if not file.is_file() or is_pointer(file):
-        return failed(f"{file} is not there, or is a pointer of git-lfs")
-    settings = case.machine.read(folder / "tokenizer_config.json")
-    if case.recipe.task.prompt != "chat" or template.is_file() or "chat_template" in settings:
-        return passed("there")
-    return warning("no chat template")
-
-
-def weights(case: Case) -> Check:
-    """All files that the model's index names, of the size of this model: failed while the run or
-    the conversion of the base weights reads them, else a warning.
-    """
-    folder = Path(case.recipe.model.path)
-    verdict = failed if case.base_to_convert or not case.upstream else warning
-    assert case.plan
-    least = NEARLY * BF16 * model_parameters(case.plan.shape)
-    try:
-        size = sum((folder / name).stat().st_size for name in whole_files(folder))
-    except ConfigError as error:
-        return verdict(str(error))
-    if size < least:
-        return verdict(
-            f"{gigabytes(size)}, and the model of config.json has {gigabytes(least / NEARLY)} in "
-            "16 bits: pointers of git-lfs, an interrupted download, or another model"
-        )
-    return passed(f"all files, {gigabytes(size)}")

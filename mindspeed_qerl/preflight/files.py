@@ -1,4 +1,6 @@
-"""The files that a run reads: training and test data, and the base weights in Megatron's format."""
+"""The files that a run reads: the model's, training and test data, and the base weights in Megatron's
+format.
+"""
 
 import re
 import shlex
@@ -11,9 +13,11 @@ from zipfile import is_zipfile
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folder
+from mindspeed_qerl.families.checkpoint import whole_files
+from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.weights import training_weights
+from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import (
     Case,
     Check,
@@ -30,6 +34,37 @@ from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 NEARLY = 0.95  # of a computed size: what is below it is another file
+
+
+def tokenizer(case: Case) -> Check:
+    folder = Path(case.recipe.model.path)
+    file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+    if not file.is_file() or is_pointer(file):
+        return failed(f"{file} is not there, or is a pointer of git-lfs")
+    settings = case.machine.read(folder / "tokenizer_config.json")
+    if case.recipe.task.prompt != "chat" or template.is_file() or "chat_template" in settings:
+        return passed("there")
+    return warning("no chat template")
+
+
+def weights(case: Case) -> Check:
+    """All files that the model's index names, of the size of this model: failed while the run or
+    the conversion of the base weights reads them, else a warning.
+    """
+    folder = Path(case.recipe.model.path)
+    verdict = failed if case.base_to_convert or not case.upstream else warning
+    assert case.plan
+    least = NEARLY * BF16 * model_parameters(case.plan.shape)
+    try:
+        size = sum((folder / name).stat().st_size for name in whole_files(folder))
+    except ConfigError as error:
+        return verdict(str(error))
+    if size < least:
+        return verdict(
+            f"{gigabytes(size)}, and the model of config.json has {gigabytes(least / NEARLY)} in "
+            "16 bits: pointers of git-lfs, an interrupted download, or another model"
+        )
+    return passed(f"all files, {gigabytes(size)}")
 
 
 def _packed(case: Case) -> tuple[Any, Any, Any]:
