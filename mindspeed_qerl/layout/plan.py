@@ -60,14 +60,18 @@ class Plan:
         return self.batch.dispatch.get(f"{name}_dispatch_size") or 0
 
 
-def plan_of(recipe: Recipe, ranks_per_node: int = 16) -> Plan:
-    """The plan of a recipe. A config does not say how many NPUs a node has; upstream asks acl.
+def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int = 16) -> Plan:
+    """The plan of a recipe.
+
+    Args:
+        shape: of the model that vLLM will load; None: `shape_of_model`.
+        ranks_per_node: a config does not say how many NPUs a node has; upstream asks acl.
 
     Raises:
         ConfigError: the model's config.json, or what Megatron is told of it, makes no shape.
     """
     return Plan(
-        shape_of_model(recipe),
+        shape or shape_of_model(recipe),
         replace(recipe.layout, ranks_per_node=ranks_per_node),
         recipe.batch,
         lora=bool(recipe.lora.targets),

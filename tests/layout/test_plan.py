@@ -28,9 +28,9 @@ def test_actor_config_overrides_the_model_and_megatron_training(raw):
     raw["model"]["qwen3_30b_a3b"]["micro_batch_size"] = 7
     raw["megatron_training"]["micro_batch_size"] = 6
     raw["actor_config"]["micro_batch_size"] = 5
-    assert plan_of(read_recipe(raw)).batch.micro_batch_size == 5
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 5
     del raw["actor_config"]["micro_batch_size"]
-    assert plan_of(read_recipe(raw)).batch.micro_batch_size == 6
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 6
 
 
 def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
@@ -55,7 +55,7 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
         for key in keys:
             del raw[section][key]
     recipe = read_recipe(raw)
-    plan, settings = plan_of(recipe), settings_of(recipe)
+    plan, settings = plan_of(recipe, NAMED_SHAPES["qwen3_30b_a3b"]), settings_of(recipe)
     assert (plan.batch.mini_batch_size, plan.batch.guarantee_order, plan.share_backbone) == (
         64,
         True,
@@ -97,7 +97,7 @@ def test_layer_lists_and_dispatch_sizes(raw):
     raw["megatron_training"]["num_layer_list"] = "20,28"
     raw["actor_config"]["pipeline_model_parallel_size"] = 2
     raw["rl_config"]["actor_update_dispatch_size"] = 16
-    plan = plan_of(read_recipe(raw))
+    plan = plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"])
     assert plan.layers == (20, 28) and plan.batch.dispatch["actor_update_dispatch_size"] == 16
     assert plan.batch.dispatch["ref_dispatch_size"] is None
 

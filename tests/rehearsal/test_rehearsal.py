@@ -80,7 +80,7 @@ def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     sampled = replace(
         small, layout=replace(small.layout, infer_tp=recipe.layout.infer_tp)
     )  # one vLLM samples here
-    plan = replace(plan_of(sampled), shape=shape, padded_vocab_size=shape.vocab_size)
+    plan = replace(plan_of(sampled, shape), padded_vocab_size=shape.vocab_size)
     # the narrow model obeys every rule
     assert broken(plan) == []
 
@@ -217,7 +217,7 @@ def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
     shape = replace(NAMED_SHAPES["qwen3_30b_a3b"], num_hidden_layers=47)
     monkeypatch.setattr(
         "mindspeed_qerl.rehearsal.prepare.plan_to_rehearse",
-        lambda recipe, found: replace(plan_of(recipe), shape=shape),
+        lambda recipe, found: plan_of(recipe, shape),
     )
     small, _ = prepare(
         *read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=all", stages))
