@@ -10,13 +10,11 @@ torch: neither Megatron nor MindSpeed is imported, and nothing that a file names
 import json
 import pickle
 import re
-import types
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -30,6 +28,12 @@ EXPERTS = {
     "weight1": "linear_fc1",
     "weight2": "linear_fc2",
 }  # grouped experts' weights, and LoRA's targets
+# what unpickling makes as it was
+REBUILT = {
+    ("argparse", "Namespace"),
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Tensors = dict[str, torch.Tensor]
@@ -309,10 +313,9 @@ def _sizes(args: Namespace) -> tuple[int, int, int]:
 
 def _read(file: Path) -> dict:
     """A rank's file, its tensors mapped: what is unused is never read."""
-    unpickling = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
     try:
         return torch.load(
-            file, map_location="cpu", weights_only=False, mmap=True, pickle_module=unpickling
+            file, map_location="cpu", weights_only=False, mmap=True, pickle_module=_Unpickling
         )
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
@@ -329,20 +332,17 @@ class _Opaque:
     __init__ = __setstate__ = __setitem__ = append = extend = _take
 
 
-class _Unpickler(pickle.Unpickler):
-    """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of Megatron,
-    random states).
-    """
+class _Unpickling:
+    """What torch.load takes in the place of the module pickle."""
 
-    known: ClassVar = {
-        ("argparse", "Namespace"),
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-    }
+    class Unpickler(pickle.Unpickler):
+        """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of
+        Megatron, random states).
+        """
 
-    def find_class(self, module: str, name: str):
-        if (module, name) in self.known or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        return _Opaque
+        def find_class(self, module: str, name: str):
+            if (module, name) in REBUILT or (
+                module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            ):
+                return super().find_class(module, name)
+            return _Opaque

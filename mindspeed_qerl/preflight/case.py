@@ -1,7 +1,6 @@
 """One line of the table, what is to be launched, and the NPUs that the machine sees."""
 
 import re
-import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -219,15 +218,6 @@ def plain(name: str) -> str:
     ('canns-version', 'dev-davinci')
     """
     return "-".join(re.findall(r"[a-z0-9._]+", name.lower().replace("'", "")))
-
-
-def quoted(path: object) -> str:
-    """A path as it is typed in a command.
-
-    >>> quoted("/data/my models")
-    "'/data/my models'"
-    """
-    return shlex.quote(str(path))
 
 
 def gigabytes(size: float) -> str:

@@ -1,5 +1,5 @@
-"""The files that a run reads: the model's, training and test data, and the base weights in Megatron's
-format.
+"""The files that a run reads: the model's, training and test data, and the base weights in
+Megatron's format.
 """
 
 import re
@@ -25,7 +25,6 @@ from mindspeed_qerl.preflight.case import (
     failed,
     gigabytes,
     passed,
-    quoted,
     skipped,
     warning,
 )
@@ -147,6 +146,15 @@ def converted(case: Case, name: str, key: str) -> Check:
             fix = f"python tools/make_tiny_model.py --output {quoted(model)}"
         return failed(str(error), fix)
     return passed(f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
+
+
+def quoted(path: object) -> str:
+    """A path as it is typed in a command.
+
+    >>> quoted("/data/my models")
+    "'/data/my models'"
+    """
+    return shlex.quote(str(path))
 
 
 def conversion(case: Case) -> list[str]:
