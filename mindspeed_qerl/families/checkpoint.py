@@ -64,7 +64,8 @@ def whole_files(directory: Path) -> list[str]:
     """The names of the model's files, all there. ConfigError if they are not, or are not read alike
     by transformers and vLLM.
     """
-    has_single, has_index = ((directory / name).is_file() for name in (SINGLE, INDEX))
+    has_single = (directory / SINGLE).is_file()
+    has_index = (directory / INDEX).is_file()
     if not has_index and not has_single:
         raise ConfigError(
             f"{directory} has neither {INDEX} nor {SINGLE}: give the directory of a Hugging Face "

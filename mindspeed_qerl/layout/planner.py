@@ -20,6 +20,7 @@ from mindspeed_qerl.recipe.types import Batch, Layout
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
+TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last tenth
 
 
 def new_plan(
@@ -223,7 +224,7 @@ def reasons(memory: Memory) -> list[str]:
 def notes(memory: Memory) -> list[str]:
     """What to know beside the numbers of a plan."""
     lines = []
-    if memory.tight:
+    if memory.fits and memory.peak > TIGHT * memory.capacity:
         lines.append("tight")
     if memory.answers_at_once < memory.answers_needed:
         lines.append(f"KV for {memory.answers_at_once} of {memory.answers_needed}")

@@ -146,7 +146,7 @@ def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.T
     # (online/nvfp4.py).
     unit = E4M3_MAX * E2M1_MAX / (_amax_of_tensor(x) if amax is None else amax).clamp_min(1e-8)
     scale = to_e4m3(unit * (_amax(blocks) * (1 / E2M1_MAX)))
-    return (to_e2m1(blocks * _reciprocal(scale * _reciprocal(unit))) * (scale / unit)).flatten(-2)
+    return (to_e2m1(blocks * _divide(1.0, scale * _divide(1.0, unit))) * (scale / unit)).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,9 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _divide(x: torch.Tensor | float, scale: torch.Tensor) -> torch.Tensor:
     """x / scale, and 0 where the scale is 0: there x is 0, or too small for any scale."""
     return torch.where(scale > 0, x / scale, 0.0)
-
-
-def _reciprocal(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x == 0, 0.0, 1 / x)
 
 
 def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
