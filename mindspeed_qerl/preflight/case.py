@@ -1,7 +1,7 @@
 """One line of the table, what is to be launched, and the NPUs that the machine sees."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,16 +72,16 @@ class Die:
 class Seen:
     """The NPUs that each part of the machine sees."""
 
-    dies: list[Die] = field(default_factory=list)  # of npu-smi
+    dies: Sequence[Die] = ()  # of npu-smi
     # number of a die -> processes by npu-smi, in words
     processes: Mapping[int, list[str]] = field(default_factory=dict)
-    mapped: list[int] = field(default_factory=list)  # the numbers of /dev/davinci*
+    mapped: Sequence[int] = ()  # the numbers of /dev/davinci*
     acl: int = 0  # CANN's count
     visible: list[str] | None = None  # ASCEND_RT_VISIBLE_DEVICES
     ray: Mapping[str, Any] | None = None  # the running cluster (ascend/cluster.py)
     faults: Mapping[str, ProbeError] = field(default_factory=dict)  # of a part that could not say
 
-    def taken(self, count: int) -> list[Die]:
+    def taken(self, count: int) -> Sequence[Die]:
         """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other
         numbers than /dev/davinci* (a container whose nodes have new names) the first of its list.
         """

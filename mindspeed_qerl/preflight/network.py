@@ -127,13 +127,11 @@ def hccl_ports(case: Case) -> Check | None:
             f"{PORTS[0]} to {PORTS[-1]}"
         )
     words = f"{base} to {ours[-1]}"
-    shared = ""
     if case.own_ray:
-        shared = ", ".join(
-            str(port) for port in ours if port in _ports_of_ray(shell.get("RAY_PORT"))
-        )
-    if shared:
-        return failed(f"{words}: {shared} are of Ray too, its head (RAY_PORT), agent or workers")
+        shared = sorted(_ports_of_ray(shell.get("RAY_PORT")).intersection(ours))
+        if shared:
+            ports = ", ".join(map(str, shared))
+            return failed(f"{words}: {ports} are of Ray too, its head (RAY_PORT), agent or workers")
     taken = ", ".join(str(port) for port in ours if not case.machine.may_listen(port=port))
     if taken:
         return failed(f"{words}: {taken} taken")

@@ -18,7 +18,6 @@ from mindspeed_qerl.preflight.case import (
     warning,
 )
 
-MIB = 2**20
 # What a die that nobody uses shows, and some: of 64 GB public reports have 2.7 to 3.5 GB.
 IDLE = 1 / 8
 
@@ -79,7 +78,7 @@ def npu_smi(case: Case) -> Check:
     words += f"; in use: {held}"
     if case.legal is None:
         return warning(words)
-    left = MIB * min(die.total - die.used for die in busy)
+    left = 2**20 * min(die.total - die.used for die in busy)
     need = estimate(case.legal, settings_of(case.recipe)).peak
     words += f". The plan needs {gigabytes(need)} of the {gigabytes(left)} that are left"
     return enough(left, need, float("inf"), words)

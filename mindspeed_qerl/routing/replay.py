@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from mindspeed_qerl.routing.routes import Routers
 
+Routing = Callable[[torch.Tensor], Any]  # a router's: logits to what it makes of them
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -85,7 +87,9 @@ class RouteReplay:
             None  # of layers that are computed again, oldest first
         )
         self.seen: dict[int, torch.Tensor] = {}  # of each layer, what `Counts` has
-        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        for router in model.modules():
+            if not isinstance(router, TopKRouter):
+                continue
             layer = router.layer_number - 1  # Megatron counts from 1, over all stages
             if layer not in routers.layers or layer in self.index:
                 raise RuntimeError(
@@ -135,9 +139,7 @@ class RouteReplay:
                 "there: another model computes than the one that has the routes"
             )
 
-    def _routing(
-        self, layer: int, routing: Callable[[torch.Tensor], Any]
-    ) -> Callable[[torch.Tensor], Any]:
+    def _routing(self, layer: int, routing: Routing) -> Routing:
         """`routing` of one router, with the routes of the micro-batch in it."""
 
         def replayed(logits: torch.Tensor) -> Any:

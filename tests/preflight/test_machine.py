@@ -352,7 +352,7 @@ def test_a_real_ray_of_twelve(monkeypatch):
     ray.init(address="local", num_cpus=3, resources={"NPU": 12}, **options)
     try:
         monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        cluster = see_npus(Machine()).ray
+        cluster = see_npus(Machine(), own_ray=False).ray
     finally:
         ray.shutdown()
     assert (cluster["resources"]["NPU"], cluster["resources"]["CPU"]) == (12, 3)
