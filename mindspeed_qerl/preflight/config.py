@@ -38,8 +38,10 @@ def layout(case: Case) -> Iterator[Check]:
         yield failed(rule.message, name=rule.rule.replace("_", " "))
     if case.legal:
         plan = case.plan.layout
-        words = f"legal: TP {plan.tp} PP {plan.pp} EP {plan.ep} DP {plan.dp}, "
-        yield passed(f"{words}vLLM TP {plan.infer_tp} EP {plan.infer_ep}")
+        yield passed(
+            f"legal: TP {plan.tp} PP {plan.pp} EP {plan.ep} DP {plan.dp}, vLLM TP {plan.infer_tp} "
+            f"EP {plan.infer_ep}"
+        )
 
 
 def memory(case: Case) -> Check:

@@ -79,9 +79,13 @@ def run_disk(case: Case) -> Check:
         size += ADAMW * trained
     saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
     free = case.machine.disk_free(run.root)
-    words = f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
-    words += f"{gigabytes(free)} free for {run.root}"
-    return enough(free, size, size * saves, words)
+    return enough(
+        free,
+        size,
+        size * saves,
+        f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
+        f"{gigabytes(free)} free for {run.root}",
+    )
 
 
 def base_disk(case: Case) -> Check:
@@ -128,9 +132,13 @@ def conversion_memory(case: Case) -> Check:
     plan, (free, limit) = case.legal, case.machine.memory()
     assert plan
     weights = BF16 * model_parameters(plan.shape)
-    words = f"the converter holds {gigabytes(weights)} of weights, and up to as much again in "
-    words += f"their new form; {gigabytes(free)} are left ({limit})"
-    return enough(free, weights, 2 * weights, words)
+    return enough(
+        free,
+        weights,
+        2 * weights,
+        f"the converter holds {gigabytes(weights)} of weights, and up to as much again in their "
+        f"new form; {gigabytes(free)} are left ({limit})",
+    )
 
 
 def panic_on_oom(case: Case) -> Check | None:
