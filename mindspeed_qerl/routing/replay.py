@@ -83,9 +83,8 @@ class RouteReplay:
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.index: dict[int, int] = {}  # among `routers.layers`, of each layer of this rank
         self.micro: MicroBatch | None = None  # of the forward pass under way
-        self.again: dict[int, deque[MicroBatch]] | None = (
-            None  # of layers that are computed again, oldest first
-        )
+        # of layers that are computed again, oldest first
+        self.again: dict[int, deque[MicroBatch]] | None = None
         self.seen: dict[int, torch.Tensor] = {}  # of each layer, what `Counts` has
         for router in model.modules():
             if not isinstance(router, TopKRouter):
