@@ -35,9 +35,9 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         recipe, found = read(raw)
         rehearsed = recipe if recipe.rehearsal.enabled else None
         if rehearsed:
-            from mindspeed_qerl import rehearsal
+            from mindspeed_qerl.rehearsal.prepare import prepare
 
-            recipe, found = rehearsal.prepare(recipe, found)
+            recipe, found = prepare(recipe, found)
         recipe = _with_run_to_resume(recipe, name)
         if not rehearsed:
             examine_for_engine(recipe, found)
@@ -114,9 +114,9 @@ def _train(
         raise
     _report(directory)
     if rehearsed:
-        from mindspeed_qerl import rehearsal
+        from mindspeed_qerl.rehearsal.report import report
 
-        print("\n" + rehearsal.report(directory, rehearsed, found.unused))
+        print("\n" + report(directory, rehearsed, found.unused))
     return 0
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.preflight.ports import RAY_PORT, WORKERS
+from mindspeed_qerl.preflight.network import RAY_PORT, WORKERS
 from tests import ROOT
 from tests.fake_box.nodes import Launcher
 

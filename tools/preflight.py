@@ -100,14 +100,7 @@ def main() -> int:
         if args.print_conversion:
             print(shlex.join(conversion(case_of(raw, name, args.nodes, args.own_ray))))
             return 0
-        checks = preflight(
-            raw,
-            name,
-            Machine(),
-            args.nodes,
-            args.own_ray,
-            lambda words: print(f"preflight: {words}", file=sys.stderr, flush=True),
-        )
+        checks = preflight(raw, name, Machine(), args.nodes, args.own_ray)
     except ConfigError as error:
         parser.error(str(error))
     checks = [

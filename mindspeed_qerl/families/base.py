@@ -28,6 +28,31 @@ STATED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size
 MOST_LAYERS = 10_000
 STATED_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
+# What Megatron takes for a key that the config leaves out: MindSpeed-RL hands on the defaults of
+# config_cls/megatron_config.py:MegatronConfig, but for None and false
+# (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's
+# megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
+# (tests/upstream/test_megatron_defaults.py). None for the others.
+MEGATRON_DEFAULTS: dict[str, Any] = dict(
+    use_mcore_models=False,
+    group_query_attention=False,
+    num_query_groups=1,
+    add_qkv_bias=False,
+    qk_layernorm=False,
+    disable_bias_linear=False,
+    swiglu=False,
+    normalization="LayerNorm",
+    norm_epsilon=1e-5,
+    position_embedding_type="learned_absolute",
+    rotary_base=10000,
+    untie_embeddings_and_output_weights=False,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    moe_router_topk=2,
+    norm_topk_prob=False,
+    moe_router_load_balancing_type="aux_loss",
+)
+
 
 @sizes
 class ModelShape:
@@ -59,10 +84,7 @@ class ModelShape:
         top, experts = self.num_experts_per_tok, self.num_experts
         if top > experts:
             raise ValueError(f"num_experts_per_tok = {top} must be at most num_experts = {experts}")
-        needed = (
-            ["num_experts_per_tok", "moe_intermediate_size"] if experts else ["intermediate_size"]
-        )
-        for key in needed:
+        for key in STATED_EXPERTS if experts else ("intermediate_size",):
             if not getattr(self, key):
                 raise ValueError(f"{key} = 0 must be at least 1")
         return self
@@ -170,15 +192,12 @@ class Family:
         needed = STATED_EXPERTS if self.experts else ("intermediate_size",)
         missing = [key for key in (*STATED, *needed) if key not in stated]
         if missing:
-            raise ConfigError(f"{name}: config.json does not state {', '.join(missing)}")
+            raise ConfigError(f"config.json does not state {', '.join(missing)}")
         layers = config["num_hidden_layers"]
         if not isinstance(layers, int) or layers > MOST_LAYERS:  # transformers makes a list of them
-            raise ConfigError(f"{name}: num_hidden_layers = {layers!r} is no number of layers")
-        try:
-            values = resolve(config)
-            shape = self._shape(values, name)
-        except ConfigError as error:
-            raise ConfigError(*[f"{name}: {fault}" for fault in error.faults]) from error
+            raise ConfigError(f"num_hidden_layers = {layers!r} is no number of layers")
+        values = resolve(config)
+        shape = self._shape(values, name)
         faults = unread_by_4(config) if is_old(values["transformers_version"]) else []
         alike = dict(ALIKE)
         if not self.shared_expert:
@@ -196,7 +215,7 @@ class Family:
                 f"num_attention_heads = {usual} for model_type {self.model_type!r}"
             )
         if faults:
-            raise ConfigError(*[f"{name}: {fault}" for fault in faults])
+            raise ConfigError(*faults)
         return shape
 
     def _shape(self, values: Mapping[str, Any], name: str) -> ModelShape:

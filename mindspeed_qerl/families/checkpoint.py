@@ -64,16 +64,14 @@ def whole_files(directory: Path) -> list[str]:
     """The names of the model's files, all there. ConfigError if they are not, or are not read alike
     by transformers and vLLM.
     """
-    has_single, has_index = ((directory / name).is_file() for name in (SINGLE, INDEX))
+    has_single = (directory / SINGLE).is_file()
+    has_index = (directory / INDEX).is_file()
     if not has_index and not has_single:
         raise ConfigError(
             f"{directory} has neither {INDEX} nor {SINGLE}: give the directory of a Hugging Face "
             "model, in safetensors (save_pretrained of transformers writes them)"
         )
-    try:
-        names = weight_files(directory)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    names = weight_files(directory)
     way_out = "Fetch the whole model"
     if is_stale := has_single and SINGLE not in names:
         way_out = f"If {SINGLE} is the whole model, move {INDEX} away"

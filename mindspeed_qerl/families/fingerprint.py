@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from mindspeed_qerl.common.errors import ConfigError
+
 SAMPLE, SAMPLES = 4096, 64  # bytes; samples of a file that does not say where its tensors are
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 POINTER = b"version https://git-lfs"
@@ -27,7 +29,7 @@ TEXTS = (
 def weight_files(directory: Path) -> list[str]:
     """Names of a Hugging Face model's safetensors, whether they are there or not: those in its
     index, else model.safetensors, else all in the folder. What lies beside them, such as an
-    adapter, is not the model's. ValueError: the index is none.
+    adapter, is not the model's. ConfigError: the index is none.
     """
     index = directory / INDEX
     if index.is_file():
@@ -35,7 +37,7 @@ def weight_files(directory: Path) -> list[str]:
             names = json.loads(index.read_text())["weight_map"].values()
             return sorted({Path(name).as_posix() for name in names})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(unreadable(index, error)) from error
+            raise ConfigError(unreadable(index, error)) from error
     if (directory / SINGLE).is_file():
         return [SINGLE]
     return sorted(file.name for file in directory.glob("*.safetensors"))
@@ -60,7 +62,7 @@ def weights_digest(directory: Path) -> str:
     """SHA-256 of all tensors' names, dtypes, shapes and first 4 KiB, of the model's safetensors in
     `directory`: the same however they are divided among files. Of other files with weights, also in
     folders below, if there are no safetensors: their names and sizes, and 64 samples of 4 KiB.
-    ValueError: a file is cut short.
+    ConfigError: a file is cut short.
 
     What changes a tensor only behind its first 4 KiB is not seen; training changes all of it.
     """
@@ -94,7 +96,7 @@ def _samples(file: Path, name: str) -> Iterator[bytes]:
                     label = f"{tensor} {entry['dtype']} {entry['shape']} "
                     yield label.encode() + content.read(min(SAMPLE, end - start))
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            raise ValueError(unreadable(file, error)) from error
+            raise ConfigError(unreadable(file, error)) from error
 
 
 def model_files(directory: str | Path) -> dict[str, Path]:

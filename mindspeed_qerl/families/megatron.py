@@ -8,33 +8,9 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, shape_of
-from mindspeed_qerl.families.base import Family
+from mindspeed_qerl.families.base import MEGATRON_DEFAULTS, Family
 from mindspeed_qerl.families.config import not_built, unread_by_4
 
-# What Megatron takes for a key that the config leaves out: MindSpeed-RL hands on the defaults of
-# config_cls/megatron_config.py:MegatronConfig, but for None and false
-# (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's
-# megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
-# (tests/upstream/test_megatron_defaults.py). None for the others.
-MEGATRON_DEFAULTS: dict[str, Any] = dict(
-    use_mcore_models=False,
-    group_query_attention=False,
-    num_query_groups=1,
-    add_qkv_bias=False,
-    qk_layernorm=False,
-    disable_bias_linear=False,
-    swiglu=False,
-    normalization="LayerNorm",
-    norm_epsilon=1e-5,
-    position_embedding_type="learned_absolute",
-    rotary_base=10000,
-    untie_embeddings_and_output_weights=False,
-    hidden_dropout=0.1,
-    attention_dropout=0.1,
-    moe_router_topk=2,
-    norm_topk_prob=False,
-    moe_router_load_balancing_type="aux_loss",
-)
 NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}; the local engine runs it"
 
 

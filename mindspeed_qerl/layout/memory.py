@@ -15,7 +15,6 @@ from mindspeed_qerl.layout.weights import rollout_weights, training_weights
 from mindspeed_qerl.recipe.types import Recipe
 
 MOMENTS = ("rollout", "weight sync", "log-probs", "update")
-TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last tenth
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,6 @@ class Memory:
         limit.
         """
         return max(self.total(moment) for moment in MOMENTS if moment != "rollout")
-
-    @property
-    def tight(self) -> bool:
-        """Fits, but only just: what never met an NPU is not good to the last tenth."""
-        return self.fits and self.peak > TIGHT * self.capacity
 
     @property
     def excess(self) -> int:

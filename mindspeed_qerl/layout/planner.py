@@ -20,6 +20,7 @@ from mindspeed_qerl.recipe.types import Batch, Layout
 
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
+TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last tenth
 
 
 def new_plan(
@@ -88,13 +89,14 @@ def _candidates(
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
             for ep in _divisors(world // tp // pp) if shape.moe else (1,):
-                layout = Layout(world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep)
-                layout = replace(layout, ranks_per_node=ranks_per_node)
+                layout = Layout(
+                    world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep, ranks_per_node=ranks_per_node
+                )
                 yield new_plan(shape, layout, Batch(), lora)
 
 
 def training_layouts(
-    shape: ModelShape, world: int, ranks_per_node: int = 16, lora: bool = True
+    shape: ModelShape, world: int, ranks_per_node: int, lora: bool = True
 ) -> Iterator[Plan]:
     """Plans whose training side is legal; the rollout's is still the same."""
     for plan in _candidates(shape, world, ranks_per_node, lora):
@@ -102,22 +104,18 @@ def training_layouts(
             yield plan
 
 
-def rollout_layouts(plan: Plan) -> Iterator[Plan]:
-    """The plan with each legal rollout side."""
+def legal_rollouts(plan: Plan) -> Iterator[Plan]:
+    """The plan with each legal rollout side and the nearest batch that it divides."""
     world = plan.layout.world
     for infer_tp in _divisors(world):
         for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
             layout = replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep)
             candidate = replace(plan, layout=layout)
-            if not broken(candidate, ROLLOUT):
-                yield candidate
-
-
-def legal_rollouts(plan: Plan) -> Iterator[Plan]:
-    """Those that a batch divides, with the nearest one to the plan's."""
-    for candidate in map(fit_batch, rollout_layouts(plan)):
-        if not broken(candidate):
-            yield candidate
+            if broken(candidate, ROLLOUT):
+                continue
+            fitted = fit_batch(candidate)
+            if not broken(fitted):
+                yield fitted
 
 
 def legal_layouts(
@@ -226,7 +224,7 @@ def reasons(memory: Memory) -> list[str]:
 def notes(memory: Memory) -> list[str]:
     """What to know beside the numbers of a plan."""
     lines = []
-    if memory.tight:
+    if memory.fits and memory.peak > TIGHT * memory.capacity:
         lines.append("tight")
     if memory.answers_at_once < memory.answers_needed:
         lines.append(f"KV for {memory.answers_at_once} of {memory.answers_needed}")
@@ -239,10 +237,10 @@ def notes(memory: Memory) -> list[str]:
 
 
 def nearest(
-    plan: Plan, k: int = 3, settings: Settings | None = None, names: Collection[str] = CHANGEABLE
+    plan: Plan, settings: Settings | None = None, names: Collection[str] = CHANGEABLE
 ) -> list[Plan]:
-    """The legal plans nearest to one that is not: the same ranks, the fewest and smallest changes
-    of the sizes in `names`, then of the batch.
+    """The three legal plans nearest to one that is not: the same ranks, the fewest and smallest
+    changes of the sizes in `names`, then of the batch.
 
     A size's change counts |log2(new / old)|, and every changed size 1 more: one number to retype is
     better than two. Switches (sequence_parallel, enable_expert_parallel and so on) are set as the
@@ -256,7 +254,7 @@ def nearest(
     closest: dict[tuple, Plan] = {}  # by sizes in names
     for *_, legal in sorted(ranked, key=lambda entry: entry[:3]):
         closest.setdefault(tuple(getattr(legal.layout, name) for name in names), legal)
-    return list(closest.values())[:k]
+    return list(closest.values())[:3]
 
 
 def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> float:
@@ -287,7 +285,7 @@ def _values(plan: Plan) -> dict[str, object]:
     return {**vars(plan.layout), **vars(plan.batch), "dispatch": None, **plan.batch.dispatch}
 
 
-def why_none(shape: ModelShape, world: int, ranks_per_node: int = 16) -> list[str]:
+def why_none(shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:
     """For a number of ranks without a layout: the sentences that refuse its candidates, the
     commonest first.
     """

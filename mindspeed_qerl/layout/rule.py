@@ -6,7 +6,6 @@ from math import prod
 from operator import attrgetter
 
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.recipe.types import Layout
 
 # repository and path of what is cited most
 VALIDATION = "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py"
@@ -16,8 +15,8 @@ WORKER = "MindSpeed-RL mindspeed_rl/workers/actor_hybrid_worker.py"
 ENGINE = "MindSpeed-RL mindspeed_rl/models/base/base_training_engine.py"
 TRANSFORMER = "Megatron-LM megatron/core/transformer/transformer_config.py"
 
-# of a plan's layout and the plan: a sentence with the numbers if the plan breaks the rule
-Check = Callable[[Layout, Plan], str | int | None]
+# of a plan: a sentence with the numbers if the plan breaks the rule
+Check = Callable[[Plan], str | int | None]
 # how messages write the sizes of a plan
 LABELS = {
     "layout.tp": "TP {}",
@@ -37,16 +36,14 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What upstream demands of a plan: `check` says what breaks it.
+    """What upstream demands of a plan, by the comment at its head; `check` says what breaks it.
 
     Attributes:
         source: `repository path:line` of upstream; tests/upstream/rule_lines.json has that line.
-        statement: in words; and what would happen without it, where upstream does not state it.
     """
 
     name: str
     source: str
-    statement: str
     check: Check
 
 
@@ -64,7 +61,7 @@ def multiple(what: str, number: str, *sizes: str) -> Check:
     names of their attributes.
     """
 
-    def check(layout: Layout, plan: Plan) -> str | None:
+    def check(plan: Plan) -> str | None:
         values = [max(attrgetter(size)(plan), 1) for size in sizes]
         labels = [LABELS[size].format(value) for size, value in zip(sizes, values)]
         by, product = " x ".join(labels), prod(values)
@@ -80,4 +77,4 @@ def multiple_widths(size: str) -> Check:
     mlp = multiple("columns of the MLP", "shape.intermediate_size", size)
     shared = "shape.shared_expert_intermediate_size"
     expert = multiple("columns of the shared expert", shared, size)
-    return lambda layout, plan: mlp(layout, plan) or expert(layout, plan)
+    return lambda plan: mlp(plan) or expert(plan)

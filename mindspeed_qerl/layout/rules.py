@@ -28,7 +28,7 @@ def broken(plan: Plan, rules: Iterable[Rule] = RULES) -> list[Violation]:
     """Every rule of `rules` that the plan breaks; [] for a plan that upstream would run."""
     violations = []
     for rule in rules:
-        if message := rule.check(plan.layout, plan):
+        if message := rule.check(plan):
             violations.append(Violation(rule.name, str(message), rule.source))
     return violations
 

@@ -104,7 +104,10 @@ def print_memory(console: Console, memory: Memory) -> None:
     for moment in MOMENTS:
         total = f"{memory.total(moment) / GB:.1f}"
         table.add_column(moment, justify="right", footer=total, no_wrap=True)
-    rows = parts_by_moment(memory)
+    rows: dict[str, dict[str, Part]] = {}  # name of a part -> moment -> the part
+    for moment, parts in memory.moments.items():
+        for part in parts:
+            rows.setdefault(part.name, {})[moment] = part
     for name, row in rows.items():
         cells = [f"{row[moment].bytes / GB:.1f}" if moment in row else "" for moment in MOMENTS]
         table.add_row(name, *cells)
@@ -112,15 +115,6 @@ def print_memory(console: Console, memory: Memory) -> None:
     for name, row in rows.items():
         hows = dict.fromkeys(part.how for part in row.values())
         console.print(f"{name}: {'; '.join(hows)}", highlight=False, style="dim")
-
-
-def parts_by_moment(memory: Memory) -> dict[str, dict[str, Part]]:
-    """name of a part -> moment -> the part."""
-    rows: dict[str, dict[str, Part]] = {}
-    for moment, parts in memory.moments.items():
-        for part in parts:
-            rows.setdefault(part.name, {})[moment] = part
-    return rows
 
 
 def faults_table(faults: Iterable[Violation]) -> Table:

@@ -10,13 +10,11 @@ torch: neither Megatron nor MindSpeed is imported, and nothing that a file names
 import json
 import pickle
 import re
-import types
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -30,9 +28,17 @@ EXPERTS = {
     "weight1": "linear_fc1",
     "weight2": "linear_fc2",
 }  # grouped experts' weights, and LoRA's targets
+# what unpickling makes as it was
+REBUILT = {
+    ("argparse", "Namespace"),
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Tensors = dict[str, torch.Tensor]
+Shards = dict[tuple[int, int], Tensors]  # by (tensor rank, expert rank)
+Table = dict[str, ParameterMapping]  # by Megatron's module
 
 
 @dataclass(frozen=True)
@@ -78,12 +84,11 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
         a Hugging Face model.
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
-    args, ranks = _read_ranks(directory)
+    args, stages = _read_ranks(directory)
     table = table_of_layer(shape_of_arguments(vars(args)))
     weights: dict[str, Pair] = {}
     layers_before = 0
-    for stage in range(args.pipeline_model_parallel_size):
-        shards = {(t, e): tensors for (t, p, e), tensors in ranks.items() if p == stage}
+    for shards in stages:
         weights |= whole_adapters(shards, args, table, layers_before)
         layers_before += 1 + max((layer for layer, _ in _modules(shards)), default=-1)
     if not weights:
@@ -102,7 +107,7 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     )
 
 
-def table_of_layer(shape: ModelShape) -> dict[str, ParameterMapping]:
+def table_of_layer(shape: ModelShape) -> Table:
     """What `whole_adapters` needs to know of a model: the mappings of its first layer, by
     Megatron's module.
     """
@@ -114,10 +119,10 @@ def table_of_layer(shape: ModelShape) -> dict[str, ParameterMapping]:
 
 
 def whole_adapters(
-    shards: dict[tuple[int, int], Tensors],
+    shards: Shards,
     args: Namespace,
-    table: dict[str, ParameterMapping],
-    layers_before: int = 0,
+    table: Table,
+    layers_before: int,
 ) -> dict[str, Pair]:
     """(A, B) by Hugging Face module name, of one pipeline stage.
 
@@ -140,7 +145,7 @@ def whole_adapters(
     return found
 
 
-def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
+def _modules(shards: Shards) -> set[tuple[int, str]]:
     """(layer, module) of a stage's adapters."""
     matches = map(ADAPTER.match, shards[0, 0])
     return {(int(match[1]), match[2]) for match in matches if match}
@@ -149,9 +154,9 @@ def _modules(shards: dict[tuple[int, int], Tensors]) -> set[tuple[int, str]]:
 def _unshard(
     module: str,
     prefix: str,
-    shards: dict[tuple[int, int], Tensors],
+    shards: Shards,
     args: Namespace,
-    table: dict[str, ParameterMapping],
+    table: Table,
 ) -> dict[str, Pair]:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
@@ -180,9 +185,9 @@ def _unshard(
 def _experts(
     module: str,
     prefix: str,
-    shards: dict[tuple[int, int], Tensors],
+    shards: Shards,
     args: Namespace,
-    table: dict[str, ParameterMapping],
+    table: Table,
 ) -> dict[str, Pair]:
     """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
     "mlp.experts.weight2" (f -> h).
@@ -243,8 +248,8 @@ def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, 
     return checkpoint_dir / f"iter_{iteration:07d}", iteration
 
 
-def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, ...], Tensors]]:
-    """The run's arguments, and by (tensor, pipeline, expert) rank its adapters."""
+def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
+    """The run's arguments, and its adapters by pipeline stage."""
     there = sorted(path.parent.name for path in directory.glob(f"mp_rank_*/{FILE}"))
     if not there:
         raise FileNotFoundError(
@@ -272,8 +277,8 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, ...], Tenso
             f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
             "bring the files of all nodes together"
         )
-    ranks: dict[tuple[int, ...], Tensors] = {}
-    for rank, folder in folders.items():
+    stages: list[Shards] = [{} for _ in range(sizes[1])]
+    for (tensor, stage, expert), folder in folders.items():
         checkpoint = _read(directory / folder / FILE)
         if _sizes(checkpoint["args"]) != sizes:
             raise ValueError(
@@ -285,16 +290,17 @@ def _read_ranks(directory: Path) -> tuple[Namespace, dict[tuple[int, ...], Tenso
                 f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: "
                 "checkpoints of virtual pipeline stages cannot be read"
             )
-        ranks[rank] = {
+        adapters = {
             name: value
             for name, value in checkpoint["model"].items()
             if "lora_" in name and torch.is_tensor(value)
         }
-        if strange := [name for name in ranks[rank] if not ADAPTER.match(name)]:
+        if strange := [name for name in adapters if not ADAPTER.match(name)]:
             raise ValueError(
                 f"{directory / folder / FILE}: {strange[0]} is not an adapter of a decoder layer"
             )
-    return args, ranks
+        stages[stage][tensor, expert] = adapters
+    return args, stages
 
 
 def _sizes(args: Namespace) -> tuple[int, int, int]:
@@ -307,10 +313,9 @@ def _sizes(args: Namespace) -> tuple[int, int, int]:
 
 def _read(file: Path) -> dict:
     """A rank's file, its tensors mapped: what is unused is never read."""
-    unpickling = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
     try:
         return torch.load(
-            file, map_location="cpu", weights_only=False, mmap=True, pickle_module=unpickling
+            file, map_location="cpu", weights_only=False, mmap=True, pickle_module=_Unpickling
         )
     except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"{file} cannot be read; it may be cut short: {error}") from error
@@ -327,20 +332,17 @@ class _Opaque:
     __init__ = __setstate__ = __setitem__ = append = extend = _take
 
 
-class _Unpickler(pickle.Unpickler):
-    """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of Megatron,
-    random states).
-    """
+class _Unpickling:
+    """What torch.load takes in the place of the module pickle."""
 
-    known: ClassVar = {
-        ("argparse", "Namespace"),
-        ("collections", "OrderedDict"),
-        ("torch._utils", "_rebuild_tensor_v2"),
-    }
+    class Unpickler(pickle.Unpickler):
+        """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of
+        Megatron, random states).
+        """
 
-    def find_class(self, module: str, name: str):
-        if (module, name) in self.known or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
-            return super().find_class(module, name)
-        return _Opaque
+        def find_class(self, module: str, name: str):
+            if (module, name) in REBUILT or (
+                module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+            ):
+                return super().find_class(module, name)
+            return _Opaque

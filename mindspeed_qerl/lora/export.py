@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from mindspeed_qerl.common.files import new_directory
+from mindspeed_qerl.common.files import json_text, new_directory
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
@@ -84,7 +84,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
             directory / "adapter_model.safetensors",
             metadata={"format": "pt", **_origin(adapters, base_model_dir)},
         )
-        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (directory / "adapter_config.json").write_text(json_text(config))
 
 
 def load_peft(directory: str | Path) -> Adapters:
@@ -111,7 +111,6 @@ def load_peft(directory: str | Path) -> Adapters:
             f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be "
             "numbers, r at least 1"
         )
-    patterns = _compiled(config, directory)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         match = PEFT_NAME.fullmatch(name)
@@ -121,11 +120,10 @@ def load_peft(directory: str | Path) -> Adapters:
                 f"linear layer with r = {rank}: {MERGE}"
             )
         module, side = match.groups()
-        for pattern, regex in patterns.items():
-            if regex.match(module):
-                raise ValueError(
-                    f"{directory}: {module} has an r or alpha of its own ({pattern}): {MERGE}"
-                )
+        if pattern := _own_pattern(config, module, directory):
+            raise ValueError(
+                f"{directory}: {module} has an r or alpha of its own ({pattern}): {MERGE}"
+            )
         pairs.setdefault(module, {})[side] = tensor
     for module, pair in pairs.items():
         if len(pair) < 2:
@@ -145,18 +143,18 @@ def _more_than_lora(config: dict) -> list[str]:
     return more
 
 
-def _compiled(config: dict, directory: Path) -> dict[str, re.Pattern]:
-    """The patterns of modules with an r or alpha of their own, as PEFT's get_pattern_key."""
-    compiled = {}
+def _own_pattern(config: dict, module: str, directory: Path) -> str | None:
+    """The pattern that gives a module an r or alpha of its own, as PEFT's get_pattern_key."""
     for pattern in [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]:
         try:
-            compiled[pattern] = re.compile(rf"(.*\.)?({pattern})$")
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return pattern
         except re.error as error:
             raise ValueError(
                 f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is "
                 f"no regular expression: {error}"
             ) from error
-    return compiled
+    return None
 
 
 def save_merged(
@@ -217,7 +215,8 @@ def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) ->
             raise ValueError(
                 f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter"
             )
-        there, dtype = base.header(name).get_shape(), base.header(name).get_dtype()
+        header = base.header(name)
+        there, dtype = header.get_shape(), header.get_dtype()
         if there != shape:
             raise ValueError(
                 f"{wrong_base}: {name} is {there} there, and the adapter is for {shape}"

@@ -8,8 +8,9 @@ upstream; what could hang or crash (npu-smi, CANN, a Ray that does not answer, a
 runs as a process with a time limit.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from textwrap import indent
 from typing import Any
@@ -42,7 +43,6 @@ STYLES = {
     PASSED: "green",
     SKIPPED: "dim",
 }
-GROUPS = tuple(dict.fromkeys(row.group for row in TABLE))
 # Checks that may fail (run.accepted_checks): not what the engine refuses by itself.
 ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
 
@@ -53,22 +53,20 @@ def preflight(
     machine: Machine,
     nodes: int = 1,
     own_ray: bool = False,
-    say: Callable[[str], None] = lambda _: None,
 ) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
-    a failed line, never an error. `say` is told what may take long, before it does.
+    a failed line, never an error. What may take long is said before it does, on stderr.
     """
-    case = case_of(raw, name, nodes, own_ray)
+    case = replace(case_of(raw, name, nodes, own_ray), machine=machine)
     if case.on_npus:
-        say(
-            "asking npu-smi, CANN and Ray at once, for at most 20 s; then importing what a worker "
-            "imports, if it is here, for at most 120 s ..."
+        print(
+            "preflight: asking npu-smi, CANN and Ray at once, for at most 20 s; then importing "
+            "what a worker imports, if it is here, for at most 120 s ...",
+            file=sys.stderr,
+            flush=True,
         )
         case = replace(case, seen=see_npus(machine, own_ray))
-    checks = [check for row in TABLE for check in _answers(row, machine, case)]
-    for number, check in enumerate(checks):
-        if check.state == FAILED and plain(check.name) in ACCEPTABLE and case.accepts(check.name):
-            checks[number] = replace(check, state=ACCEPTED)
+    checks = [check for row in TABLE for check in _answers(row, case)]
     for accepted in map(plain, case.recipe.run.accepted_checks):
         if accepted not in ACCEPTABLE:
             words = unknown("check that can be accepted", accepted, ACCEPTABLE)
@@ -77,20 +75,22 @@ def preflight(
     return checks
 
 
-def _answers(row: Row, machine: Machine, case: Case) -> Iterator[Check]:
+def _answers(row: Row, case: Case) -> Iterator[Check]:
     """The lines of a row."""
     if not all(getattr(case, need) for need in row.needs.split()):
         return
     try:
-        answer = row.verdict(machine, case)
+        answer = row.verdict(case)
         answers = [answer] if isinstance(answer, Check) else list(answer or ())
     except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on
         answers = [failed(f"could not be checked: {type(error).__name__}: {error}")]
     for check in answers:
-        fix = check.fix
-        if check.state in (FAILED, WARNING):
+        state, fix = check.state, check.fix
+        if state in (FAILED, WARNING):
             fix = fix or row.fix
-        yield replace(check, name=check.name or row.name, group=row.group, fix=fix)
+        if state == FAILED and not row.refused and case.accepts(row.name):
+            state = ACCEPTED
+        yield replace(check, state=state, name=check.name or row.name, group=row.group, fix=fix)
 
 
 def headline(checks: Iterable[Check]) -> str:

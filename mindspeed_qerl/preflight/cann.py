@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mindspeed_qerl.emulation import CANN_VERSIONS
 from mindspeed_qerl.preflight.case import Case, Check, failed, passed, skipped, warning
-from mindspeed_qerl.preflight.machine import Machine, ProbeError
+from mindspeed_qerl.preflight.machine import ProbeError
 
 # MindSpeed README.md:52 and docs/features/moe-token-permute-and-unpermute.md:22 at the pin.
 # vllm-ascend asks for 8.2.RC1 (docs/source/installation.md:15), MindSpeed-RL for 8.5.0
@@ -18,24 +18,24 @@ SERIES = 25  # of the driver; MindSpeed-RL's guide (docs/zh/install_guide.md:29)
 DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
 
 
-def folder(machine: Machine, case: Case, name: str, variable: str) -> Check:
+def folder(case: Case, name: str, variable: str) -> Check:
     """A variable that a set_env.sh sets to its root."""
-    home = machine.environment.get(variable)
+    home = case.machine.environment.get(variable)
     if not home:
         return failed(f"{variable} is not set: set_env.sh was not sourced")
-    if not machine.glob(home):
+    if not case.machine.glob(home):
         return failed(f"{variable}={home}: there is no such folder")
     return passed(f"{variable}={home}")
 
 
-def version(machine: Machine, case: Case) -> Check:
+def version(case: Case) -> Check:
     """What torch.version.cann will say, where torch_npu reads it (utils/collect_env.py:71):
     vllm-ascend chooses code by it.
     """
-    home = machine.environment.get("ASCEND_HOME_PATH", "/nowhere")
-    files = machine.glob(f"{home}/ascend_*_install.info")
-    files += machine.glob(f"{home}/*/ascend_*_install.info")
-    text = "\n".join(map(machine.read, files))
+    home = case.machine.environment.get("ASCEND_HOME_PATH", "/nowhere")
+    files = case.machine.glob(f"{home}/ascend_*_install.info")
+    files += case.machine.glob(f"{home}/*/ascend_*_install.info")
+    text = "\n".join(map(case.machine.read, files))
     match = re.search(r"^version=(\S+)", text, re.MULTILINE)
     if not match:
         return warning(f"in no ascend_*_install.info below {home}")
@@ -48,13 +48,13 @@ def version(machine: Machine, case: Case) -> Check:
     return warning(words)
 
 
-def kernels(machine: Machine, case: Case) -> Check | None:
+def kernels(case: Case) -> Check | None:
     """CANN's operators are a package of their own, by chip (vllm-ascend issues 237 and 573). Where
     they lie is that of the releases so far, so that a place without any says nothing.
     """
-    place = machine.environment.get("ASCEND_OPP_PATH", "/nowhere")
+    place = case.machine.environment.get("ASCEND_OPP_PATH", "/nowhere")
     place += "/built-in/op_impl/ai_core/tbe/kernel"
-    folders = machine.glob(f"{place}/ascend*") + machine.glob(f"{place}/config/ascend*")
+    folders = case.machine.glob(f"{place}/ascend*") + case.machine.glob(f"{place}/config/ascend*")
     chips = sorted({Path(folder).name for folder in folders})
     two_chips = any(die.chip for die in case.seen.dies)  # a card of a 910C
     chip = "ascend910_93" if two_chips else "ascend910b"
@@ -66,8 +66,8 @@ def kernels(machine: Machine, case: Case) -> Check | None:
     )
 
 
-def driver(machine: Machine, case: Case) -> Check:
-    match = re.search(r"^Version=((\d+)\S*)", machine.read(DRIVER_INFO), re.MULTILINE)
+def driver(case: Case) -> Check:
+    match = re.search(r"^Version=((\d+)\S*)", case.machine.read(DRIVER_INFO), re.MULTILINE)
     if not match:
         return skipped(f"no {DRIVER_INFO}")
     words = f"{match[1]}; MindSpeed-RL's guide names 25.5.0 for CANN {CANN_VERSIONS[0]}"
@@ -76,12 +76,12 @@ def driver(machine: Machine, case: Case) -> Check:
     return passed(words)
 
 
-def commands(machine: Machine, case: Case, name: str, needed: Sequence[str], why: str) -> Check:
+def commands(case: Case, name: str, needed: Sequence[str], why: str) -> Check:
     """Commands that compile something in the middle of a run."""
     missing = []
     for command in needed:
         try:
-            machine.run(command.split())
+            case.machine.run(command.split())
         except ProbeError as error:
             missing.append(str(error))
     if missing:
@@ -89,28 +89,28 @@ def commands(machine: Machine, case: Case, name: str, needed: Sequence[str], why
     return passed(", ".join(needed))
 
 
-def operators(machine: Machine, case: Case) -> Check:
+def operators(case: Case) -> Check:
     """MindSpeed's own operators, such as the grouped product of experts (op_builder/builder.py):
     torch builds them with ninja in TORCH_EXTENSIONS_DIR. A build that was killed leaves <name>/lock
     there, for which everybody waits for ever (MindSpeed docs/faq/torch_extensions.md); its
     delete_lock_file looks one folder above (megatron_adaptor.py:44).
     """
-    shell = machine.environment
+    shell = case.machine.environment
     # torch/utils/cpp_extension.py:_get_build_directory
     root = shell.get("TORCH_EXTENSIONS_DIR")
     locks = f"{root}/*/lock"
     if not root:
         root = f"{shell.get('HOME', '/root')}/.cache/torch_extensions"
         locks = f"{root}/*/*/lock"
-    left = machine.glob(locks)
+    left = case.machine.glob(locks)
     if left:
         return failed(
             f"{', '.join(left)}: every worker waits for it, for ever; left by a build that was "
             "killed, unless one is compiling now"
         )
-    if not machine.writable(root):
+    if not case.machine.writable(root):
         return failed(f"{root} cannot be written: they are compiled there at the first step")
-    if not machine.may_execute(root):  # vllm-ascend issue 10551, pytorch/pytorch issue 91005
+    if not case.machine.may_execute(root):  # vllm-ascend issue 10551, pytorch/pytorch issue 91005
         return failed(
             f'{root} is mounted noexec: what is compiled there cannot be loaded ("failed to map '
             'segment from shared object")'

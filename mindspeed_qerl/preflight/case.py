@@ -1,9 +1,9 @@
 """One line of the table, what is to be launched, and the NPUs that the machine sees."""
 
 import re
-import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of, examine
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.preflight.machine import ProbeError
+from mindspeed_qerl.preflight.machine import Machine, ProbeError
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe
 
@@ -72,16 +72,16 @@ class Die:
 class Seen:
     """The NPUs that each part of the machine sees."""
 
-    dies: list[Die] = field(default_factory=list)  # of npu-smi
+    dies: Sequence[Die] = ()  # of npu-smi
     # number of a die -> processes by npu-smi, in words
     processes: Mapping[int, list[str]] = field(default_factory=dict)
-    mapped: list[int] = field(default_factory=list)  # the numbers of /dev/davinci*
+    mapped: Sequence[int] = ()  # the numbers of /dev/davinci*
     acl: int = 0  # CANN's count
     visible: list[str] | None = None  # ASCEND_RT_VISIBLE_DEVICES
     ray: Mapping[str, Any] | None = None  # the running cluster (ascend/cluster.py)
     faults: Mapping[str, ProbeError] = field(default_factory=dict)  # of a part that could not say
 
-    def taken(self, count: int) -> list[Die]:
+    def taken(self, count: int) -> Sequence[Die]:
         """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other
         numbers than /dev/davinci* (a container whose nodes have new names) the first of its list.
         """
@@ -113,10 +113,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be launched: the recipe of config `name`, and what the engine's own check found.
-    `nodes` share its NPUs equally; `own_ray`: a Ray is started for it, none is joined. `unread` are
-    the faults of values that a layout depends on, in whose place `recipe` has defaults: then there
-    is no `plan`, nor without a model.
+    """What is to be launched on `machine`: the recipe of config `name`, and what the engine's own
+    check found. `nodes` share its NPUs equally; `own_ray`: a Ray is started for it, none is joined.
+    `unread` are the faults of values that a layout depends on, in whose place `recipe` has
+    defaults: then there is no `plan`, nor without a model.
     """
 
     recipe: Recipe
@@ -126,6 +126,7 @@ class Case:
     name: str
     nodes: int
     own_ray: bool
+    machine: Machine = field(default_factory=Machine)
     seen: Seen = Seen()
 
     # What a row of the table may need:
@@ -193,21 +194,16 @@ class Case:
         return plain(name) in map(plain, self.recipe.run.accepted_checks)
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int = 1, own_ray: bool = False) -> Case:
+def case_of(raw: Mapping[str, Any], name: str, nodes: int, own_ray: bool) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     recipe, examined = examine(raw)
     engine_of(recipe)
-    faults, plan = list(examined.faults), None
-    unread = tuple(fault for fault in faults if _is_unread(fault))
+    plan = None
+    unread = tuple(fault for fault in examined.faults if _is_unread(fault))
     if not unread:
-        try:
+        with suppress(ConfigError):  # of the model: the engine's check has said so
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
-        except ConfigError as error:
-            known = {fault.message for fault in faults}
-            for fault in error.faults:
-                if fault.message not in known:
-                    faults.append(replace(fault, rule="model"))
-    return Case(recipe, tuple(faults), unread, plan, name, nodes, own_ray)
+    return Case(recipe, tuple(examined.faults), unread, plan, name, nodes, own_ray)
 
 
 def _is_unread(fault: Fault) -> bool:
@@ -222,15 +218,6 @@ def plain(name: str) -> str:
     ('canns-version', 'dev-davinci')
     """
     return "-".join(re.findall(r"[a-z0-9._]+", name.lower().replace("'", "")))
-
-
-def quoted(path: object) -> str:
-    """A path as it is typed in a command.
-
-    >>> quoted("/data/my models")
-    "'/data/my models'"
-    """
-    return shlex.quote(str(path))
 
 
 def gigabytes(size: float) -> str:

@@ -1,25 +1,18 @@
-"""The config: its keys, its layout and memory; and the model that it names."""
+"""The config: its keys, its layout and memory; and what the model that it names is said to be."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from mindspeed_qerl.common.errors import ConfigError, Fault
-from mindspeed_qerl.families.checkpoint import whole_files
-from mindspeed_qerl.families.fingerprint import is_pointer
+from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.layout.memory import estimate, settings_of
-from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.weights import model_parameters
-from mindspeed_qerl.preflight.case import Case, Check, failed, gigabytes, passed, skipped, warning
-from mindspeed_qerl.preflight.files import NEARLY
-from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight.case import Case, Check, failed, gigabytes, passed, skipped
 
 # Keys of files that have checks of their own.
 FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
 
 
-def keys(machine: Machine, case: Case) -> Iterator[Check]:
+def keys(case: Case) -> Iterator[Check]:
     """What the engine's own check says, but for the layout, the model and the files, which have
     lines of their own.
     """
@@ -36,7 +29,7 @@ def _has_own_line(fault: Fault, case: Case) -> bool:
     return fault.rule == "model" or fault.key in FILES
 
 
-def layout(machine: Machine, case: Case) -> Iterator[Check]:
+def layout(case: Case) -> Iterator[Check]:
     """Upstream's rules for layout and batch, training and rollout."""
     if case.plan is None:
         yield skipped("the values above make no layout")
@@ -45,11 +38,13 @@ def layout(machine: Machine, case: Case) -> Iterator[Check]:
         yield failed(rule.message, name=rule.rule.replace("_", " "))
     if case.legal:
         plan = case.plan.layout
-        words = f"legal: TP {plan.tp} PP {plan.pp} EP {plan.ep} DP {plan.dp}, "
-        yield passed(f"{words}vLLM TP {plan.infer_tp} EP {plan.infer_ep}")
+        yield passed(
+            f"legal: TP {plan.tp} PP {plan.pp} EP {plan.ep} DP {plan.dp}, vLLM TP {plan.infer_tp} "
+            f"EP {plan.infer_ep}"
+        )
 
 
-def memory(machine: Machine, case: Case) -> Check:
+def memory(case: Case) -> Check:
     """The estimate of layout/memory.py, against the smallest die's: 64 GB, or less by npu-smi (a
     910B4, a slice).
     """
@@ -64,7 +59,7 @@ def memory(machine: Machine, case: Case) -> Check:
     return failed(words + "; ".join(held.faults))
 
 
-def config_json(machine: Machine, case: Case) -> Check:
+def config_json(case: Case) -> Check:
     """Whether it is there, can be built, and describes the model that Megatron is told of."""
     fixes = {fault.message: fault.fix for fault in case.faults if fault.rule == "model"}
     if fixes:
@@ -72,7 +67,7 @@ def config_json(machine: Machine, case: Case) -> Check:
     return passed("it can be built, and the config agrees with it")
 
 
-def vocabulary(machine: Machine, case: Case) -> Check | None:
+def vocabulary(case: Case) -> Check | None:
     """Without padded_vocab_size Megatron takes the tokenizer's own number of tokens (Megatron-LM
     tokenizer.py:103).
     """
@@ -84,34 +79,3 @@ def vocabulary(machine: Machine, case: Case) -> Check | None:
         f"and vLLM's embedding has {rows:,} rows",
         f"++model.{name}.padded_vocab_size={rows}    # an override of the config",
     )
-
-
-def tokenizer(machine: Machine, case: Case) -> Check:
-    folder = Path(case.recipe.model.path)
-    file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
-    if not file.is_file() or is_pointer(file):
-        return failed(f"{file} is not there, or is a pointer of git-lfs")
-    settings = machine.read(folder / "tokenizer_config.json")
-    if case.recipe.task.prompt != "chat" or template.is_file() or "chat_template" in settings:
-        return passed("there")
-    return warning("no chat template")
-
-
-def weights(machine: Machine, case: Case) -> Check:
-    """All files that the model's index names, of the size of this model: failed while the run or
-    the conversion of the base weights reads them, else a warning.
-    """
-    folder = Path(case.recipe.model.path)
-    verdict = failed if case.base_to_convert or not case.upstream else warning
-    assert case.plan
-    least = NEARLY * BF16 * model_parameters(case.plan.shape)
-    try:
-        size = sum((folder / name).stat().st_size for name in whole_files(folder))
-    except ConfigError as error:
-        return verdict(str(error))
-    if size < least:
-        return verdict(
-            f"{gigabytes(size)}, and the model of config.json has {gigabytes(least / NEARLY)} in "
-            "16 bits: pointers of git-lfs, an interrupted download, or another model"
-        )
-    return passed(f"all files, {gigabytes(size)}")

@@ -1,4 +1,6 @@
-"""The files that a run reads: training and test data, and the base weights in Megatron's format."""
+"""The files that a run reads: the model's, training and test data, and the base weights in
+Megatron's format.
+"""
 
 import re
 import shlex
@@ -11,9 +13,11 @@ from zipfile import is_zipfile
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folder
+from mindspeed_qerl.families.checkpoint import whole_files
+from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.weights import training_weights
+from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import (
     Case,
     Check,
@@ -21,16 +25,45 @@ from mindspeed_qerl.preflight.case import (
     failed,
     gigabytes,
     passed,
-    quoted,
     skipped,
     warning,
 )
-from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
 NEARLY = 0.95  # of a computed size: what is below it is another file
+
+
+def tokenizer(case: Case) -> Check:
+    folder = Path(case.recipe.model.path)
+    file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+    if not file.is_file() or is_pointer(file):
+        return failed(f"{file} is not there, or is a pointer of git-lfs")
+    settings = case.machine.read(folder / "tokenizer_config.json")
+    if case.recipe.task.prompt != "chat" or template.is_file() or "chat_template" in settings:
+        return passed("there")
+    return warning("no chat template")
+
+
+def weights(case: Case) -> Check:
+    """All files that the model's index names, of the size of this model: failed while the run or
+    the conversion of the base weights reads them, else a warning.
+    """
+    folder = Path(case.recipe.model.path)
+    verdict = failed if case.base_to_convert or not case.upstream else warning
+    assert case.plan
+    least = NEARLY * BF16 * model_parameters(case.plan.shape)
+    try:
+        size = sum((folder / name).stat().st_size for name in whole_files(folder))
+    except ConfigError as error:
+        return verdict(str(error))
+    if size < least:
+        return verdict(
+            f"{gigabytes(size)}, and the model of config.json has {gigabytes(least / NEARLY)} in "
+            "16 bits: pointers of git-lfs, an interrupted download, or another model"
+        )
+    return passed(f"all files, {gigabytes(size)}")
 
 
 def _packed(case: Case) -> tuple[Any, Any, Any]:
@@ -45,7 +78,7 @@ def _packed(case: Case) -> tuple[Any, Any, Any]:
     return lengths, tokens, labels
 
 
-def training_files(machine: Machine, case: Case) -> Check:
+def training_files(case: Case) -> Check:
     """Upstream keeps prompts that are shorter than max_prompt_length (indexed_dataset.py:545)."""
     recipe = case.recipe
     fix = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
@@ -71,7 +104,7 @@ def training_files(machine: Machine, case: Case) -> Check:
     return enough(kept, recipe.batch.global_batch_size, len(lengths), words, fix)
 
 
-def overlap(machine: Machine, case: Case) -> Check:
+def overlap(case: Case) -> Check:
     """Whether what is trained on is what is tested with: the training file's questions, or those
     kept beside a packed file, against the test file's; and how many prompts a packed file has.
     """
@@ -102,7 +135,7 @@ def _rows(file: str) -> list[Row]:
         return []
 
 
-def converted(machine: Machine, case: Case, name: str, key: str) -> Check:
+def converted(case: Case, name: str, key: str) -> Check:
     file = getattr(case.recipe.task, key)
     try:
         rows = read_rows(file)
@@ -113,6 +146,15 @@ def converted(machine: Machine, case: Case, name: str, key: str) -> Check:
             fix = f"python tools/make_tiny_model.py --output {quoted(model)}"
         return failed(str(error), fix)
     return passed(f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
+
+
+def quoted(path: object) -> str:
+    """A path as it is typed in a command.
+
+    >>> quoted("/data/my models")
+    "'/data/my models'"
+    """
+    return shlex.quote(str(path))
 
 
 def conversion(case: Case) -> list[str]:
@@ -147,7 +189,7 @@ def conversion(case: Case) -> list[str]:
     return conversion_command(case.recipe)
 
 
-def base_weights(machine: Machine, case: Case) -> Check:
+def base_weights(case: Case) -> Check:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of
     this layout, a whole zip of a rank's size.
     """
@@ -159,7 +201,7 @@ def base_weights(machine: Machine, case: Case) -> Check:
         fix = f"(cd MindSpeed-LLM && CUDA_DEVICE_MAX_CONNECTIONS=1 {shlex.join(conversion(case))})"
     except ConfigError as error:
         fix = str(error)
-    tracker = machine.read(Path(load) / TRACKER).strip()
+    tracker = case.machine.read(Path(load) / TRACKER).strip()
     if not tracker:
         return failed(f"no {TRACKER} in {load}: not converted yet", fix)
     # else "release"

@@ -4,19 +4,16 @@ from collections.abc import Callable
 
 from mindspeed_qerl.ascend.limits import needed_cpus
 from mindspeed_qerl.layout.memory import settings_of
-from mindspeed_qerl.layout.parts import BF16, Settings, adapter_weights
+from mindspeed_qerl.layout.parts import ADAMW, BF16, Settings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import Case, Check, enough, failed, gigabytes, passed, warning
-from mindspeed_qerl.preflight.machine import Machine
 
 # bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
 PROCESS = 4 * 10**9
-ADAMW = 12  # bytes a trained weight: fp32 itself and both moments
 
 
 def at_least(
-    machine: Machine,
     case: Case,
     name: str,
     measure: str,
@@ -27,13 +24,13 @@ def at_least(
     per_rank: bool = False,
 ) -> Check:
     """A number of the machine, a method of `Machine`, against what a run needs, or each rank."""
-    have = getattr(machine, measure)(*filter(None, [path]))
+    have = getattr(case.machine, measure)(*filter(None, [path]))
     if per_rank:
         need *= case.ranks
     return enough(have, least, need, words.format(have, need))
 
 
-def cpus(machine: Machine, case: Case) -> Check:
+def cpus(case: Case) -> Check:
     """CPUs that upstream reserves, against those that the running Ray has."""
     need, cluster = needed_cpus(case.recipe), case.seen.ray
     words = f"{case.npus} NPUs and Ray's other tasks reserve {need} logical CPUs"
@@ -43,17 +40,17 @@ def cpus(machine: Machine, case: Case) -> Check:
     return enough(free, need, need, f"{words}; the running Ray has {free} free")
 
 
-def user(machine: Machine, case: Case) -> Check:
+def user(case: Case) -> Check:
     """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else), and
     CANN's compiler writes kernel_meta into the folder that Ray was started in (issue 2748).
     """
-    name = machine.user()
+    name = case.machine.user()
     if name is None:
         return warning(
             "the user of this process has no name in /etc/passwd: HCCL was seen to end with "
             '"HcclGetRootInfo ... error code is 19"'
         )
-    if not machine.writable("."):
+    if not case.machine.writable("."):
         return warning(
             "this folder cannot be written: CANN's compiler writes kernel_meta into the one that "
             'Ray is started in ("Failed to init tbe")'
@@ -61,14 +58,14 @@ def user(machine: Machine, case: Case) -> Check:
     return passed(f"{name}, and this folder can be written")
 
 
-def run_root(machine: Machine, case: Case) -> Check | None:
+def run_root(case: Case) -> Check | None:
     root = case.recipe.run.root
-    if machine.writable(root):
+    if case.machine.writable(root):
         return None
     return failed(f"run.root = {root} cannot be written")
 
 
-def run_disk(machine: Machine, case: Case) -> Check:
+def run_disk(case: Case) -> Check:
     """Room for the run's checkpoints. Sizes are computed: 2 bytes a weight, and 12 of AdamW for
     each one that is trained, in every rank's file.
     """
@@ -81,19 +78,23 @@ def run_disk(machine: Machine, case: Case) -> Check:
     if not case.recipe.npu.no_save_optim:
         size += ADAMW * trained
     saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
-    free = machine.disk_free(run.root)
-    words = f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
-    words += f"{gigabytes(free)} free for {run.root}"
-    return enough(free, size, size * saves, words)
+    free = case.machine.disk_free(run.root)
+    return enough(
+        free,
+        size,
+        size * saves,
+        f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
+        f"{gigabytes(free)} free for {run.root}",
+    )
 
 
-def base_disk(machine: Machine, case: Case) -> Check:
+def base_disk(case: Case) -> Check:
     """Room for the converted base weights."""
     load, plan = case.recipe.model.load, case.legal
     assert load and plan
-    if not machine.writable(load):
+    if not case.machine.writable(load):
         return failed(f"{load} cannot be written: the base weights are converted into it")
-    size, free = BF16 * _per_rank(plan, training_weights), machine.disk_free(load)
+    size, free = BF16 * _per_rank(plan, training_weights), case.machine.disk_free(load)
     words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
     return enough(free, size, size, words)
 
@@ -104,12 +105,12 @@ def _per_rank(plan: Plan, weights: Callable[..., tuple[int, int]], *settings: Se
     return plan.layout.tp * plan.layout.ep * sum(stages)
 
 
-def host_memory(machine: Machine, case: Case) -> Check:
+def host_memory(case: Case) -> Check:
     """What processes of this machine can still have, against what its ranks load at once. Every
     rank reads its whole file before its weights go to the die (megatron/training/checkpointing.py,
     torch.load).
     """
-    plan, (free, limit) = case.legal, machine.memory()
+    plan, (free, limit) = case.legal, case.machine.memory()
     assert plan
     layout, files = plan.layout, BF16 * _per_rank(plan, training_weights) * case.ranks
     files //= layout.tp * layout.pp * layout.ep
@@ -124,19 +125,23 @@ def host_memory(machine: Machine, case: Case) -> Check:
     )
 
 
-def conversion_memory(machine: Machine, case: Case) -> Check:
+def conversion_memory(case: Case) -> Check:
     """The converter holds the weights, and up to as much again in their new form
     (convert_hf2mg.py).
     """
-    plan, (free, limit) = case.legal, machine.memory()
+    plan, (free, limit) = case.legal, case.machine.memory()
     assert plan
     weights = BF16 * model_parameters(plan.shape)
-    words = f"the converter holds {gigabytes(weights)} of weights, and up to as much again in "
-    words += f"their new form; {gigabytes(free)} are left ({limit})"
-    return enough(free, weights, 2 * weights, words)
+    return enough(
+        free,
+        weights,
+        2 * weights,
+        f"the converter holds {gigabytes(weights)} of weights, and up to as much again in their "
+        f"new form; {gigabytes(free)} are left ({limit})",
+    )
 
 
-def panic_on_oom(machine: Machine, case: Case) -> Check | None:
-    if machine.read("/proc/sys/vm/panic_on_oom").strip() in ("", "0"):
+def panic_on_oom(case: Case) -> Check | None:
+    if case.machine.read("/proc/sys/vm/panic_on_oom").strip() in ("", "0"):
         return None
     return warning("the whole machine reboots when host memory runs out")

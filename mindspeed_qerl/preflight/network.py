@@ -1,16 +1,24 @@
-"""The network: addresses of nodes and of Ray, the host's own name, and between two nodes the NPUs'
-own interfaces.
+"""The network: addresses of nodes and of Ray, the host's own name, between two nodes the NPUs' own
+interfaces; and HCCL's ports, against those that are taken now, those that the kernel may draw, and
+those of the launcher's Ray.
 """
 
 import ipaddress
 import re
 import socket
 
-from mindspeed_qerl.preflight.case import Case, Check, passed, warning
-from mindspeed_qerl.preflight.machine import Machine, ProbeError
+from mindspeed_qerl.ascend.limits import npu_environment
+from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
+from mindspeed_qerl.preflight.machine import ProbeError
 
 HCCN = "/etc/hccn.conf"
 TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
+# All other ports of a run are the kernel's draw: Ray's own, upstream's MASTER_PORT, its ZMQ
+# server's.
+PORTS = range(1024, 65536)
+RAY_PORT, WORKERS = 6380, range(20002, 30000)  # of the launcher's Ray (examples/grpo/launch.sh)
+AGENT = 52365  # Ray's dashboard agent (ray_constants.py:DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
+BASE = "HCCL_IF_BASE_PORT"
 
 
 def fault_of_address(name: str, value: str, nodes: int) -> str:
@@ -56,12 +64,12 @@ def fault_of_ray_address(address: str) -> str:
     )
 
 
-def host_name(machine: Machine, case: Case) -> Check | None:
+def host_name(case: Case) -> Check | None:
     """Gloo binds to the address that the host's name has, unless an interface is named (verl issue
     849, vllm issue 7074); half an hour later c10d gives up.
     """
     name = socket.gethostname()
-    if machine.environment.get("GLOO_SOCKET_IFNAME") or machine.may_listen(name):
+    if case.machine.environment.get("GLOO_SOCKET_IFNAME") or case.machine.may_listen(name):
         return None
     return warning(
         f"{name} is the name of no address that a network interface here has: gloo and c10d "
@@ -69,11 +77,11 @@ def host_name(machine: Machine, case: Case) -> Check | None:
     )
 
 
-def device_addresses(machine: Machine, case: Case) -> Check:
+def device_addresses(case: Case) -> Check:
     """The addresses of the NPUs' own interfaces, which only the host has (vllm-ascend issues 7711,
     9447 and 14506). Whether TLS is the same on both nodes is not asked.
     """
-    lines = re.findall(r"^address_(\d+)=", machine.read(HCCN), re.MULTILINE)
+    lines = re.findall(r"^address_(\d+)=", case.machine.read(HCCN), re.MULTILINE)
     missing = [str(die) for die in case.seen.mapped if str(die) not in lines]
     if not missing:
         return passed("an address for each die")
@@ -83,12 +91,12 @@ def device_addresses(machine: Machine, case: Case) -> Check:
     )
 
 
-def links(machine: Machine, case: Case) -> Check | None:
+def links(case: Case) -> Check | None:
     """Whether the links of the NPUs' own interfaces are up; nothing without hccn_tool."""
     down = []
     for die in case.seen.mapped:
         try:
-            words = machine.run([TOOL, "-i", str(die), "-link", "-g"])
+            words = case.machine.run([TOOL, "-i", str(die), "-link", "-g"])
         except ProbeError:
             return None
         if "status: DOWN" in words:
@@ -99,3 +107,54 @@ def links(machine: Machine, case: Case) -> Check | None:
         f"hccn_tool says of die {', '.join(down)}: link status: DOWN; HCCL would wait for the "
         "other node (EI0006)"
     )
+
+
+def hccl_ports(case: Case) -> Check | None:
+    """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on, by the number of its die
+    (vllm-ascend pull request 12318), or somewhere in HCCL_HOST_SOCKET_PORT_RANGE, which has a row
+    of its own.
+    """
+    shell = case.machine.environment
+    if "HCCL_HOST_SOCKET_PORT_RANGE" in shell:
+        return None
+    given = shell.get(BASE) or npu_environment()[BASE]
+    base = int(given) if given.isdecimal() else 0
+    dies = {*range(case.ranks), *case.seen.mapped[: case.ranks]}
+    ours = sorted(base + die for die in dies)
+    if ours[0] not in PORTS or ours[-1] not in PORTS:
+        return failed(
+            f"{BASE}={given}: it and the ports behind it, one a rank, must be numbers from "
+            f"{PORTS[0]} to {PORTS[-1]}"
+        )
+    words = f"{base} to {ours[-1]}"
+    if case.own_ray:
+        shared = sorted(_ports_of_ray(shell.get("RAY_PORT")).intersection(ours))
+        if shared:
+            ports = ", ".join(map(str, shared))
+            return failed(f"{words}: {ports} are of Ray too, its head (RAY_PORT), agent or workers")
+    taken = ", ".join(str(port) for port in ours if not case.machine.may_listen(port=port))
+    if taken:
+        return failed(f"{words}: {taken} taken")
+    drawn = _ports(case, "ip_local_port_range", r"(\d+)\s+(\d+)")
+    kept = _ports(case, "ip_local_reserved_ports", r"(\d+)(?:-(\d+))?")
+    if set(ours) & drawn - kept:
+        return warning(
+            f"{words} are free, and inside net.ipv4.ip_local_port_range: any connection of this "
+            "machine may draw one before HCCL listens",
+            f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{ours[-1]}",
+        )
+    return passed(f"{words} are free")
+
+
+def _ports_of_ray(given: str | None) -> set[int]:
+    """The ports that the launcher's Ray is told to take, and its agent's."""
+    port = int(given) if given and given.isdecimal() else RAY_PORT  # the launcher refuses others
+    return {port, port + 1, AGENT, *WORKERS}
+
+
+def _ports(case: Case, name: str, spans: str) -> set[int]:
+    """The ports of the spans, of a first and a last one, in a file below /proc/sys/net/ipv4."""
+    ports = set()
+    for first, last in re.findall(spans, case.machine.read(f"/proc/sys/net/ipv4/{name}")):
+        ports |= set(range(int(first), int(last or first) + 1))
+    return ports

@@ -17,14 +17,12 @@ from mindspeed_qerl.preflight.case import (
     skipped,
     warning,
 )
-from mindspeed_qerl.preflight.machine import Machine
 
-MIB = 2**20
 # What a die that nobody uses shows, and some: of 64 GB public reports have 2.7 to 3.5 GB.
 IDLE = 1 / 8
 
 
-def ranks(machine: Machine, case: Case) -> Check:
+def ranks(case: Case) -> Check:
     """The number of each part, and the first of them that loses some."""
     if not case.on_npus:
         return skipped(f"engine={case.recipe.engine}, emulate_npu={case.recipe.emulate_npu}")
@@ -45,7 +43,7 @@ def ranks(machine: Machine, case: Case) -> Check:
     return passed(words)
 
 
-def count(machine: Machine, case: Case, name: str) -> Check:
+def count(case: Case, name: str) -> Check:
     """The dies that one part counts: failed where they are fewer than are needed, a warning where
     the parts above it have as few.
     """
@@ -57,7 +55,7 @@ def count(machine: Machine, case: Case, name: str) -> Check:
     return enough(counts[name], min([case.ranks, *above]), case.ranks, f"{counts[name]} dies")
 
 
-def npu_smi(machine: Machine, case: Case) -> Check:
+def npu_smi(case: Case) -> Check:
     """Health of the dies that the run takes, and memory that somebody holds on them against the
     plan's.
     """
@@ -80,13 +78,13 @@ def npu_smi(machine: Machine, case: Case) -> Check:
     words += f"; in use: {held}"
     if case.legal is None:
         return warning(words)
-    left = MIB * min(die.total - die.used for die in busy)
+    left = 2**20 * min(die.total - die.used for die in busy)
     need = estimate(case.legal, settings_of(case.recipe)).peak
     words += f". The plan needs {gigabytes(need)} of the {gigabytes(left)} that are left"
     return enough(left, need, float("inf"), words)
 
 
-def processes(machine: Machine, case: Case) -> Check | None:
+def processes(case: Case) -> Check | None:
     """Processes on dies that the run takes, however little they hold: HCCL listens on one port of a
     die's own network interface (vllm-ascend issues 1955, 4725 and 11968).
     """
@@ -102,7 +100,7 @@ def processes(machine: Machine, case: Case) -> Check | None:
     )
 
 
-def visible(machine: Machine, case: Case) -> Check:
+def visible(case: Case) -> Check:
     """Dies by the list of the shell. A worker gives Ray's number straight to set_device
     (base_worker.py:89), so that only the first dies can be used, in their order.
     """
@@ -118,10 +116,10 @@ def visible(machine: Machine, case: Case) -> Check:
     )
 
 
-def ray(machine: Machine, case: Case) -> Check:
+def ray(case: Case) -> Check:
     seen = case.seen
     if seen.ray is None:
-        return count(machine, case, "Ray")
+        return count(case, "Ray")
     total, free = (int(seen.ray[key].get("NPU", 0)) for key in ("resources", "available"))
     words = f"one is running with {total} NPUs on {seen.ray['nodes']} nodes"
     if free < total:
@@ -131,7 +129,7 @@ def ray(machine: Machine, case: Case) -> Check:
     return passed(words)
 
 
-def groups(machine: Machine, case: Case) -> Check | None:
+def groups(case: Case) -> Check | None:
     """Whether upstream's placement groups can be given where there is more than one node: what one
     node shows to CANN is the width of each.
     """

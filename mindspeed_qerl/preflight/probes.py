@@ -3,8 +3,8 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from mindspeed_qerl.preflight.case import LIST, Die, Seen
@@ -50,15 +50,16 @@ print("answer", json.dumps(look()))
 """
 
 
-def see_npus(machine: Machine, own_ray: bool = False) -> Seen:
+def see_npus(machine: Machine, own_ray: bool) -> Seen:
     """Ask each part of the machine; Ray unless one is started for the run."""
-    probes: dict[str, Callable[[Machine], Any]] = {"npu-smi": _npu_smi, "CANN": _count_of_cann}
-    if not own_ray:
-        probes["Ray"] = _cluster
     answers: dict[str, Any] = {}
     faults: dict[str, ProbeError] = {}
+    futures: dict[str, Future] = {}
     with ThreadPoolExecutor() as pool:  # what hangs is waited for once
-        futures = {name: pool.submit(probe, machine) for name, probe in probes.items()}
+        futures["npu-smi"] = pool.submit(_npu_smi, machine)
+        futures["CANN"] = pool.submit(_count_of_cann, machine)
+        if not own_ray:
+            futures["Ray"] = pool.submit(_cluster, machine)
     for name, future in futures.items():
         try:
             answers[name] = future.result()

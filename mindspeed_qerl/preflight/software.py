@@ -8,13 +8,12 @@ from mindspeed_qerl.ascend.contract import PINS
 from mindspeed_qerl.ascend.imports import PROBE, way_out
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
-from mindspeed_qerl.preflight.machine import Machine, ProbeError
+from mindspeed_qerl.preflight.machine import ProbeError
 
 LIMIT = 120  # seconds; on emulated NPUs they take 20, from a cold disk longer
 
 
 def pinned(
-    machine: Machine,
     case: Case,
     name: str,
     pin: str,
@@ -24,7 +23,7 @@ def pinned(
     """A distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one fails if
     it begins with `unfit`, for `why`, and else is a warning.
     """
-    installed = machine.version(name)
+    installed = case.machine.version(name)
     if installed is None:
         return failed(f"not installed; the pin is {pin}")
     if re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
@@ -35,20 +34,20 @@ def pinned(
     return warning(words)
 
 
-def absent(machine: Machine, case: Case, name: str, why: str) -> Check | None:
+def absent(case: Case, name: str, why: str) -> Check | None:
     """A distribution that must not be there."""
-    installed = machine.version(name)
+    installed = case.machine.version(name)
     if installed is None:
         return None
     return warning(f"{installed} is installed, and {why}")
 
 
-def sources(machine: Machine, case: Case) -> Iterator[Check]:
+def sources(case: Case) -> Iterator[Check]:
     """Which versions of upstream are here, and whether all that the engine relies on is unchanged
     in them (contract.py).
     """
     missing = {pin.title for pin in PINS.values()}
-    for report in machine.upstream():
+    for report in case.machine.upstream():
         title = report.pin.title
         missing.discard(title)
         verdict = passed
@@ -61,13 +60,14 @@ def sources(machine: Machine, case: Case) -> Iterator[Check]:
         yield failed(f"cannot be imported here: {', '.join(sorted(missing))}")
 
 
-def imports(machine: Machine, case: Case) -> Check:
+def imports(case: Case) -> Check:
     """The imports of ascend/imports.py in a process with the environment of a worker, which is the
     shell's and what the engine sets. It opens no die.
     """
-    environment = {**machine.environment, **worker_environment(case.recipe, machine.environment)}
+    shell = case.machine.environment
+    environment = {**shell, **worker_environment(case.recipe, shell)}
     try:
-        output = machine.run([sys.executable, "-c", PROBE], LIMIT, environment)
+        output = case.machine.run([sys.executable, "-c", PROBE], LIMIT, environment)
     except ProbeError as error:  # a crash, or no answer; the last line is what was imported
         return failed(f"{error}; every worker would do the same")
     words = output.strip().splitlines()[-1]

@@ -1,19 +1,14 @@
-"""The table of checks.yaml: every check of the preflight, a row each.
-
-python -m mindspeed_qerl.preflight.table    # as Markdown, for docs/troubleshooting.md
-"""
+"""The table of checks.yaml: every check of the preflight, a row each."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from mindspeed_qerl.preflight.case import Case, Check
-from mindspeed_qerl.preflight.machine import Machine
 
 FILE = Path(__file__).with_name("checks.yaml")
 
@@ -21,15 +16,15 @@ FILE = Path(__file__).with_name("checks.yaml")
 @dataclass(frozen=True)
 class Row:
     """One check: its place in the table, and what checks.yaml says of it. `verdict` answers for a
-    machine and a case with one line, several, or None where there is nothing to say.
+    case with one line, several, or None where there is nothing to say.
     """
 
     group: str
     name: str
     ask: str
-    verdict: Callable[[Machine, Case], Check | Iterable[Check] | None]
+    verdict: Callable[[Case], Check | Iterable[Check] | None]
+    fix: str
     needs: str = ""
-    fix: str = ""
     refused: bool = False
 
 
@@ -38,40 +33,18 @@ def read_table() -> tuple[Row, ...]:
     kinds = groups.pop("kinds")
     rows = []
     for group, checks in groups.items():
-        for name, row in checks.items():
-            rows.append(_row(group, name, **kinds.get(group, {}) | row))
+        for name, own in checks.items():
+            row = {"fix": ""} | kinds.get(group, {}) | own
+            module, function = row["verdict"].split(".")
+            row["verdict"] = getattr(import_module(f"{__package__}.{module}"), function)
+            values = {"name": name}
+            if "values" in row:
+                values |= row.pop("values")
+                row["verdict"] = partial(row["verdict"], **values)
+            for words in ("ask", "fix"):
+                row[words] = row[words].format(**values)
+            rows.append(Row(group, name, **row))
     return tuple(rows)
 
 
-def _row(
-    group: str,
-    name: str,
-    ask: str,
-    verdict: str,
-    fix: str = "",
-    values: dict[str, Any] | None = None,
-    **more: Any,
-) -> Row:
-    module, function = verdict.split(".")
-    answer = getattr(import_module(f"{__package__}.{module}"), function)
-    if values is not None:
-        answer = partial(answer, name=name, **values)
-    filled_in = {"name": name} | (values or {})
-    return Row(group, name, ask.format(**filled_in), answer, fix=fix.format(**filled_in), **more)
-
-
 TABLE = read_table()
-
-
-def markdown() -> str:
-    """The table for a reader: what each check asks, and what to do where it fails or warns."""
-    lines = ["|check|asks|otherwise|", "|---|---|---|"]
-    for row in TABLE:
-        fix = row.fix.partition("\n")[0].partition("    #")[0]
-        cells = (f"`{row.name}`", row.ask, f"`{fix}`" if fix else "")
-        lines.append("|" + "|".join(cell.replace("|", r"\|") for cell in cells) + "|")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(markdown())

@@ -7,7 +7,6 @@ from itertools import chain
 
 from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.preflight.case import LIST, Case, Check, failed, passed, warning
-from mindspeed_qerl.preflight.machine import Machine
 
 FAMILIES = ("HCCL_", "ASCEND_", "ATB_LLM_", "LCCL_", "OMP_", "PYTORCH_", "TORCH_", "VLLM_")
 # Of these families: set by CANN's and NNAL's set_env.sh, or by the launchers.
@@ -16,7 +15,6 @@ HCCL_IF_IP HCCL_SOCKET_IFNAME""".split()
 
 
 def harmful(
-    machine: Machine,
     case: Case,
     name: str,
     pattern: str,
@@ -29,7 +27,7 @@ def harmful(
     """A variable, `name` unless it says another, whose value does harm, by a regular expression;
     `unset` is its value where it has none. `experts` is the state for a mixture of experts.
     """
-    value = machine.environment.get(variable or name, unset)
+    value = case.machine.environment.get(variable or name, unset)
     if value is None or not re.fullmatch(pattern, value.strip()):
         return None
     if experts and case.recipe.model.arguments.get("num_experts"):
@@ -37,11 +35,11 @@ def harmful(
     return Check(state, f"{value!r} in the shell: {why}")
 
 
-def of_engine(machine: Machine, case: Case) -> Check:
+def of_engine(case: Case) -> Check:
     """What the engine sets where the shell does not (engine.train), and what else the shell has of
     these families.
     """
-    shell, ours = machine.environment, npu_environment()
+    shell, ours = case.machine.environment, npu_environment()
     others = []
     for name, value in ours.items():
         if shell.get(name, value) != value:
@@ -55,11 +53,11 @@ def of_engine(machine: Machine, case: Case) -> Check:
     )
 
 
-def interface(machine: Machine, case: Case, name: str) -> Check | None:
+def interface(case: Case, name: str) -> Check | None:
     """A variable of HCCL, Gloo or TensorPipe that names network interfaces. HCCL's are prefixes;
     = before them asks for whole names, ^ for all others (CANN, HCCL_SOCKET_IFNAME).
     """
-    value, there = machine.environment.get(name), machine.interfaces()
+    value, there = case.machine.environment.get(name), case.machine.interfaces()
     if not value or value.startswith("^"):
         return None
     names = tuple(value.removeprefix("=").split(","))
@@ -70,8 +68,8 @@ def interface(machine: Machine, case: Case, name: str) -> Check | None:
     )
 
 
-def hccl_address(machine: Machine, case: Case) -> Check | None:
-    address = machine.environment.get("HCCL_IF_IP", "").partition("%")[0].lower()
-    if not address or address in chain.from_iterable(machine.interfaces().values()):
+def hccl_address(case: Case) -> Check | None:
+    address = case.machine.environment.get("HCCL_IF_IP", "").partition("%")[0].lower()
+    if not address or address in chain.from_iterable(case.machine.interfaces().values()):
         return None
     return failed(f"{address}: no network interface of this machine has it")

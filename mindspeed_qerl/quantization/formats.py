@@ -89,8 +89,8 @@ def int8_and_scale(
     return to_int8(_divide(x.float(), scale)), scale
 
 
-def quantize_fp8(x: torch.Tensor, rows: int = 1, columns: int = 128) -> torch.Tensor:
-    """Blocks of `rows` x `columns` in E4M3, those at the edges smaller, with float32 scales;
+def quantize_fp8(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+    """Blocks of `rows` x 128 in E4M3, those at the edges smaller, with float32 scales;
     float32 of x's shape.
 
     >>> quantize_fp8(torch.tensor([[448.0, 1.1]]))
@@ -98,9 +98,9 @@ def quantize_fp8(x: torch.Tensor, rows: int = 1, columns: int = 128) -> torch.Te
     """
     *leading, height, width = x.shape if x.dim() > 1 else (1, *x.shape)
     padded = torch.nn.functional.pad(
-        x.float().reshape(*leading, height, width), (0, -width % columns, 0, -height % rows)
+        x.float().reshape(*leading, height, width), (0, -width % 128, 0, -height % rows)
     )
-    blocks = padded.unflatten(-1, (-1, columns)).unflatten(
+    blocks = padded.unflatten(-1, (-1, 128)).unflatten(
         -3, (-1, rows)
     )  # [..., row, of rows, column, of columns]
     scale = blocks.abs().amax((-3, -1), keepdim=True) / E4M3_MAX
@@ -109,9 +109,9 @@ def quantize_fp8(x: torch.Tensor, rows: int = 1, columns: int = 128) -> torch.Te
 
 
 def quantize_mx(
-    x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor], exponent: int, block: int = 32
+    x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor], exponent: int
 ) -> torch.Tensor:
-    """Blocks of `block` along the last dimension with a power of two as their scale (OCP MX 1.0);
+    """Blocks of 32 along the last dimension with a power of two as their scale (OCP MX 1.0);
     float32, x's shape.
 
     Args:
@@ -119,12 +119,12 @@ def quantize_mx(
             E2M1_EXPONENT.
 
     Raises:
-        ValueError: the last dimension is no multiple of `block`.
+        ValueError: the last dimension is no multiple of 32.
 
     >>> quantize_mx(torch.tensor([6.0, 0.3, -7.9] + 29 * [0.0]), to_e2m1, E2M1_EXPONENT)[:3]
     tensor([ 6.0000,  0.5000, -6.0000])
     """
-    blocks = _blocks(x, block)
+    blocks = _blocks(x, 32)
     scale = (_power_of_two(_amax(blocks)) * 2.0**-exponent).clamp(*E8M0_RANGE)
     return (element(_divide(blocks, scale)) * scale).flatten(-2)
 
@@ -146,7 +146,7 @@ def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.T
     # (online/nvfp4.py).
     unit = E4M3_MAX * E2M1_MAX / (_amax_of_tensor(x) if amax is None else amax).clamp_min(1e-8)
     scale = to_e4m3(unit * (_amax(blocks) * (1 / E2M1_MAX)))
-    return (to_e2m1(blocks * _reciprocal(scale * _reciprocal(unit))) * (scale / unit)).flatten(-2)
+    return (to_e2m1(blocks * _divide(1.0, scale * _divide(1.0, unit))) * (scale / unit)).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -195,13 +195,9 @@ def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _divide(x: torch.Tensor | float, scale: torch.Tensor) -> torch.Tensor:
     """x / scale, and 0 where the scale is 0: there x is 0, or too small for any scale."""
     return torch.where(scale > 0, x / scale, 0.0)
-
-
-def _reciprocal(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x == 0, 0.0, 1 / x)
 
 
 def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 
 from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families.config import is_old
 from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.tasks.rows import Row
 
@@ -61,8 +62,7 @@ def make_model(shape: ModelShape, rows: Sequence[Row], root: Path) -> Path:
     tokenizer learns from the messages of `rows`, and the numbers that it says are their commonest
     answers.
     """
-    rows_text = json.dumps([(row.messages, row.answer) for row in rows])
-    task = hashlib.sha256(rows_text.encode()).hexdigest()
+    task = [(row.messages, row.answer) for row in rows]
     made_of = json.dumps({"version": VERSION, "task": task, **asdict(shape)}, sort_keys=True)
     directory = root / f"{shape.name}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
@@ -81,23 +81,16 @@ def train_tokenizer(texts: Iterable[str], size: int):
     """A byte-level BPE tokenizer of `size` tokens learnt from `texts`, with Qwen's chat tokens and
     a chat template.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = ByteLevelBPETokenizer()
+    special = [PAD, TURN, END]
     tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=size,
-            special_tokens=[PAD, TURN, END],
-            show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
+        texts, size, min_frequency=0, show_progress=False, special_tokens=special
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),
         eos_token=END,
         pad_token=PAD,
         additional_special_tokens=[TURN],
@@ -111,7 +104,7 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
 
     transformers.utils.logging.disable_progress_bar()
     rope: dict[str, Any] = {"rope_theta": shape.rope_theta}
-    if int(transformers.__version__.split(".")[0]) >= 5:  # upstream's environment has 4
+    if not is_old(transformers.__version__):
         rope = {"rope_parameters": {"rope_type": "default", **rope}}
     config = transformers.AutoConfig.for_model(
         shape.model_type,

@@ -64,14 +64,12 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     shape = narrow(plan.shape, plan.layout, layers)
     # what the local engine would refuse once the model is made; of it it reads config.json alone
     if not engine.UPSTREAM:
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(asdict(shape)))
-            small = engine.rehearsed(_small(recipe, Path(folder)), shape, [], Path(folder))
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made)
+            (folder / "config.json").write_text(json.dumps(asdict(shape)))
+            small = engine.rehearsed(_small(recipe, folder), shape, [], folder)
             Found([*engine.validate(small)]).raise_faults()
-    try:
-        rows = read_rows(recipe.task.train_file)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"task.train_file: {error}") from error
+    rows = read_rows(recipe.task.train_file)
     try:
         directory = make_model(shape, rows, Path(settings.models))
     except OSError as error:

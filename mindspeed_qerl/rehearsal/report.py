@@ -91,10 +91,8 @@ def _not_proved(
         "The NPU: its kernels and their numbers, HCCL, speed, and memory, which "
         "`tools/plan_layout.py` estimates."
     )
-    rehearsed, layers = (
-        layers_to_rehearse(plan, recipe.rehearsal.layers),
-        plan.shape.num_hidden_layers,
-    )
+    rehearsed = layers_to_rehearse(plan, recipe.rehearsal.layers)
+    layers = plan.shape.num_hidden_layers
     if rehearsed < layers:
         yield (
             f"Depth: {rehearsed} of {layers} layers, all of one kind, evenly divided among the "

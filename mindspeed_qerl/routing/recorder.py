@@ -32,15 +32,12 @@ class RouteRecorder:
         # int16 for more than 256 experts: torch has few operators for uint16
         self.on_device = torch.uint8 if routers.dtype == np.uint8 else torch.int16
         self.routes: dict[str, np.ndarray] = {}  # of a request [max_len, layers, top_k]
-        self.known: dict[
-            str, np.ndarray
-        ] = {}  # of a request bool [max_len]: positions that were computed
-        self.chosen: dict[int, torch.Tensor] | None = (
-            None  # of the forward pass under way, by layer
-        )
-        self.starts: dict[
-            str, int
-        ] = {}  # of it: each request's first position, in the order of the rows
+        # of a request bool [max_len]: positions that were computed
+        self.known: dict[str, np.ndarray] = {}
+        # of the forward pass under way, by layer
+        self.chosen: dict[int, torch.Tensor] | None = None
+        # of it: each request's first position, in the order of the rows
+        self.starts: dict[str, int] = {}
         self.is_recording = False
 
     @contextmanager

@@ -7,13 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_qerl.routing.routes import Routers
+
+Routing = Callable[[torch.Tensor], Any]  # a router's: logits to what it makes of them
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,7 @@ class MicroBatch:
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass
-class Counts:
+class Counts(NamedTuple):
     """Of one layer: rows that were sent where they were recorded, rows that chose for themselves,
     and how many of the recorded choices the trainer would have made otherwise.
     """
@@ -43,11 +45,6 @@ class Counts:
     replayed: int = 0
     native: int = 0
     flipped: int = 0
-
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            self.replayed + other.replayed, self.native + other.native, self.flipped + other.flipped
-        )
 
 
 class _OtherTopK(TorchFunctionMode):
@@ -86,11 +83,12 @@ class RouteReplay:
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.index: dict[int, int] = {}  # among `routers.layers`, of each layer of this rank
         self.micro: MicroBatch | None = None  # of the forward pass under way
-        self.again: dict[int, deque[MicroBatch]] | None = (
-            None  # of layers that are computed again, oldest first
-        )
+        # of layers that are computed again, oldest first
+        self.again: dict[int, deque[MicroBatch]] | None = None
         self.seen: dict[int, torch.Tensor] = {}  # of each layer, what `Counts` has
-        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        for router in model.modules():
+            if not isinstance(router, TopKRouter):
+                continue
             layer = router.layer_number - 1  # Megatron counts from 1, over all stages
             if layer not in routers.layers or layer in self.index:
                 raise RuntimeError(
@@ -140,9 +138,7 @@ class RouteReplay:
                 "there: another model computes than the one that has the routes"
             )
 
-    def _routing(
-        self, layer: int, routing: Callable[[torch.Tensor], Any]
-    ) -> Callable[[torch.Tensor], Any]:
+    def _routing(self, layer: int, routing: Routing) -> Routing:
         """`routing` of one router, with the routes of the micro-batch in it."""
 
         def replayed(logits: torch.Tensor) -> Any:
@@ -214,7 +210,8 @@ def total(counts: Iterable[Mapping[int, Counts]]) -> dict[int, Counts]:
     summed: dict[int, Counts] = {}
     for part in counts:
         for layer, of_part in part.items():
-            summed[layer] = summed.get(layer, Counts()) + of_part
+            before = summed.get(layer, Counts())
+            summed[layer] = Counts(*map(add, before, of_part))
     return summed
 
 

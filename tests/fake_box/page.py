@@ -1,5 +1,5 @@
-"""The catalogue of cases in docs/troubleshooting.md: what is done to a box, and which check or part
-reports it.
+"""What docs/troubleshooting.md has of the preflight: its table of checks; and the catalogue of
+cases, what is done to a box, and which check or part reports it.
 
     python -m tests.fake_box.page
 
@@ -7,6 +7,7 @@ cases.py has those that the preflight meets; `OTHERS` those that tests of the la
 nodes, of workers and of the engine show; `NOT_CAUGHT` those that nothing meets.
 """
 
+from mindspeed_qerl.preflight.table import TABLE
 from tests.fake_box.cases import PREFLIGHT
 
 # who reports it -> cases, each with the file of its test
@@ -49,6 +50,16 @@ NOT_CAUGHT = {
 }
 
 
+def checks():
+    """The table for a reader: what each check asks, and what to do where it fails or warns."""
+    lines = ["|check|asks|otherwise|", "|---|---|---|"]
+    for row in TABLE:
+        fix = row.fix.partition("\n")[0].partition("    #")[0]
+        cells = (f"`{row.name}`", row.ask, f"`{fix}`" if fix else "")
+        lines.append("|" + "|".join(cell.replace("|", r"\|") for cell in cells) + "|")
+    return "\n".join(lines)
+
+
 def catalogue():
     reported = {}
     for case in PREFLIGHT:
@@ -60,4 +71,4 @@ def catalogue():
 
 
 if __name__ == "__main__":
-    print(catalogue())
+    print(checks(), catalogue(), sep="\n\n")

@@ -112,7 +112,7 @@ def test_a_fitted_batch_has_equal_mini_batches_and_no_wrong_dispatch():
 def test_nearest_are_legal_and_nothing_is_nearer(shape, world, typed):
     plan = new_plan(shape, Layout(world, **dict(zip(planner.CHANGEABLE, typed, strict=True))))
     assert broken(plan)
-    near = nearest(plan, 3)
+    near = nearest(plan)
     assert len(near) == 3 and all(not broken(other) for other in near)
     divisors = [size for size in range(1, world + 1) if world % size == 0]
     tps = (1, 2, 4, 8)
@@ -129,12 +129,12 @@ def test_nearest_are_legal_and_nothing_is_nearer(shape, world, typed):
 
 def test_one_wrong_number_is_one_change():
     plan = new_plan(QWEN3, Layout(16, ep=16, infer_ep=8))
-    change = changes(plan, nearest(plan, 1)[0], planner.CHANGEABLE)
+    change = changes(plan, nearest(plan)[0], planner.CHANGEABLE)
     assert change in (["infer_ep 8 -> 16"], ["ep 16 -> 8"])
     changed = ["megatron_training.global_batch_size=60", "rl_config.adv_dispatch_size=7"]
     recipe = read_recipe(compose(CONFIG, [changed[0], f"+{changed[1]}"]))
     plan = plan_of(recipe)
-    near = nearest(plan, 1, settings_of(recipe))[0]
+    near = nearest(plan, settings_of(recipe))[0]
     retyped = changes(plan, near)
     assert sizes(near) == sizes(plan) and "global_batch_size 60 -> 64" in retyped
     assert "adv_dispatch_size 7 -> none" in retyped

@@ -94,6 +94,6 @@ def test_an_expert_starts_the_same_on_whichever_rank_it_lives():
 
 
 def test_a_target_that_matches_no_layer_is_refused():
-    message = "linear_fc2 matches no layer of this model; its layers with weights are: .*linear_fc1"
+    message = "linear_fc2 matches no layer of this model"
     with pytest.raises(ConfigError, match=message):
         apply_lora(model(), ["linear_qkv", "linear_fc2"], r=2, alpha=4, seed=0)

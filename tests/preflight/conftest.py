@@ -35,6 +35,7 @@ CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx
 INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
 DRIVER = "/usr/local/Ascend/driver/version.info"
 SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}
+GROUPS = tuple(dict.fromkeys(row.group for row in TABLE))
 
 
 def npu_smi(count, health=None, used=None):

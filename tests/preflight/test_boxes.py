@@ -6,12 +6,13 @@ import re
 
 import pytest
 
-from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, SKIPPED, WARNING
+from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
 from mindspeed_qerl.recipe.compose import compose
 from tests.preflight.conftest import (
     ATB,
     CANN,
     EIGHT,
+    GROUPS,
     JEMALLOC,
     NAME,
     NO_NPU,

@@ -19,13 +19,14 @@ import pytest
 from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.contract import PINS, Finding
 from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.preflight import FAILED, GROUPS, PASSED, TABLE, WARNING, preflight
+from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, WARNING, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
 from mindspeed_qerl.preflight.probes import CANN_PROBE, read_table, see_npus
-from mindspeed_qerl.preflight.table import markdown
 from mindspeed_qerl.recipe.reader import read
 from tests import ROOT
+from tests.fake_box import page
 from tests.preflight.conftest import (
+    GROUPS,
     NAME,
     NO_NPU,
     Box,
@@ -95,9 +96,9 @@ def by_name(output):
 
 
 def test_the_page_has_every_check():
-    """python -m mindspeed_qerl.preflight.table prints it."""
-    assert section("checks").strip() == markdown()
-    assert len(markdown().splitlines()) == len(TABLE) + 2
+    """python -m tests.fake_box.page prints it."""
+    assert section("checks").strip() == page.checks()
+    assert len(page.checks().splitlines()) == len(TABLE) + 2
 
 
 @pytest.fixture
@@ -351,7 +352,7 @@ def test_a_real_ray_of_twelve(monkeypatch):
     ray.init(address="local", num_cpus=3, resources={"NPU": 12}, **options)
     try:
         monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
-        cluster = see_npus(Machine()).ray
+        cluster = see_npus(Machine(), own_ray=False).ray
     finally:
         ray.shutdown()
     assert (cluster["resources"]["NPU"], cluster["resources"]["CPU"]) == (12, 3)

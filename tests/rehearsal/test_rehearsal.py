@@ -22,9 +22,8 @@ from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.recipe.writer import to_config
-from mindspeed_qerl.rehearsal import prepare
 from mindspeed_qerl.rehearsal.model import make_model, narrow
-from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse
+from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse, prepare
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import ROOT
 from tests.upstream.measure import terms
@@ -209,8 +208,7 @@ def test_layers_that_no_stage_could_have(composed):
 def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
     """No multiple of PP is wanted of them; the model itself is not made here."""
     monkeypatch.setattr(
-        sys.modules["mindspeed_qerl.rehearsal.prepare"],
-        "make_model",
+        "mindspeed_qerl.rehearsal.prepare.make_model",
         lambda shape, *_: Path(str(shape.num_hidden_layers)),
     )
     monkeypatch.setattr(local, "rehearsed", lambda recipe, *_: recipe)
@@ -218,8 +216,7 @@ def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
     stages = "+megatron_training.num_layer_list='16,17,14'"
     shape = replace(NAMED_SHAPES["qwen3_30b_a3b"], num_hidden_layers=47)
     monkeypatch.setattr(
-        sys.modules["mindspeed_qerl.rehearsal.prepare"],
-        "plan_to_rehearse",
+        "mindspeed_qerl.rehearsal.prepare.plan_to_rehearse",
         lambda recipe, found: plan_of(recipe, shape),
     )
     small, _ = prepare(
