@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 # adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
 NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
+# vLLM's own ways to bring weights, which put others in their place before they load them
+RELOADS = ("start_weight_update", "reload_weights")
 MARK, WILL_ATTACH = "mindspeed_qerl_rollout", "mindspeed_qerl_will_attach"  # attributes of workers
 
 
@@ -75,6 +77,9 @@ class WorkerRollout:
         self._wrap(worker, "add_lora", self._add_lora)
         self._wrap(worker, "sleep", self._sleep)
         self._wrap(worker, "execute_model", self._execute_model)
+        for name in RELOADS:
+            if hasattr(worker, name):
+                self._wrap(worker, name, self._reload)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -118,6 +123,10 @@ class WorkerRollout:
                 yield name, tensor
 
         return original(noted(), *args, **kwargs)
+
+    def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._start_sync()
+        return original(*args, **kwargs)
 
     def _add_lora(self, original: Callable[..., Any], request: Any) -> Any:
         self._start_sync()

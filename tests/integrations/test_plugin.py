@@ -35,3 +35,23 @@ def test_noise_in_vllms_own_process(tmp_path, extension):
     assert [(row["event"], row["step"], row["aqn/layers"]) for row in rows] == [("noise", 3, 5)]
     assert rows[0]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
     assert faults(rows) == []
+
+
+@pytest.mark.full
+def test_ten_syncs_by_vllms_weight_transfer(tmp_path):
+    """As TRL's server syncs: the noise of one step is not there in the next, also where the norms
+    are not sent, and all that is sent arrives.
+    """
+    noise = {"num_stages": 3, "total_steps": 10}
+    run_program(
+        ROOT / "tests/integrations/transfer_worker.py",
+        tmp_path,
+        with_tokenizer("qwen3", tmp_path / "model"),
+        PYTHONPATH=str(ROOT),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        MINDSPEED_QERL_ROLLOUT=json.dumps({"report": str(tmp_path / "noise"), "noise": noise}),
+    )
+    rows = read_lines(tmp_path / "noise")
+    assert faults(rows) == []
+    arrived = [row["tensors"] for row in rows if row["event"] == "arrival"]
+    assert arrived == [25, 16] * 5

@@ -1,0 +1,68 @@
+"""Ten syncs by vLLM's own weight transfer, as TRL's server has it, on a CPU:
+
+    python transfer_worker.py MODEL
+
+The engine is vLLM's for NCCL but for the transport, a file. Every second sync leaves out the norms.
+"""
+
+import sys
+
+import torch
+import transformers
+from vllm import LLM
+from vllm.config import WeightTransferConfig
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+from mindspeed_qerl.integrations.settings import settings_of_environment
+from tests.integrations.programs import check_log_probs, keep_weights, norms_of
+
+STEPS = 10
+
+
+class FileEngine(NCCLWeightTransferEngine):
+    def update_weights(self, update_info: dict) -> None:
+        for name, weight in torch.load(update_info["file"]).items():
+            self.model.load_weights([(name, weight)])
+
+
+def main(model: str) -> None:
+    keep_weights()
+    WeightTransferEngineFactory.register_engine("file", FileEngine)
+    twin = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    llm = LLM(
+        model,
+        dtype="float32",
+        max_model_len=128,
+        enforce_eager=True,
+        weight_transfer_config=WeightTransferConfig(backend="file"),
+    )
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    schedule = settings_of_environment().schedule()
+    for step in range(STEPS):
+        sent = {}
+        for name, weight in twin.named_parameters():
+            if "norm" in name and step % 2:
+                continue
+            weight.data.add_(0.01 * torch.randn_like(weight))
+            sent[name] = weight.detach().clone()
+        torch.save(sent, "weights.pt")
+        llm.collective_rpc("start_weight_update")
+        llm.collective_rpc("update_weights", args=({"file": "weights.pt"},))
+        llm.collective_rpc("finish_weight_update")
+        llm.reset_prefix_cache()
+        llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
+        clean, noisy = norms_of(twin), norms_of(worker.get_model())
+        moved = [
+            noisy[name] - clean[name]
+            for name in noisy
+            if "q_norm" not in name and "k_norm" not in name
+        ]
+        sigma = torch.cat(moved).double().square().mean().sqrt().item()
+        expected = schedule.sigma(step)
+        assert abs(sigma - expected) <= 0.2 * expected, (step, sigma, expected)
+        check_log_probs(llm, twin, noisy, [5, 6, 7, 8])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
