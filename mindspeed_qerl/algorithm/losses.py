@@ -116,12 +116,13 @@ def loss(
 
     total = policy = total_of(per_token)
     metrics["loss/policy"], metrics["loss/kl"] = mean(policy), Mean(0.0, count)
-    if algorithm.loss_kl_coefficient:
+    if algorithm.loss_has_kl:
         logprobs = _inside(mask, inputs.logprobs)
         reference = _inside(mask, inputs.reference_logprobs)
         kl = total_of(kl_estimate(logprobs, reference, algorithm.kl_penalty))
-        total = total + algorithm.loss_kl_coefficient * kl
         metrics["loss/kl"] = mean(kl)
+        if algorithm.loss_kl_coefficient:
+            total = total + algorithm.loss_kl_coefficient * kl
     if algorithm.entropy_coefficient:
         entropy = total_of(inputs.entropy)
         total = total - algorithm.entropy_coefficient * entropy

@@ -164,25 +164,28 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
     >>> mismatch(sampled, trained, torch.ones(1, 2).bool())["mismatch/max_abs_prob_diff"]
     Max(largest=tensor(0.2500, dtype=torch.float64))
     """
-    log_ratio = torch.where(mask, trained.double() - sampled.double(), 0.0)
-    answer_ratio = log_ratio.sum(1)[mask.any(1)].exp()
-    sampled, trained = sampled[mask].double(), trained[mask].double()
-    count = sampled.numel()
-    difference, ratio = (sampled.exp() - trained.exp()).abs(), (trained - sampled).exp()
+    # 0 where nothing is compared: an index by the mask would make the host wait for the device
+    sampled = torch.where(mask, sampled.double(), 0.0)
+    trained = torch.where(mask, trained.double(), 0.0)
+    count, is_answer = mask.sum(), mask.any(1)
+    difference = (sampled.exp() - trained.exp()).abs()
+    log_ratio = trained - sampled
+    ratio = torch.where(mask, log_ratio.exp(), 0.0)
+    answer_ratio = torch.where(is_answer, log_ratio.sum(1).exp(), 0.0)
     return {
         "mismatch/k1": Mean((sampled - trained).sum(), count),
         "mismatch/k3": Mean(kl_estimate(sampled, trained).sum(), count),
         "mismatch/sensitivity": Mean((1 - trained.exp()).square().sum(), count),
         "mismatch/mean_abs_prob_diff": Mean(difference.sum(), count),
-        "mismatch/max_abs_prob_diff": Max(difference.max() if count else 0.0),
+        "mismatch/max_abs_prob_diff": Max(difference.max() if difference.numel() else 0.0),
         "mismatch/ratio_mean": Mean(ratio.sum(), count),
-        "mismatch/effective_sample_size": _effective(ratio),
-        "mismatch/effective_sample_size_of_answers": _effective(answer_ratio),
+        "mismatch/effective_sample_size": _effective(ratio, count),
+        "mismatch/effective_sample_size_of_answers": _effective(answer_ratio, is_answer.sum()),
     }
 
 
-def _effective(ratio: torch.Tensor) -> EffectiveSampleSize:
-    return EffectiveSampleSize(ratio.sum(), ratio.square().sum(), ratio.numel())
+def _effective(ratio: torch.Tensor, count: torch.Tensor) -> EffectiveSampleSize:
+    return EffectiveSampleSize(ratio.sum(), ratio.square().sum(), count)
 
 
 def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> Metrics:
@@ -195,6 +198,10 @@ def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> Metrics:
     first = mask & (mask.cumsum(1) <= FIRST_TOKENS)
     entropy = entropy.detach()
     return {
-        "entropy/mean": Mean(entropy[mask].double().sum(), mask.sum()),
-        "entropy/first_tokens": Mean(entropy[first].double().sum(), first.sum()),
+        "entropy/mean": Mean(_sum_inside(mask, entropy), mask.sum()),
+        "entropy/first_tokens": Mean(_sum_inside(first, entropy), first.sum()),
     }
+
+
+def _sum_inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask, values.double(), 0.0).sum()

@@ -238,9 +238,7 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     if mode == "none":
         return
     layout, values = recipe.layout, Values(recipe.sections)
-    _, dynamic = values.get("rl_config.use_dynamic_bsz")
     _, caching = values.get("generate_config.enable_prefix_caching")
-    one_sequence = "tokens of several answers become one sequence"
     reasons = {
         "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),
@@ -248,8 +246,6 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
         "num_layers_per_virtual_pipeline_stage: a forward pass goes through one chunk's layers": (
             layout.layers_per_virtual_stage
         ),
-        f"rl_config.use_remove_padding: {one_sequence}": recipe.batch.use_remove_padding,
-        f"rl_config.use_dynamic_bsz: {one_sequence}": dynamic,
         "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
         "in its cache": caching,
     }

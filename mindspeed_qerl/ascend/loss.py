@@ -9,9 +9,10 @@ have together.
 import torch
 from mindspeed_rl.models import actor_rollout_hybrid
 from mindspeed_rl.models.actor import Actor
+from mindspeed_rl.models.loss import logprob_computer
 from mindspeed_rl.models.loss.base_loss_func import BaseLossFunc
 from mindspeed_rl.models.loss.loss_func_factory import LossFuncFactory
-from mindspeed_rl.utils.compute import get_parallel_state
+from mindspeed_rl.utils.compute import get_parallel_state, vocab_parallel_entropy
 
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge, on_host
@@ -20,6 +21,7 @@ from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.checks import impossible
 
 STAGE, ROLE = "ray_grpo", "actor"
+BLOCK = 1024  # tokens: of 152,000 logits each, in float32, 0.6 GB a copy
 # of the transfer dock, besides those that upstream's update asks for
 COLUMNS = ("rollout_log_prob", "trained")
 
@@ -30,6 +32,15 @@ def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """
     place = torch.arange(batch["responses"].shape[1], device=batch["responses"].device)
     return (place < batch["response_length"]) & (batch["trained"][:, :1] > 0)
+
+
+@torch.no_grad()
+def entropy_in_blocks(logits: torch.Tensor) -> torch.Tensor:
+    """Upstream's entropy [batch, length] of logits [batch, length, vocabulary of this rank], some
+    tokens after the others, since it makes three copies of what it gets.
+    """
+    blocks = [vocab_parallel_entropy(block) for block in logits.flatten(0, 1).split(BLOCK)]
+    return torch.cat(blocks).view(logits.shape[:2])
 
 
 class QeRLLoss(BaseLossFunc):
@@ -87,8 +98,8 @@ class QeRLLoss(BaseLossFunc):
             batch["rollout_log_prob"],
             batch["advantages"][:, 0],
             mask,
-            batch["ref_log_prob"],
-            entropy if algorithm.entropy_coefficient else entropy.detach(),
+            batch.get("ref_log_prob"),
+            entropy,
         )
         total, metrics = loss(inputs, algorithm, self.recipe.correction)
         self.parts.append(metrics)
@@ -143,7 +154,11 @@ class QeRLActor(Actor):
 
 
 def install(recipe: Recipe) -> None:
-    """Put both where upstream's worker of this process looks its own up."""
+    """Put both where upstream's worker of this process looks its own up; and the entropy, where it
+    is logged and not trained.
+    """
     QeRLLoss.recipe = recipe
+    if not recipe.algorithm.entropy_coefficient:
+        logprob_computer.vocab_parallel_entropy = entropy_in_blocks
     LossFuncFactory.register_loss(STAGE, ROLE)(QeRLLoss)
     actor_rollout_hybrid.Actor = QeRLActor

@@ -49,6 +49,7 @@ class RoutedPasses:
     def __init__(self, model: torch.nn.Module, recipe: Recipe):
         state = get_parallel_state()
         self.routers = read_shape(recipe.model.path).routers
+        self.is_packed = recipe.batch.use_remove_padding
         self.replay = RouteReplay(
             model,
             self.routers,
@@ -60,13 +61,18 @@ class RoutedPasses:
     def around(self, forward_backward: Callable) -> Callable:
         """Megatron's schedule (pipeline_parallel/schedules.py) for these passes."""
 
-        def run(*, forward_step_func, forward_only, **arguments):
-            def step(batches, model):
-                batch = next(batches)
-                with self.replay.forward(self._micro_batch(batch)):
+        def run(*, forward_step_func, data_iterator, forward_only, **arguments):
+            batches = list(data_iterator)
+            # before the passes: the host waits for lengths and routes
+            routed = zip(batches, [self._micro_batch(batch) for batch in batches])
+
+            def step(micro_batches, model):
+                batch, micro_batch = next(micro_batches)
+                with self.replay.forward(micro_batch):
                     return forward_step_func(iter([batch]), model)
 
             arguments |= {"forward_step_func": step, "forward_only": forward_only}
+            arguments["data_iterator"] = routed
             if forward_only:
                 return forward_backward(**arguments)
             with self.replay.training():
@@ -82,14 +88,27 @@ class RoutedPasses:
         return total(counts)
 
     def _micro_batch(self, batch: dict[str, torch.Tensor]) -> MicroBatch:
-        """Megatron has tokens position by position; upstream pads whole answers on the right."""
-        answers, width = batch["input_ids"].shape
-        # an answer's last token goes through no model
-        computed = (batch["prompt_length"] + batch["response_length"]).flatten() - 1
-        places = torch.arange(width, device=computed.device)
-        known = (places[:, None] < computed).flatten()
-        layers, top_k = len(self.routers.layers), self.routers.top_k
-        routes = np.zeros((width, answers, layers, top_k), dtype=np.int32)
-        for answer, (row, tokens) in enumerate(zip(batch[COLUMN], computed.tolist())):
-            routes[:tokens, answer] = unpack(row, self.routers)
-        return MicroBatch(torch.from_numpy(routes).flatten(0, 1).to(known.device), known)
+        """Megatron has tokens position by position; upstream pads whole answers on the right. Or it
+        has answer after answer, each padded to a multiple of TP (remove_padding.py:45).
+        """
+        device, width = batch["input_ids"].device, batch["input_ids"].shape[1]
+        lengths = (batch["prompt_length"] + batch["response_length"]).flatten().tolist()
+        routes, known = [], []
+        for row, length in zip(batch[COLUMN], lengths):
+            if self.is_packed:
+                width = length + -length % self.replay.tp_size
+            # the last token goes through no model
+            padding = width - (length - 1)
+            recorded = unpack(row, self.routers).astype(np.int32)
+            routes.append(np.pad(recorded, ((0, padding), (0, 0), (0, 0))))
+            known.append(np.arange(width) < length - 1)
+        join = np.concatenate
+        if not self.is_packed:
+            join = _by_position
+        on_device = [torch.from_numpy(join(rows)).to(device) for rows in (routes, known)]
+        return MicroBatch(*on_device)
+
+
+def _by_position(rows: list[np.ndarray]) -> np.ndarray:
+    """Of sequences of one length the first rows, then the second ones, ..."""
+    return np.concatenate(np.stack(rows, axis=1))

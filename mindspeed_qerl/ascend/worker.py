@@ -112,7 +112,10 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """Upstream's; an update gets the columns that our loss needs, too, and whoever replays
         routes gets those.
         """
-        columns = [*columns, *(loss.COLUMNS if stage == "actor_train" else ())]
+        if stage == "actor_train":
+            columns = [*columns, *loss.COLUMNS]
+            if not self.recipe.algorithm.needs_reference:
+                columns.remove("ref_log_prob")
         if stage in REPLAYED and self.inference_model.recorder:
             columns.append(routing.COLUMN)
         return super().dispatch_transfer_dock_data(stage, columns, *args, **kwargs)
@@ -135,7 +138,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return metrics
 
     def compute_ref_log_prob(self):
-        """Upstream's; PEFT switches its own layers off, and this the experts'."""
+        """Upstream's; PEFT switches its own layers off, and this the experts'. Nothing where no
+        coefficient asks for it.
+        """
+        if not self.recipe.algorithm.needs_reference:
+            return
         with adapters_disabled(*self.model if self.rl_config.share_backbone else ()):
             super().compute_ref_log_prob()
 

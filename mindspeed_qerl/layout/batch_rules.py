@@ -3,6 +3,8 @@
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rule import ENGINE, VALIDATION, WORKER, Rule, indivisible, multiple
 
+BALANCING = "MindSpeed-RL mindspeed_rl/utils/seqlen_balancing.py"
+
 
 def _dispatch_divides_the_answers(plan: Plan) -> str:
     faults = []
@@ -49,6 +51,17 @@ def _whole_prompts_are_dispatched(plan: Plan) -> str | None:
                 f"{name}_dispatch_size {size}: not a multiple of the {answers} answers of a prompt"
             )
     return None
+
+
+def _dynamic_batches_take_an_answer(plan: Plan) -> str:
+    faults = []
+    for name in ("update", "actor", "ref"):
+        size = getattr(plan.batch, f"{name}_max_packing_token_size")
+        if plan.batch.use_dynamic_bsz and size < plan.batch.seq_length:
+            faults.append(
+                f"{name}_max_packing_token_size {size} is below seq_length {plan.batch.seq_length}"
+            )
+    return "; ".join(faults)
 
 
 def _update_takes_a_mini_batch(plan: Plan) -> str | None:
@@ -178,6 +191,24 @@ BATCH = (
             and not plan.batch.reset_attention_mask
             and "use_remove_padding needs megatron_training.reset_attention_mask: true"
         ),
+    ),
+    Rule(
+        # use_dynamic_bsz needs use_remove_padding: answers that are padded to the longest have more
+        # tokens than were counted.
+        "dynamic_batches_need_removed_padding",
+        f"{BALANCING}:364",
+        lambda plan: (
+            plan.batch.use_dynamic_bsz
+            and not plan.batch.use_remove_padding
+            and "use_dynamic_bsz needs rl_config.use_remove_padding: true"
+        ),
+    ),
+    Rule(
+        # With use_dynamic_bsz, update_, actor_ and ref_max_packing_token_size are at least
+        # seq_length: a longer answer would leave a micro-batch empty.
+        "dynamic_batches_take_an_answer",
+        f"{BALANCING}:323",
+        _dynamic_batches_take_an_answer,
     ),
     Rule(
         # use_remove_padding with PP above 1 needs no_pad_to_seq_lengths.

@@ -176,9 +176,8 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
     layout, batch = plan.layout, plan.batch
     layers, hidden = plan.layers[stage], plan.shape.hidden_size
-    tokens = batch.micro_batch_size * batch.seq_length // layout.cp
-    micro_batches = max(1, plan.mini_share // batch.micro_batch_size)
-    in_flight = min(layout.pp - stage, micro_batches)
+    tokens = batch.update_tokens // layout.cp
+    in_flight = min(layout.pp - stage, plan.micro_batches)
     recomputed = 0
     if settings.recompute:
         recomputed = min(settings.recompute_num_layers or layers, layers)
@@ -199,8 +198,7 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
 
 def forward(plan: Plan, stage: int) -> list[Part]:
     """Activations of the passes for log-probs."""
-    answers = max(plan.batch.actor_forward, plan.batch.ref_forward)
-    tokens = answers * plan.batch.seq_length // plan.layout.cp
+    tokens = plan.batch.forward_tokens // plan.layout.cp
     layer = layer_activations(plan, tokens, EXPERT_LOAD)
     how = f"log-probs: {tokens} tokens"
     return [

@@ -55,6 +55,11 @@ class Plan:
         """Answers of an update on each training rank."""
         return min(self.batch.mini_answers, self.batch.answers) // self.dp
 
+    @property
+    def micro_batches(self) -> int:
+        """Of an update, if all answers are as long as they may be."""
+        return max(1, self.mini_share * self.batch.seq_length // self.batch.update_tokens)
+
     def dispatch(self, name: str) -> int:
         """Answers that a worker is sent at once; 0: upstream's default."""
         return self.batch.dispatch.get(f"{name}_dispatch_size") or 0

@@ -167,7 +167,7 @@ def idle_share(plan: Plan) -> float:
     micro-batches, and its slowest stage.
     """
     work, pp = stage_work(plan), plan.layout.pp
-    micro_batches = plan.mini_share // plan.batch.micro_batch_size
+    micro_batches = plan.micro_batches
     return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
 
 

@@ -165,7 +165,7 @@ class TrainRank(ShardedAdapters):
         algorithm = self.recipe.algorithm
         if algorithm.routing_replay == "record":
             shards = [self.with_own_routes(shard) for shard in shards]
-        if algorithm.loss_kl_coefficient > 0:
+        if algorithm.loss_has_kl:
             references = [self.logprobs(shard, reference=True) for shard in shards]
             shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
         if is_only_update:  # the policy that is trained is the policy before it

@@ -69,6 +69,11 @@ class Batch:
     max_model_len: Size = key("generate_config.max_model_len", 2560)
     max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)
     use_remove_padding: bool = key("rl_config.use_remove_padding", False)
+    use_dynamic_bsz: bool = key("rl_config.use_dynamic_bsz", False)
+    # tokens of a micro-batch of dynamic size
+    update_max_packing_token_size: Size = key("rl_config.update_max_packing_token_size", 4096)
+    actor_max_packing_token_size: Size = key("rl_config.actor_max_packing_token_size", 4096)
+    ref_max_packing_token_size: Size = key("rl_config.ref_max_packing_token_size", 4096)
     reset_attention_mask: bool = key("megatron.reset_attention_mask", False)
     no_pad_to_seq_lengths: bool = key("megatron.no_pad_to_seq_lengths", False)
 
@@ -91,6 +96,20 @@ class Batch:
     def ref_forward(self) -> int:
         """Answers in one forward pass for the reference's log-probs."""
         return self.ref_forward_micro_batch_size or self.micro_batch_size
+
+    @property
+    def update_tokens(self) -> int:
+        """Tokens of an update's micro-batch, at most."""
+        if self.use_dynamic_bsz:
+            return self.update_max_packing_token_size
+        return self.micro_batch_size * self.seq_length
+
+    @property
+    def forward_tokens(self) -> int:
+        """Tokens of a forward pass for log-probs, at most."""
+        if self.use_dynamic_bsz:
+            return max(self.actor_max_packing_token_size, self.ref_max_packing_token_size)
+        return max(self.actor_forward, self.ref_forward) * self.seq_length
 
 
 @part
@@ -120,6 +139,7 @@ class Algorithm:
         "rl_config.kl_penalty", "low_var_kl"
     )
     use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)  # else it is in the loss
+    log_kl: bool = False  # loss/kl also where its coefficient is 0, for a pass of the reference
     entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
     # the experts that training goes to: its own choice, that of its pass before the update (R2),
     # the rollout's (R3)
@@ -137,6 +157,16 @@ class Algorithm:
     def loss_kl_coefficient(self) -> float:
         """Of the KL term in the loss: 0 where KL is in the reward."""
         return 0.0 if self.use_kl_in_reward else self.kl_coefficient
+
+    @property
+    def loss_has_kl(self) -> bool:
+        """Whether the loss compares the policy with its reference, to train it or to log it."""
+        return self.loss_kl_coefficient > 0 or self.log_kl
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the reference computes log-probs."""
+        return self.loss_has_kl or self.use_kl_in_reward
 
 
 @part

@@ -250,6 +250,18 @@ def test_kl_in_the_reward_is_not_in_the_loss():
     assert loss(batch(), algorithm, NONE)[1]["loss/kl"].value() == 0
 
 
+def test_a_logged_kl_is_that_of_a_trained_one_and_trains_nothing():
+    algorithm = Algorithm(kl_coefficient=0.0, log_kl=True)
+    total, gradients = ours(batch(), algorithm)
+    expected, expected_gradients = ours(batch(), Algorithm(kl_coefficient=0.0))
+    assert total == expected and torch.equal(gradients[0], expected_gradients[0])
+    logged, trained = (
+        loss(batch(), each, NONE)[1]["loss/kl"].value()
+        for each in (algorithm, Algorithm(kl_coefficient=0.3))
+    )
+    assert logged == trained > 0
+
+
 # ---- TRL ----
 
 

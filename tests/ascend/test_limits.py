@@ -172,8 +172,6 @@ def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, infer_tp, fau
     "key, value, message",
     [
         ("generate_config.enable_prefix_caching", True, "no routes for tokens that it finds"),
-        ("rl_config.use_remove_padding", True, "use_remove_padding: tokens of several answers"),
-        ("rl_config.use_dynamic_bsz", True, "use_dynamic_bsz: tokens of several answers"),
         ("actor_config.context_parallel_size", 2, "a rank has parts of a sequence"),
         ("actor_config.num_layers_per_virtual_pipeline_stage", 1, "goes through one chunk's"),
         ("model.tiny.num_experts", None, "with a model that has no experts"),

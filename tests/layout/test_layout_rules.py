@@ -283,6 +283,22 @@ EXAMPLES = {
         plan(DENSE, Batch(use_remove_padding=True)),
         "use_remove_padding needs megatron_training.reset_attention_mask",
     ),
+    "dynamic_batches_need_removed_padding": (
+        plan(DENSE, Batch(use_dynamic_bsz=True)),
+        "use_dynamic_bsz needs rl_config.use_remove_padding: true",
+    ),
+    "dynamic_batches_take_an_answer": (
+        plan(
+            DENSE,
+            Batch(
+                use_remove_padding=True,
+                reset_attention_mask=True,
+                use_dynamic_bsz=True,
+                update_max_packing_token_size=2000,
+            ),
+        ),
+        "update_max_packing_token_size 2000 is below seq_length 2560",
+    ),
     "removed_padding_varies_in_a_pipeline": (
         plan(
             DENSE,
