@@ -138,10 +138,12 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return metrics
 
     def compute_ref_log_prob(self):
-        """Upstream's; PEFT switches its own layers off, and this the experts'. Nothing where no
-        coefficient asks for it.
+        """Upstream's; PEFT switches its own layers off, and this the experts'. Where no coefficient
+        asks for it, only what the passes after it rely on: the weights are brought back.
         """
         if not self.recipe.algorithm.needs_reference:
+            if self.rl_config.share_backbone and self.generate_config.offload_train_param:
+                self.ref_manager.onload_param()
             return
         with adapters_disabled(*self.model if self.rl_config.share_backbone else ()):
             super().compute_ref_log_prob()
