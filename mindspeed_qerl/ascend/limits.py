@@ -157,8 +157,15 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     selection, verifiers = recipe.selection, recipe.task.verifiers
     filters, prompts = selection.filter_groups_enable, recipe.batch.global_batch_size
     format, is_moe = recipe.quantization.format, recipe.model.arguments.get("num_experts")
-    lora_alpha, alpha = Values(recipe.sections).get("megatron.lora_alpha")
+    values = Values(recipe.sections)
+    lora_alpha, alpha = values.get("megatron.lora_alpha")
+    _, flash_attention = values.get("megatron.use_flash_attn")
     cases = (
+        (
+            recipe.batch.use_remove_padding and not flash_attention,
+            "rl_config.use_remove_padding",
+            "needs megatron_training.use_flash_attn: true, the only attention for packed answers",
+        ),
         (
             filters and selection.filter_groups_train_batch_size != prompts,
             "rl_config.filter_groups_train_batch_size",

@@ -67,6 +67,7 @@ MASKED = {
 PACKED = {
     "rl_config.use_remove_padding": True,
     "megatron_training.reset_attention_mask": True,
+    "megatron_training.use_flash_attn": True,
     "rl_config.use_dynamic_bsz": True,
     "rl_config.actor_max_packing_token_size": 256,
     "rl_config.ref_max_packing_token_size": 256,
