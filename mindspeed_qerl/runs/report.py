@@ -119,9 +119,11 @@ def _lora(facts: dict[str, Any]) -> Table:
     table = []
     for target, count in facts.get("lora", {}).items():
         cells = [target, str(count["modules"]), f"{count['parameters']:,}"]
-        movement = facts.get("lora_movement", {}).get(target, {})
-        for name in ("moved", "expected"):
-            cells.append(f"{movement.get(name, math.nan):.3g}")
+        movement = facts.get("lora_movement", {}).get(target)
+        if movement:
+            cells += [f"{movement['moved']:.3g}", f"{movement['expected']:.3g}"]
+        else:
+            cells += ["not seen", ""]
         table.append(cells)
     return table
 
