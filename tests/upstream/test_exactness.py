@@ -84,7 +84,7 @@ CASES = [
     ("qwen3", dict(npus=2, tp=1, infer_tp=2), RLOO),
     ("qwen3_moe", dict(npus=4, ep=4, infer_ep=4), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), PACKED | REPLAYED),
-    ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), PACKED | DR_GRPO),
+    ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), PACKED),
 ]
 
 
