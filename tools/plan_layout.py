@@ -227,9 +227,15 @@ def judge(
         for reason in planner.reasons(memory):
             say(f"- {reason}")
         return 0
-    say(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules are broken")
+    are = "is" if len(faults) == 1 else "are"
+    say(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules {are} broken")
     console.print(show.faults_table(faults))
-    say("The nearest legal layouts:" if near else "No layout exists for this model on these ranks.")
+    heading = "The nearest legal layouts:"
+    if not near:
+        heading = "No layout exists for this model on these ranks."
+        if planner.nearest(replace(plan, batch=Batch()), settings=settings):
+            heading = "Layouts exist for these ranks; none allows these values of the batch."
+    say(heading)
     for other, change in retyped:
         say(f"  {', '.join(change)}\n    {show.sizes_line(other)}; {show.batch_line(other)}")
     return 1

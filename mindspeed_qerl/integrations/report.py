@@ -15,11 +15,21 @@ from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
 Rows = list[dict[str, Any]]
+# what `table` and `faults` read of each
+EVENTS = {
+    "noise": {"sync", "rank", "world", "step", "total_steps", "aqn/sigma", "aqn/layers"},
+    "arrival": {"sync", "rank", "tensors", "failures", "of", "not_compared", "unchanged"},
+}
 
 
 def read_lines(folder: Path) -> Rows:
-    """Of all workers, by sync and rank."""
-    rows = [row for path in sorted(folder.glob("*.jsonl")) for row in read_jsonl(path)]
+    """Of all workers, by sync and rank. ValueError: a line is damaged, or none of a worker's."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in read_jsonl(path):
+            if row.get("event") not in EVENTS or not EVENTS[row["event"]] <= row.keys():
+                raise ValueError(f"{path} has a line that no rollout worker wrote: {str(row)[:80]}")
+            rows.append(row)
     return sorted(rows, key=lambda row: (row["sync"], row["rank"]))
 
 
@@ -95,14 +105,19 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="`report` of the settings")
     folder = parser.parse_args().folder
-    rows = read_lines(folder)
+    if not folder.is_dir():
+        parser.error(f"there is no folder {folder}")
+    try:
+        rows = read_lines(folder)
+    except ValueError as error:
+        parser.error(str(error))
     if not rows:
         parser.error(f"{folder} has no line of a rollout worker: AQN was in none")
     print("\n".join(table(rows)))
     for picture in draw(rows, folder):
         print(f"picture: {picture}")
     sentences = faults(rows)
-    print("\n".join(sentences))
+    print("\n".join(sentences or ["nothing is wrong"]))
     sys.exit(bool(sentences))
 
 

@@ -176,7 +176,7 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
     layout, batch = plan.layout, plan.batch
     layers, hidden = plan.layers[stage], plan.shape.hidden_size
-    tokens = batch.update_tokens // layout.cp
+    tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length) // layout.cp
     in_flight = min(layout.pp - stage, plan.micro_batches)
     recomputed = 0
     if settings.recompute:
@@ -198,7 +198,7 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
 
 def forward(plan: Plan, stage: int) -> list[Part]:
     """Activations of the passes for log-probs."""
-    tokens = plan.batch.forward_tokens // plan.layout.cp
+    tokens = min(plan.batch.forward_tokens, plan.share * plan.batch.seq_length) // plan.layout.cp
     layer = layer_activations(plan, tokens, EXPERT_LOAD)
     how = f"log-probs: {tokens} tokens"
     return [

@@ -147,7 +147,7 @@ def _hydra(name: str, config_dir: str | None) -> Iterator[list[Path]]:
 
     known = config_files(config_dir)
     if name not in known:
-        words = unknown("config name", name, known)
+        words = unknown("config name", name, known).removesuffix(".")
         raise ConfigError(f"{words}; `python cli/train_grpo.py` lists them")
     own = known[name].parent
     folders = [own, *(folder for folder in _folders(config_dir) if folder != own)]

@@ -163,7 +163,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             nonfinite = row.pop("nonfinite", {})
             rows.append(row | {name: float(text) for name, text in nonfinite.items()})
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
                 "Remove the line to read the rest"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.settings import Settings, read_settings, settings_of_environment
 from mindspeed_qerl.integrations.vllm import WorkerRollout
@@ -222,3 +223,30 @@ def test_imports_are_light():
         "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+NOISE_LINE = {"event": "noise", "sync": 1, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "there is no folder"),
+        ([], "has no line of a rollout worker"),
+        (['{"event": "noise"', ""], "1.jsonl:1: damaged line"),
+        (["", json.dumps(NOISE_LINE)], "1.jsonl:1: damaged line"),
+        (["[1, 2]", ""], "1.jsonl:1: damaged line"),
+        ([json.dumps(NOISE_LINE), ""], "has a line that no rollout worker wrote"),
+        (['{"event": "arrived", "sync": 1, "rank": 0}', ""], "that no rollout worker wrote"),
+        (['{"step": 1, "reward/mean": 0.5}', ""], "that no rollout worker wrote"),
+    ],
+)
+def test_a_folder_that_is_no_report_is_said_in_words(tmp_path, content, words, monkeypatch, capsys):
+    folder = tmp_path / "noise"
+    if content is not None:
+        folder.mkdir()
+        (folder / "1.jsonl").write_text("\n".join(content))
+    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+    with pytest.raises(SystemExit) as ended:
+        report.main()
+    assert ended.value.code == 2 and words in capsys.readouterr().err

@@ -196,6 +196,13 @@ def test_a_verdict_for_people():
     assert "experts on their way: a second copy of a stage's experts, 48 layers" in legal
 
 
+def test_a_wrong_value_of_the_batch_is_not_a_missing_layout():
+    words = ("rl_config.use_remove_padding=true", "megatron_training.reset_attention_mask=false")
+    said = plan_layout("--config-name", CONFIG, words[0], f"+{words[1]}").stdout
+    assert "illegal: 1 of" in said and "rules is broken" in said
+    assert "Layouts exist for these ranks; none allows these values of the batch." in said
+
+
 @pytest.mark.parametrize(
     "changed, reason",
     [
