@@ -15,9 +15,10 @@ from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
 Rows = list[dict[str, Any]]
-# what `table` and `faults` read of each
+NOISE = {"aqn/sigma", "aqn/layers", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction"}
+# what `table`, `faults` and `draw` read of each
 EVENTS = {
-    "noise": {"sync", "rank", "world", "step", "total_steps", "aqn/sigma", "aqn/layers"},
+    "noise": {"sync", "rank", "world", "step", "total_steps"} | NOISE,
     "arrival": {"sync", "rank", "tensors", "failures", "of", "not_compared", "unchanged"},
 }
 

@@ -125,8 +125,8 @@ class RolloutEngine:
         quantized: bool = True,
     ) -> Iterator[NoiseReport | None]:
         """Inside, vLLM's model has the weights, quantised or not, with the noise of a step, and
-        computes as other hardware would; where more than weights change the experts' fused kernel gives way to torch's
-        operators meanwhile.
+        computes as other hardware would; where more than weights change the experts' fused kernel
+        gives way to torch's operators meanwhile.
         """
         if self.injector and self.injector.is_on:
             raise RuntimeError("the noise of an earlier call is still on: it was not taken off")

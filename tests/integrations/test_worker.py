@@ -226,6 +226,7 @@ def test_imports_are_light():
 
 
 NOISE_LINE = {"event": "noise", "sync": 1, "rank": 0}
+NO_STD = NOISE_LINE | {"world": 1, "step": 0, "total_steps": 1, "aqn/sigma": 0, "aqn/layers": 1}
 
 
 @pytest.mark.parametrize(
@@ -237,6 +238,7 @@ NOISE_LINE = {"event": "noise", "sync": 1, "rank": 0}
         (["", json.dumps(NOISE_LINE)], "1.jsonl:1: damaged line"),
         (["[1, 2]", ""], "1.jsonl:1: damaged line"),
         ([json.dumps(NOISE_LINE), ""], "has a line that no rollout worker wrote"),
+        ([json.dumps(NO_STD), ""], "has a line that no rollout worker wrote"),
         (['{"event": "arrived", "sync": 1, "rank": 0}', ""], "that no rollout worker wrote"),
         (['{"step": 1, "reward/mean": 0.5}', ""], "that no rollout worker wrote"),
     ],
