@@ -22,7 +22,7 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.engines import engine_of
+from mindspeed_qerl.engines import engine_of, examine_for_engine
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
 from mindspeed_qerl.layout import planner, show
@@ -32,12 +32,12 @@ from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
-from mindspeed_qerl.recipe.reader import read
+from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Batch, Recipe
 
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
-EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal, or none exists for NPUs; 2 wrong
+EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal or refused, or none exists for NPUs; 2 wrong
 arguments
 
 examples:
@@ -93,10 +93,9 @@ def main() -> int:
             plan, path = plan_of(recipe, ranks_per_node=width), Path(recipe.model.path)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(args, str(path), plan.shape)
-            return (
-                judge(args, plan, settings_of(recipe, args.memory_gb), planner.CHANGEABLE)
-                or refused
-            )
+            settings = settings_of(recipe, args.memory_gb)
+            illegal = judge(args, plan, settings, planner.CHANGEABLE)
+            return other_faults(args, recipe) or illegal or refused
         shape = read_shape(args.model)
         refused = no_layout_runs(args, args.model, shape)
         if args.check is not None:
@@ -153,6 +152,17 @@ def recipe_of(name: str, overrides: list[str]) -> Recipe:
         found.faults += error.faults
     found.raise_faults()
     return recipe
+
+
+def other_faults(args: argparse.Namespace, recipe: Recipe) -> bool:
+    """Say what the engine refuses of a config besides its layout, files aside."""
+    found = Found()
+    examine_for_engine(recipe, found)
+    faults = [fault for fault in found.faults if fault.rule in ("conflict", "unsupported")]
+    for fault in faults:
+        stream = sys.stderr if args.json else sys.stdout
+        print(f"The {recipe.engine} engine refuses this config: {fault}", file=stream)
+    return bool(faults)
 
 
 def no_layout_runs(args: argparse.Namespace, model: str, shape: ModelShape) -> bool:
@@ -227,8 +237,8 @@ def judge(
         for reason in planner.reasons(memory):
             say(f"- {reason}")
         return 0
-    are = "is" if len(faults) == 1 else "are"
-    say(f"[bold red]illegal[/]: {len(faults)} of {len(RULES)} rules {are} broken")
+    rules = "1 rule is" if len(faults) == 1 else f"{len(faults)} rules are"
+    say(f"[bold red]illegal[/]: {rules} broken, of {len(RULES)}")
     console.print(show.faults_table(faults))
     heading = "The nearest legal layouts:"
     if not near:

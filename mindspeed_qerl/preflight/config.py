@@ -53,7 +53,8 @@ def memory(case: Case) -> Check:
     sizes = [die.total * 2**20 / 1e9 for die in case.seen.dies]
     smallest = min([settings.memory_gb, *sizes])
     held = estimate(case.legal, replace(settings, memory_gb=smallest))
-    words = f"the smallest die has {gigabytes(smallest * 1e9)}; estimated, never measured: "
+    die = "the smallest die has" if sizes else "a die is assumed to have"
+    words = f"{die} {gigabytes(smallest * 1e9)}; estimated, never measured: "
     if held.fits:
         return passed(f"{words}at most {gigabytes(held.peak)} outside the rollout")
     return failed(words + "; ".join(held.faults))

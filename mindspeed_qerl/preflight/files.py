@@ -86,6 +86,8 @@ def training_files(case: Case) -> Check:
     fix += f"{recipe.model.path} --max-prompt-length {recipe.sampling.max_prompt_length}"
     try:
         lengths, tokens, labels = _packed(case)
+    except FileNotFoundError as error:
+        return failed(f"no file {error.filename}", fix)
     except (OSError, ValueError) as error:
         return failed(str(error), fix)
     empty, largest = int((labels == 0).sum()), int(tokens.max(initial=0))

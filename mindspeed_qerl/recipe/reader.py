@@ -55,8 +55,8 @@ def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field
     at fault has its default.
     """
-    found = Found([*_unknown_names(raw)])
     values = Values(raw)
+    found = Found([*_unknown_names(raw), *_set_twice(values)])
     sizes = {name: values.get(f"rl_config.{name}")[1] for name in DISPATCH}
     computed = {"model": {"arguments": values.megatron}, "batch": {"dispatch": sizes}}
     parts = {
@@ -132,6 +132,17 @@ def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 # ---- values ----
+
+
+def _set_twice(values: Values) -> Iterator[Fault]:
+    """Faults of keys with two values, of which upstream would take one in silence."""
+    training, actor = values.section("megatron_training"), values.section("actor_config")
+    for name in sorted(training.keys() & actor.keys()):
+        if training[name] != actor[name]:
+            key = f"megatron_training.{name}"
+            message = f"{key} = {training[name]!r} and actor_config.{name} = {actor[name]!r}"
+            fix = f"Set actor_config.{name}, which is the one that counts, and leave {key} out"
+            yield Fault("conflict", message, key, fix)
 
 
 def _part(kind: Any, values: Values, computed: Mapping[str, Any], faults: list[Fault]) -> Any:

@@ -44,13 +44,14 @@ class Panel(NamedTuple):
     title: str
     ylabel: str
     labels: dict[str, str]  # of the legend, by metric
-    is_log: bool = False  # absolute values on a log axis, which has no place for 0
+    is_log: bool = False  # absolute values on a log axis
+    above: float = -math.inf  # what is not is left out; on a log axis 0 has no place
 
 
 PICTURES = {
     "learning": (Panel("Training reward", "mean reward", {"reward/mean": ""}),),
     "exploration": (
-        Panel("Noise (no line: off)", "sigma", {"aqn/sigma": ""}, is_log=True),
+        Panel("Noise (no line: off)", "sigma", {"aqn/sigma": ""}, is_log=True, above=0),
         Panel(
             "Entropy of the trained policy's tokens",
             "nats",
@@ -68,11 +69,13 @@ PICTURES = {
             "standard deviation",
             {"aqn/expected_std": "nominal", "aqn/measured_std": "measured, of (noisy - clean)"},
             is_log=True,
+            above=0,
         ),
         Panel(
             "Weights that the noise changed (the rest: noise lost in rounding)",
             "fraction",
             {"aqn/changed_fraction": ""},
+            above=0,
         ),
     ),
     "mismatch": (
@@ -81,12 +84,14 @@ PICTURES = {
             "nats per token",
             {"mismatch/k1": "|k1|", "mismatch/k3": "k3"},
             is_log=True,
+            above=0,
         ),
         Panel(
             "|rollout - training| probability of the sampled token",
             "probability",
             {"mismatch/max_abs_prob_diff": "max", "mismatch/mean_abs_prob_diff": "mean"},
             is_log=True,
+            above=0,
         ),
     ),
     "routing": (
@@ -97,7 +102,13 @@ PICTURES = {
         ),
     ),
     "time": (
-        Panel("Time per part of a step", "seconds", TIMES | {"time/step": "step"}, is_log=True),
+        Panel(
+            "Time of a step and of its parts, above a millisecond",
+            "seconds",
+            TIMES | {"time/step": "step"},
+            is_log=True,
+            above=1e-3,
+        ),
     ),
 }
 
@@ -132,12 +143,20 @@ def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
         if name not in columns:
             continue
         steps, values = finite(columns, name)
+        if panel.is_log:
+            values = abs(values)
+        drawn = values > panel.above
+        steps, values = steps[drawn], values[drawn]
+        if not len(steps):
+            continue
         if panel.is_log:  # as it is: a mean would blur the stages of the noise
-            steps, values = steps[values != 0], abs(values[values != 0])
             axes.plot(steps, values, color=color, marker=".", markersize=3, label=label)
         else:
             draw_series(axes, steps, values, color, label)
-    if axes.get_legend_handles_labels()[1]:
+    labels = axes.get_legend_handles_labels()[1]
+    if len(labels) > 3:
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    elif labels:
         axes.legend()
 
 

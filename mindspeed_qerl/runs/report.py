@@ -22,7 +22,7 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
 from mindspeed_qerl.runs.plots import TIMES, Columns, finite, write_plots
 
-FACTS = ("engine_start_seconds", "train_seconds")
+FACTS = {"engine_start_seconds": "seconds to start", "train_seconds": "seconds in all"}
 METRICS = (
     "reward/mean",
     "mismatch/k3",
@@ -32,7 +32,12 @@ METRICS = (
     *TIMES,
     "time/step",
 )
-NOISE = ("aqn/layers", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction")
+NOISE = {
+    "aqn/layers": "layers",
+    "aqn/expected_std": "expected std",
+    "aqn/measured_std": "measured std",
+    "aqn/changed_fraction": "changed",
+}
 Rows = list[dict[str, Any]]
 Table = Sequence[Sequence[str]]
 
@@ -51,7 +56,7 @@ def write_report(run: RunDirectory) -> None:
         ("run", ""): _run(run),
         ("held-out accuracy", "after step", "accuracy", "standard error"): _accuracy(evals),
         ("metric", "first", "last", "mean", "largest"): _metrics(columns),
-        ("noise stage", "steps", *NOISE): _noise(rows),
+        ("noise stage", "steps", *NOISE.values()): _noise(rows),
         ("LoRA target", "modules", "parameters", "moved in vLLM", "expected"): _lora(run.facts()),
     }
     for header, table in tables.items():
@@ -72,9 +77,9 @@ def _run(run: RunDirectory) -> Table:
     if status["reason"]:
         state += f": {status['reason']}"
     table = [("state", state), ("steps", str(status["step"]))]
-    for name in FACTS:
+    for name, label in FACTS.items():
         if name in facts:
-            table.append((name, f"{facts[name]:.3g}"))
+            table.append((label, f"{facts[name]:.3g}"))
     return table
 
 

@@ -183,7 +183,7 @@ def test_verdicts(ranks, check, status):
 def test_a_verdict_for_people():
     illegal = plan_layout(*MODEL, "12", "--check", "tp=3,pp=1,ep=4,infer_tp=6,infer_ep=2").stdout
     for text in (
-        "illegal: 8 of",
+        "illegal: 8 rules are broken",
         "32 attention heads cannot be divided by TP 3",
         "transformer_config.py:559",
         "128 experts cannot be divided by TP 3 x EP 4 = 12",
@@ -197,10 +197,17 @@ def test_a_verdict_for_people():
 
 
 def test_a_wrong_value_of_the_batch_is_not_a_missing_layout():
-    words = ("rl_config.use_remove_padding=true", "megatron_training.reset_attention_mask=false")
-    said = plan_layout("--config-name", CONFIG, words[0], f"+{words[1]}").stdout
-    assert "illegal: 1 of" in said and "rules is broken" in said
+    words = ["rl_config.use_remove_padding=true", "+megatron_training.reset_attention_mask=false"]
+    said = plan_layout("--config-name", CONFIG, *words).stdout
+    assert "illegal: 1 rule is broken" in said
     assert "Layouts exist for these ranks; none allows these values of the batch." in said
+
+
+def test_a_legal_layout_of_a_config_that_the_engine_refuses():
+    key = "algorithm.routing_replay=record"
+    told = plan_layout("--config-name", CONFIG, key)
+    assert told.returncode == 1 and "legal, all" in told.stdout
+    assert "engine refuses this config: algorithm.routing_replay = 'record' with" in told.stdout
 
 
 @pytest.mark.parametrize(

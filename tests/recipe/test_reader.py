@@ -373,9 +373,13 @@ def test_all_faults_are_named_at_once(raw):
 
 def test_the_actor_inherits_from_megatron_training_as_upstream_does(raw):
     raw["megatron_training"]["lr"] = raw["actor_config"].pop("lr") * 2
-    raw["megatron_training"]["expert_model_parallel_size"] = 1
+    raw["megatron_training"]["expert_model_parallel_size"] = 2  # as the actor's
     recipe, _ = checked(raw)
     assert (recipe.optimizer.lr, recipe.layout.ep) == (4e-4, 2)
+    raw["megatron_training"]["expert_model_parallel_size"] = 1
+    with pytest.raises(ConfigError, match="_size = 1 and actor_config.*_size = 2. Set actor"):
+        checked(raw)
+    del raw["megatron_training"]["expert_model_parallel_size"]
     raw["megatron_training"]["tensor_model_parallel_size"] = 4
     del raw["actor_config"]["tensor_model_parallel_size"]
     with pytest.raises(ConfigError, match="2 KV heads cannot be divided by TP 4"):

@@ -48,7 +48,7 @@ def test_summary_is_what_the_files_say(made_run):
     for row in (
         "state finished",
         "steps 20",
-        "engine_start_seconds 12.5",
+        "seconds to start 12.5",
         "first 0 0.250 0.020",
         "best 20 0.750 0.030",
         "last 20 0.750 0.030",
