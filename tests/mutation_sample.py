@@ -5,13 +5,16 @@ today's code.
 
 A mutant is one operator, comparison, number or truth value of mindspeed_qerl/ changed, in a line
 that both commits have once, in whichever file. Each is put into a copy of both commits, where the
-default tests that import its module are run (all of its folder's when none does) until one fails.
+default tests that import its module are run (all of its folder's when none does) until one fails
+that does not without it. On a busy machine others fail, too: leave it alone.
 Printed are the mutants that one of the two, or neither, sees: the latter are often no faults
 (another number of decimals, a time-out), or are seen by tests that run the whole program.
 """
 
 import argparse
 import ast
+import json
+import os
 import random
 import re
 import subprocess
@@ -52,29 +55,43 @@ class Mutant:
     mutated: str
 
     def is_seen(self, path, root, tests):
-        """Whether one of `tests` fails with it in the file `path`."""
+        """Whether one of `tests` fails with it in the file `path`, and does not without it."""
         source = path.read_text()
-        path.write_text(source.replace(self.line, self.mutated, 1))
-        try:
-            return fail(root, tests)
-        finally:
+        left_out = []
+        while True:
+            path.write_text(source.replace(self.line, self.mutated, 1))
+            failed = first_failure(root, tests, left_out)
             path.write_text(source)
+            if failed is None:
+                return False
+            # of `tests`: cannot be imported, or never ends
+            if failed in tests or first_failure(root, [failed]) is None:
+                return True
+            left_out.append(failed)  # it fails without the mutant, too
 
 
 def tests_of(path, root):
-    """Test files that import the module `path`."""
+    """Test files that import the module `path`, or a file of tests that does."""
     name = path.relative_to(root).with_suffix("").as_posix().replace("/", ".")
-    package, module = name.rsplit(".", 1)
-    package = re.escape(package)
-    imports = re.compile(rf"from {package}\.{module} import|from {package} import .*\b{module}\b")
+    package, module = map(re.escape, name.rsplit(".", 1))
+    imports = [rf"from {package}\.{module} import|from {package} import .*\b{module}\b"]
+    tests = {file: file.read_text() for file in sorted(root.glob("tests/**/*.py"))}
+    found: list[Path] = []
+    while imports:
+        pattern = re.compile("|".join(imports))
+        new = [file for file, text in tests.items() if file not in found and pattern.search(text)]
+        found += new
+        helpers = [re.escape(file.stem) for file in new if file.stem != "conftest"]
+        imports = [rf"from [\w.]*\b{helper} import" for helper in helpers]
     files = [
         file
-        for file in sorted(root.glob("tests/**/test_*.py"))
-        if file.parent.name not in UPSTREAM and imports.search(file.read_text())
+        for file in found
+        if file.name.startswith("test_") and file.parent.name not in (*UPSTREAM, "real")
     ]
     folder = root / "tests" / path.parent.name
     if not files:
         files = [folder if folder.is_dir() else root / "tests"]
+    files.sort(key=lambda file: file.parent != folder)  # those of its own room first
     return [str(file.relative_to(root)) for file in files]
 
 
@@ -131,20 +148,28 @@ def copy_of(commit, folder):
     return folder
 
 
-def fail(root, tests):
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=root,
-            env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)},
-            check=False,
-            capture_output=True,
-            timeout=LONGEST,
-        )
-    except subprocess.TimeoutExpired:
-        return True
-    return done.returncode != 0
+def first_failure(root, tests, left_out=()):
+    """The first test that fails, or the first of `tests` if they never end or cannot be imported;
+    None: none does.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={cache}"]
+        command += [f"--deselect={test}" for test in left_out]
+        try:
+            done = subprocess.run(
+                [*command, *tests],
+                cwd=root,
+                env={**os.environ, "PYTHONPATH": str(root)},
+                check=False,
+                capture_output=True,
+                timeout=LONGEST,
+            )
+        except subprocess.TimeoutExpired:
+            return tests[0]
+        if done.returncode in (0, 5):  # 5: all are left out
+            return None
+        lasts = Path(cache) / "v" / "cache" / "lastfailed"
+        return next(iter(json.loads(lasts.read_text()))) if lasts.exists() else tests[0]
 
 
 def main():
@@ -170,14 +195,12 @@ def main():
         print(f"{len(sample)} of {len(possible):,} mutants", flush=True)
 
         def seen(name):
-            """Of each mutant; None: its tests fail without it."""
-            root, results, whole = copies[name], [], {}
+            """Of each mutant."""
+            root, results = copies[name], []
             for number, mutant in enumerate(sample, 1):
                 path = places[name][mutant.line.rstrip("\n")]
                 tests = tests_of(path, root)
-                if whole.setdefault(tuple(tests), None) is None:
-                    whole[tuple(tests)] = not fail(root, tests)
-                results.append(mutant.is_seen(path, root, tests) if whole[tuple(tests)] else None)
+                results.append(mutant.is_seen(path, root, tests))
                 file = path.relative_to(root)
                 print(
                     f"{name} {number}: {results[-1]} {file}: {mutant.mutated.strip()}", flush=True
