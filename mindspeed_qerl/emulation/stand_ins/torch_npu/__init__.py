@@ -12,6 +12,7 @@ import torch
 
 from mindspeed_qerl.emulation import (
     attention,
+    counts,
     experts,
     extensions,
     facade,
@@ -44,6 +45,8 @@ for _module in (
 
 facade.install()
 extensions.install()
+if counts.is_wanted:
+    counts.install(globals())
 
 from torch_npu import _C, npu, op_plugin, profiler, utils, version  # noqa: F401
 
