@@ -1,9 +1,9 @@
 """Which parallel layouts exist for a model on a number of NPUs, or whether one that you have in
-mind does.
+mind does; what a rank must hold, and how long an iteration takes.
 
 Asks every rule of MindSpeed-RL, Megatron, MindSpeed and vLLM about training, rollout and batch
 together, and adds up what the fullest NPU must hold. Nothing is started, no NPU and no model
-weights are needed. Memory is an estimate from sizes, never measured on an NPU.
+weights are needed. Memory and time are estimates, never measured on an NPU.
 """
 
 import argparse
@@ -30,23 +30,38 @@ from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
+from mindspeed_qerl.layout.time import HARDWARE, Terms, Work, iteration, launch_of
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
-from mindspeed_qerl.recipe.reader import Found, read
-from mindspeed_qerl.recipe.types import Batch, Recipe
+from mindspeed_qerl.recipe.reader import Found, read, read_recipe
+from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
+from mindspeed_qerl.runs.plots import finite
 
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
-EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal or refused, or none exists for NPUs; 2 wrong
-arguments
+GSM8K_PROBLEMS = 1319  # of the test file, where a config takes all
+# what --calibrate reads of a run's steps
+MEASURED = ("time/rollout", "time/update", "response/length_mean", "response/length_max")
+EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal or refused, or none exists for NPUs;
+2 wrong arguments
 
 examples:
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16
   python tools/plan_layout.py --model /models/Qwen3-30B-A3B --ranks 16 --ranks-per-node 8 --top 20
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 12 --check tp=3,ep=4,infer_tp=6
+  python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16,32,64,128      # the best of each
   python tools/plan_layout.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu \\
       actor_config.expert_model_parallel_size=8
+  python tools/plan_layout.py --config-name NAME --compare OTHER_NAME
+  python tools/plan_layout.py --config-name NAME --calibrate runs/NAME/DATE_seed1
 """
+
+
+def numbers(words: str) -> tuple[int, ...]:
+    """Of `1,2,3`."""
+    return tuple(int(word) for word in words.split(","))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -56,7 +71,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help=f"{', '.join(NAMED_SHAPES)}; or the directory of a Hugging Face model"
     )
-    parser.add_argument("--ranks", type=int, help="NPUs: dies, a 910C has two")
+    parser.add_argument(
+        "--ranks", type=numbers, default=(), help="NPUs: dies, a 910C has two; or several, a,b,..."
+    )
     parser.add_argument("--ranks-per-node", type=int, help=f"NPUs of one node (default: {NODE})")
     parser.add_argument(
         "--check",
@@ -73,10 +90,38 @@ def arguments() -> argparse.ArgumentParser:
         "overrides", nargs="*", metavar="key=value", help="Hydra overrides of the config"
     )
     parser.add_argument(
+        "--prompts",
+        type=int,
+        default=64,
+        help="of an iteration, with 8 answers each: the nearest number that divides (default: 64)",
+    )
+    parser.add_argument(
         "--top", type=int, default=10, help="how many layouts to list (default: 10)"
     )
     parser.add_argument(
         "--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)"
+    )
+    parser.add_argument(
+        "--compare",
+        metavar="NAME",
+        help="another config, whose time is shown beside that of --config-name",
+    )
+    time = parser.add_argument_group("time")
+    time.add_argument(
+        "--tokens",
+        type=numbers,
+        metavar="PROMPT,ANSWER,LONGEST",
+        default=(120, 300, 900),
+        help="of the mean prompt, the mean answer and an iteration's longest (default: "
+        "120,300,900)",
+    )
+    time.add_argument("--hardware", choices=HARDWARE, default="910C", help="default: 910C")
+    time.add_argument(
+        "--calibrate",
+        metavar="RUN_DIR",
+        type=Path,
+        help="a run on NPUs: what a launch costs the host, and how long answers are, as it was "
+        "there",
     )
     parser.add_argument("--json", action="store_true", help="print JSON (bytes) instead of tables")
     return parser
@@ -88,13 +133,19 @@ def main() -> int:
     try:
         check_arguments(args)
         width = args.ranks_per_node or NODE
+        terms = Terms(Work(*args.tokens, GSM8K_PROBLEMS), HARDWARE[args.hardware])
+        if args.calibrate:
+            terms = calibrated(args.calibrate, terms, width)
         if args.config_name:
+            if args.compare:
+                return compare(args, terms)
             recipe = recipe_of(args.config_name, args.overrides)
             plan, path = plan_of(recipe, ranks_per_node=width), Path(recipe.model.path)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(args, str(path), plan.shape)
-            settings = settings_of(recipe, args.memory_gb)
-            illegal = judge(args, plan, settings, planner.CHANGEABLE)
+            settings, terms = settings_of(recipe, args.memory_gb), terms_of(recipe, terms)
+            iterations = recipe.run.train_iters
+            illegal = judge(args, plan, settings, planner.CHANGEABLE, terms, iterations)
             return other_faults(args, recipe) or illegal or refused
         shape = read_shape(args.model)
         refused = no_layout_runs(args, args.model, shape)
@@ -104,10 +155,12 @@ def main() -> int:
                 name for name in planner.CHANGEABLE if name in sizes or not name.startswith("infer")
             ]
             as_trained = {"infer_tp": sizes.get("tp", 1), "infer_ep": sizes.get("ep", 1)}
-            layout = Layout(args.ranks, ranks_per_node=width, **as_trained | sizes)
-            plan = planner.new_plan(shape, layout)
-            return judge(args, plan, None, typed) or refused
-        return list_layouts(args, shape, width) or refused
+            layout = Layout(args.ranks[0], ranks_per_node=width, **as_trained | sizes)
+            plan = planner.new_plan(shape, layout, prompts=args.prompts)
+            return judge(args, plan, None, typed, terms) or refused
+        if len(args.ranks) > 1:
+            return scale(args, shape, width, terms) or refused
+        return list_layouts(args, shape, width, terms) or refused
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -115,25 +168,31 @@ def main() -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """ConfigError for options that contradict each other or are out of range."""
-    for name, most in (("ranks", MAX_RANKS), ("ranks_per_node", None), ("top", None)):
-        given = getattr(args, name)
-        if given is not None and (given < 1 or most and given > most):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} {given} must be at least 1"
-                + (f" and at most {most:,}" if most else "")
-            )
+    given = [("ranks-per-node", args.ranks_per_node), ("top", args.top), ("prompts", args.prompts)]
+    given += [("ranks", ranks) for ranks in args.ranks]
+    given += [("tokens", tokens) for tokens in args.tokens]
+    for name, number in given:
+        if number is not None and not 1 <= number <= MAX_RANKS:
+            raise ConfigError(f"--{name} {number} must be at least 1 and at most {MAX_RANKS:,}")
+    if len(args.tokens) != 3 or args.tokens[1] > args.tokens[2]:
+        raise ConfigError(
+            f"--tokens {','.join(map(str, args.tokens))} must be three numbers, of the mean prompt, "
+            "the mean answer and the longest answer"
+        )
+    if len(args.ranks) > 1 and (args.check is not None or args.json):
+        raise ConfigError("several --ranks go neither with --check nor with --json")
+    if args.compare and not args.config_name:
+        raise ConfigError("--compare needs --config-name")
     if not 0 < args.memory_gb <= MOST_GB:
         raise ConfigError(
             f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}"
         )
-    if args.config_name and (
-        args.model is not None or args.ranks is not None or args.check is not None
-    ):
+    if args.config_name and (args.model is not None or args.ranks or args.check is not None):
         raise ConfigError(
             "--config-name has its own model, ranks and layout; change them with overrides such as "
             "rl_config.actor_resource.num_npus=12"
         )
-    if not args.config_name and (args.overrides or not args.model or args.ranks is None):
+    if not args.config_name and (args.overrides or not args.model or not args.ranks):
         raise ConfigError(
             f"{args.overrides[0]!r} is an override of a config: give --config-name"
             if args.overrides
@@ -199,15 +258,20 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
 
 
 def judge(
-    args: argparse.Namespace, plan: Plan, settings: Settings | None, typed: Collection[str]
+    args: argparse.Namespace,
+    plan: Plan,
+    settings: Settings | None,
+    typed: Collection[str],
+    terms: Terms,
+    iterations: int | None = None,
 ) -> int:
-    """Say whether the plan is legal, with its memory; or what it breaks, with what is near in the
-    sizes that were typed.
+    """Say whether the plan is legal, with its memory and time; or what it breaks, with what is near
+    in the sizes that were typed.
     """
     faults = broken(plan)
     memory = None if faults else planner.with_memory(plan, settings, args.memory_gb)
     asked = (
-        plan if args.config_name else replace(plan, batch=Batch())
+        plan if args.config_name else replace(plan, batch=planner.PACKED)
     )  # --check has no batch of its own
     near = planner.nearest(asked, settings=settings, names=typed) if faults else []
     names = None if args.config_name else typed
@@ -219,6 +283,7 @@ def judge(
             "plan": show.plan_dict(plan),
             "broken": [vars(fault) for fault in faults],
             "memory": memory and show.memory_dict(memory),
+            "time": memory and show.time_dict(memory, terms),
             "nearest": [{**show.plan_dict(other), "changes": change} for other, change in retyped],
         }
         print(json.dumps(verdict, indent=1))
@@ -230,12 +295,13 @@ def judge(
     if memory:
         say(
             show.batch_line(plan)
-            + ("" if args.config_name else " (the number of prompts nearest to 64 that divides)")
+            + ("" if args.config_name else " (the nearest number of prompts that divides)")
         )
         say(f"[bold green]legal[/], all {len(RULES)} rules hold. {show.DISCLAIMER}")
         show.print_memory(console, memory)
         for reason in planner.reasons(memory):
             say(f"- {reason}")
+        show.print_time(console, memory, terms, iterations)
         return 0
     rules = "1 rule is" if len(faults) == 1 else f"{len(faults)} rules are"
     say(f"[bold red]illegal[/]: {rules} broken, of {len(RULES)}")
@@ -243,7 +309,7 @@ def judge(
     heading = "The nearest legal layouts:"
     if not near:
         heading = "No layout exists for this model on these ranks."
-        if planner.nearest(replace(plan, batch=Batch()), settings=settings):
+        if planner.nearest(replace(plan, batch=planner.PACKED), settings=settings):
             heading = "Layouts exist for these ranks; none allows these values of the batch."
     say(heading)
     for other, change in retyped:
@@ -251,18 +317,96 @@ def judge(
     return 1
 
 
-def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int:
+def terms_of(recipe: Recipe, terms: Terms) -> Terms:
+    """`terms` with the evaluations of a config."""
+    evaluation = recipe.evaluation
+    problems = (evaluation.n_problems or GSM8K_PROBLEMS) * evaluation.samples_per_problem
+    return replace(terms, work=replace(terms.work, problems=problems, every=evaluation.every))
+
+
+def calibrated(folder: Path, terms: Terms, width: int) -> Terms:
+    """`terms` with what a launch cost the host in a run on NPUs, and with its answers; ConfigError
+    for a run that does not tell.
+    """
+    try:
+        run = RunDirectory.open(folder)
+        recipe, rows = (
+            read_recipe(run.config()),
+            read_jsonl(run.metrics_file),
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--calibrate {folder}: {error}") from error
+    if not engine_of(recipe).UPSTREAM or recipe.emulate_npu:
+        raise ConfigError(f"--calibrate {folder}: not a run on NPUs")
+    columns = columns_of(rows[1:])  # the first step warms up
+    means = {name: finite(columns, name)[1].mean() for name in MEASURED if name in columns}
+    if means.keys() != set(MEASURED):
+        raise ConfigError(f"--calibrate {folder}: no steps behind the first with their times")
+    answer, longest = means["response/length_mean"], means["response/length_max"]
+    work = replace(terms.work, answer=round(answer), longest=round(longest))
+    terms = terms_of(recipe, replace(terms, work=work))
+    memory = planner.with_memory(plan_of(recipe, ranks_per_node=width), settings_of(recipe))
+    try:
+        launch = launch_of(memory, terms, means["time/rollout"])
+    except ValueError as error:
+        raise ConfigError(f"--calibrate {folder}: {error}") from error
+    terms = replace(terms, launch=(launch, launch))
+    update = [phase for phase in iteration(memory, terms) if phase.name == "update"]
+    print(
+        f"{folder}: a launch cost the host {launch * 1e6:.0f} us (rollouts of "
+        f"{means['time/rollout']:.1f} s); updates took {means['time/update']:.1f} s, "
+        f"{update[0].seconds(launch):.1f} s by this model",
+        file=sys.stderr,
+    )
+    return terms
+
+
+def compare(args: argparse.Namespace, terms: Terms) -> int:
+    """Show the time of two configs beside each other; the overrides are of both."""
+    compared = {}
+    for name in (args.config_name, args.compare):
+        recipe = recipe_of(name, args.overrides)
+        plan = plan_of(recipe, ranks_per_node=args.ranks_per_node or NODE)
+        if faults := broken(plan):
+            raise ConfigError(f"{name} is illegal: {faults[0].message}")
+        memory = planner.with_memory(plan, settings_of(recipe, args.memory_gb))
+        compared[name] = (memory, iteration(memory, terms_of(recipe, terms)))
+    show.print_comparison(show.console(), compared, terms)
+    return 0
+
+
+def scale(args: argparse.Namespace, shape: ModelShape, width: int, terms: Terms) -> int:
+    """Show the best layout for each number of ranks."""
+    best = []
+    for ranks in args.ranks:
+        ranked = planner.legal_layouts(shape, ranks, width, args.memory_gb, terms, args.prompts)
+        if not ranked:
+            raise ConfigError(f"no layout exists for {ranks} ranks: --ranks {ranks} says why")
+        best.append(ranked[0])
+    console = show.console()
+    console.print(show.model_line(shape), highlight=False)
+    show.print_scale(console, best, terms)
+    return 0
+
+
+def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int, terms: Terms) -> int:
     """List the layouts that exist; if there is none, say what refuses them."""
-    ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb)
+    (ranks,) = args.ranks
+    ranked = planner.legal_layouts(shape, ranks, width, args.memory_gb, terms, args.prompts)
     best, fitting = ranked[: args.top], sum(memory.fits for memory in ranked)
-    why = [] if ranked else planner.why_none(shape, args.ranks, width)
+    why = [] if ranked else planner.why_none(shape, ranks, width)
     if args.json:
         layouts = [
-            {**show.plan_dict(memory.plan), "memory": show.memory_dict(memory)} for memory in best
+            {
+                **show.plan_dict(memory.plan),
+                "memory": show.memory_dict(memory),
+                "time": show.time_dict(memory, terms),
+            }
+            for memory in best
         ]
         listed = {
             "model": shape.name,
-            "ranks": args.ranks,
+            "ranks": ranks,
             "existing": len(ranked),
             "fitting": fitting,
             "layouts": layouts,
@@ -270,20 +414,20 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int) -> int
         }
         print(json.dumps(listed, indent=1))
         return 0 if ranked else 1
-    console, nodes = show.console(), show.nodes(Layout(args.ranks, ranks_per_node=width))
+    console, nodes = show.console(), show.nodes(Layout(ranks, ranks_per_node=width))
     say = partial(console.print, highlight=False)
     say(show.model_line(shape))
     if ranked:
         order = f"The best {len(best)}" if fitting else f"The {len(best)} nearest to it"
         say(
-            f"{args.ranks} ranks, {nodes}. {len(ranked)} training layouts are legal, "
+            f"{ranks} ranks, {nodes}. {len(ranked)} training layouts are legal, "
             f"{fitting or '[bold red]none[/]'} fit{'s' if fitting < 2 else ''} into "
             f"{args.memory_gb:g} GB. {order}, each with its best inference layout."
         )
-        show.print_layouts(console, best)
+        show.print_layouts(console, best, terms)
         return 0
     say(
-        f"[bold red]No layout exists[/] for {args.ranks} ranks, {nodes}. What refuses every "
+        f"[bold red]No layout exists[/] for {ranks} ranks, {nodes}. What refuses every "
         "division of them by TP, PP and EP:"
     )
     for message in why[:8]:

@@ -229,13 +229,6 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
         )
         fix = f"Set rl_config.epochs=1, or {style}=constant and {warmup}=0.0"
         yield Fault("conflict", message, "rl_config.epochs", fix)
-    if not recipe.batch.use_dynamic_bsz:
-        for name in ("update", "actor", "ref"):
-            key = f"rl_config.{name}_max_packing_token_size"
-            if values.get(key)[1] is not None:
-                message = f"{key} changes nothing without rl_config.use_dynamic_bsz"
-                fix = "Set rl_config.use_dynamic_bsz=true and use_remove_padding=true, or leave it out"
-                yield Fault("conflict", message, key, fix)
     arguments = recipe.model.arguments
     if arguments.get("num_experts") and arguments.get("moe_aux_loss_coeff") is None:
         key = f"model.{arguments.get('model')}.moe_aux_loss_coeff"

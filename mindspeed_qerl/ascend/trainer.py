@@ -280,6 +280,7 @@ class QeRLTrainer(RayGRPOTrainer):
         values = reward_metrics(self._rewards(answers), self.n_samples_per_prompt)
         values |= {
             "response/length_mean": _numbers(answers["response_length"]).mean(),
+            "response/length_max": _numbers(answers["response_length"]).max(),
             "response/truncated_fraction": _numbers(answers["truncated"]).mean(),
             "selection/sampled_groups": len(answers["responses"]) // self.n_samples_per_prompt,
             "selection/trained_groups": int(trained_groups),

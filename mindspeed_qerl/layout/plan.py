@@ -21,6 +21,7 @@ class Plan:
     lora: bool = True
     share_backbone: bool = True
     padded_vocab_size: int | None = None  # rows of Megatron's embedding; None = vLLM's
+    has_reference: bool = True  # log-probs of the model without adapters in each iteration
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -82,6 +83,7 @@ def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int
         lora=bool(recipe.lora.targets),
         share_backbone=recipe.npu.share_backbone,
         padded_vocab_size=recipe.npu.padded_vocab_size,
+        has_reference=recipe.algorithm.needs_reference,
     )
 
 

@@ -8,27 +8,51 @@ needs it); `rules` decides which exist.
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from functools import cache
-from math import lcm, log2
+from functools import cache, partial
+from math import lcm, log, log2
 
-from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import Memory, estimate
 from mindspeed_qerl.layout.parts import GB, Settings
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import ROLLOUT, TRAINING, broken
+from mindspeed_qerl.layout.time import (
+    DEFAULT,
+    Terms,
+    groups,
+    idle_share,
+    iteration,
+    layer_collectives,
+    total,
+)
 from mindspeed_qerl.recipe.types import Batch, Layout
 
+# as this project's configs have it: rows of whole answers, of so many tokens
+ROW = 8192
+PACKED = Batch(
+    use_remove_padding=True,
+    use_dynamic_bsz=True,
+    update_max_packing_token_size=ROW,
+    actor_max_packing_token_size=ROW,
+    ref_max_packing_token_size=ROW,
+    reset_attention_mask=True,
+    no_pad_to_seq_lengths=True,
+)
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
 UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
 TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last tenth
 
 
 def new_plan(
-    shape: ModelShape, layout: Layout, batch: Batch | None = None, lora: bool = True
+    shape: ModelShape,
+    layout: Layout,
+    batch: Batch | None = None,
+    lora: bool = True,
+    prompts: int = 64,
 ) -> Plan:
     """A plan with the switches that the layout asks for (sequence parallelism with TP, whole
-    experts, vLLM's expert parallelism) and, unless a batch is given, the global batch nearest to 64
-    prompts that divides.
+    experts, vLLM's expert parallelism), without a reference; unless a batch is given, PACKED with
+    the global batch nearest to `prompts` that divides.
     """
     layout = replace(
         layout,
@@ -36,7 +60,8 @@ def new_plan(
         tp_extend_ep=shape.moe,
         enable_expert_parallel=shape.moe,
     )
-    plan = Plan(shape, layout, batch or Batch(), lora=lora, share_backbone=lora)
+    given = batch or replace(PACKED, global_batch_size=prompts, mini_batch_size=prompts)
+    plan = Plan(shape, layout, given, lora, share_backbone=lora, has_reference=False)
     return plan if batch else fit_batch(plan)
 
 
@@ -92,7 +117,7 @@ def _candidates(
                 layout = Layout(
                     world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep, ranks_per_node=ranks_per_node
                 )
-                yield new_plan(shape, layout, Batch(), lora)
+                yield new_plan(shape, layout, PACKED, lora)
 
 
 def training_layouts(
@@ -119,95 +144,63 @@ def legal_rollouts(plan: Plan) -> Iterator[Plan]:
 
 
 def legal_layouts(
-    shape: ModelShape, world: int, ranks_per_node: int = 16, memory_gb: float = 64.0
+    shape: ModelShape,
+    world: int,
+    ranks_per_node: int = 16,
+    memory_gb: float = 64.0,
+    terms: Terms = DEFAULT,
+    prompts: int = 64,
 ) -> list[Memory]:
-    """Every legal training layout with the global batch nearest to 64 prompts that it can divide,
+    """Every legal training layout with the global batch nearest to `prompts` that it can divide,
     its best inference layout and the gpu_memory_utilization that it needs on ranks of `memory_gb`;
-    the best first.
-
-    Order: what fits into memory, else what is least over; groups inside a node; the share of an
-    update that a rank waits for its pipeline (in steps of 5 %); fewest collectives that a layer
-    waits for (TP: 2 all-gathers and 2 reduce-scatters, experts: 2 all-to-alls); the least memory on
-    the fullest rank.
+    the best first by `order`.
     """
     best = []
+    batch = replace(PACKED, global_batch_size=prompts, mini_batch_size=prompts)
     for training in training_layouts(shape, world, ranks_per_node):
-        plans = legal_rollouts(training)
+        plans = legal_rollouts(replace(training, batch=batch))
         memories = [with_memory(plan, memory_gb=memory_gb) for plan in plans]
         if memories:
-            best.append(min(memories, key=rollout_key))
-    return sorted(best, key=training_key)
+            best.append(min(memories, key=partial(order, terms=terms)))
+    return sorted(best, key=partial(order, terms=terms))
 
 
 # ---- ranking ----
 
 
-def layer_collectives(plan: Plan) -> int:
-    """Collectives that a layer's forward pass waits for in training."""
-    layout = plan.layout
-    return 4 * (layout.tp > 1) + 2 * (plan.shape.moe and layout.tp * layout.ep > 1)
-
-
-def stage_work(plan: Plan) -> list[float]:
-    """Multiplications a token of each pipeline stage: the weights that it meets, attention over
-    half the sequence, and the output layer.
-    """
-    shape = plan.shape
-    layer: float = plan.batch.seq_length * shape.num_attention_heads * shape.head_dim
-    layer += shape.hidden_size * shape.num_experts
-    for linear in family_of(shape).linears(shape):
-        layer += linear.inputs * linear.outputs * linear.active
-    work = [layers * layer for layers in plan.layers]
-    work[-1] += shape.vocab_size * shape.hidden_size
-    return work
-
-
-def idle_share(plan: Plan) -> float:
-    """Share of an update that the average rank waits for its pipeline: its first and last
-    micro-batches, and its slowest stage.
-    """
-    work, pp = stage_work(plan), plan.layout.pp
-    micro_batches = plan.micro_batches
-    return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
-
-
 def across_nodes(plan: Plan) -> list[str]:
     """Groups of a legal plan that send data in every layer and do not lie inside one node."""
-    layout = plan.layout
-    groups = {"TP": layout.tp, "infer TP": layout.infer_tp}
-    if plan.shape.moe:
-        groups["experts"] = layout.tp * layout.ep
-        groups["vLLM's experts"] = layout.infer_tp * layout.infer_ep
-    return [f"{name} over {size}" for name, size in groups.items() if layout.node_width % size]
+    names = []
+    for side in groups(plan).values():
+        names += [
+            f"{name} over {size}" for name, size in side.items() if plan.layout.node_width % size
+        ]
+    return names
 
 
-def rollout_key(memory: Memory) -> tuple:
-    """Order of the inference layouts of one training layout. Groups as large as training's leave
-    every expert on its rank.
+def order(memory: Memory, terms: Terms = DEFAULT) -> tuple:
+    """What fits into memory comes first, or is least over; then groups inside a node, and what has
+    room to spare; the fastest in steps of 10 %, in the middle of a launch's range; no pipeline;
+    fewest collectives; and least memory.
     """
-    layout = memory.plan.layout
-    group = layout.infer_tp * layout.infer_ep
-    short = max(0, 1 - memory.answers_at_once / max(memory.answers_needed, 1))
-    return (
-        memory.excess,
-        len(across_nodes(memory.plan)),
-        layout.infer_tp > 1,  # collectives
-        round(short, 1),
-        group,
-        memory.settings.gpu_memory_utilization,
-    )
-
-
-def training_key(memory: Memory) -> tuple:
-    """Order of the layouts."""
     plan = memory.plan
+    time = sum(total(iteration(memory, terms), terms)) / 2
     return (
         memory.excess,
         len(across_nodes(plan)),
-        int(idle_share(plan) / 0.05),
+        is_tight(memory),
+        int(log(time, 1.1)),
+        plan.layout.pp,
         layer_collectives(plan),
+        plan.layout.infer_tp,
+        memory.settings.gpu_memory_utilization,
         memory.peak,
     )
+
+
+def is_tight(memory: Memory) -> bool:
+    """It fits, with less to spare than an estimate should have."""
+    return memory.fits and memory.peak > TIGHT * memory.capacity
 
 
 def reasons(memory: Memory) -> list[str]:
@@ -224,7 +217,7 @@ def reasons(memory: Memory) -> list[str]:
 def notes(memory: Memory) -> list[str]:
     """What to know beside the numbers of a plan."""
     lines = []
-    if memory.fits and memory.peak > TIGHT * memory.capacity:
+    if is_tight(memory):
         lines.append("tight")
     if memory.answers_at_once < memory.answers_needed:
         lines.append(f"KV for {memory.answers_at_once} of {memory.answers_needed}")
@@ -250,9 +243,9 @@ def nearest(
     for training in training_layouts(plan.shape, layout.world, layout.ranks_per_node, plan.lora):
         for legal in legal_rollouts(replace(training, batch=plan.batch)):
             memory, away = with_memory(legal, settings), round(distance(plan, legal, names), 6)
-            ranked.append((away, training_key(memory), rollout_key(memory), legal))
+            ranked.append((away, order(memory), legal))
     closest: dict[tuple, Plan] = {}  # by sizes in names
-    for *_, legal in sorted(ranked, key=lambda entry: entry[:3]):
+    for *_, legal in sorted(ranked, key=lambda entry: entry[:2]):
         closest.setdefault(tuple(getattr(legal.layout, name) for name in names), legal)
     return list(closest.values())[:3]
 

@@ -1,6 +1,6 @@
 """Layouts, rules and memory for people: tables, and as JSON."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,19 +12,20 @@ from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import MOMENTS, Memory
 from mindspeed_qerl.layout.parts import GB, Part
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.planner import idle_share, layer_collectives, notes, reasons
+from mindspeed_qerl.layout.planner import notes, reasons
 from mindspeed_qerl.layout.rules import Violation
+from mindspeed_qerl.layout.time import Phase, Terms, idle_share, iteration, total
 from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.recipe.types import Layout
 
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
-COLUMNS = "# TP PP EP DP vLLM batch train sync rollout util waits colls".split()
+COLUMNS = "# TP PP EP DP vLLM batch seconds train sync rollout util waits".split()
 LEGEND = (
-    "vLLM: infer TP x EP. batch: the number of prompts nearest to 64 that divides. train, sync, "
-    "rollout: GB of the fullest rank in the forward and backward passes, in the weight sync, and "
-    "in the rollout with its KV cache. util: gpu_memory_utilization. waits: share of an update "
-    "lost to the pipeline. colls: collectives that a layer waits for. KV for n of m: full-length "
-    f"answers at once that the KV cache holds, of those that are needed. {DISCLAIMER}"
+    "vLLM: infer TP x EP. batch: the nearest number of prompts that divides. seconds: of an "
+    "iteration. train, sync, rollout: GB of the fullest rank in the forward and backward passes, "
+    "in the weight sync, and in the rollout with its KV cache. util: gpu_memory_utilization. "
+    "waits: share of an update lost to the pipeline. KV for n of m: full-length answers at once "
+    f"that the KV cache holds, of those that are needed. {DISCLAIMER}"
 )
 
 
@@ -65,7 +66,7 @@ def batch_line(plan: Plan) -> str:
     )
 
 
-def print_layouts(console: Console, ranked: Sequence[Memory]) -> None:
+def print_layouts(console: Console, ranked: Sequence[Memory], terms: Terms) -> None:
     """The ranked layouts, one a line, and what the columns are."""
     columns = [Column(name, justify="right", no_wrap=True) for name in COLUMNS]
     note = Column("note", overflow="fold")
@@ -84,12 +85,12 @@ def print_layouts(console: Console, ranked: Sequence[Memory]) -> None:
             layout.dp,
             f"{layout.infer_tp}x{layout.infer_ep}",
             plan.batch.global_batch_size,
+            span(total(iteration(memory, terms), terms)),
             f"{max(sizes['update'], sizes['log-probs']):.0f}",
             f"{sizes['weight sync']:.0f}",
             f"{sizes['rollout']:.0f}",
             memory.settings.gpu_memory_utilization,
             f"{idle_share(plan):.0%}" if layout.pp > 1 else "",
-            layer_collectives(plan),
             "; ".join(remarks),
         )
         table.add_row(*map(str, cells), style=None if memory.fits else "red")
@@ -115,6 +116,82 @@ def print_memory(console: Console, memory: Memory) -> None:
     for name, row in rows.items():
         hows = dict.fromkeys(part.how for part in row.values())
         console.print(f"{name}: {'; '.join(hows)}", highlight=False, style="dim")
+
+
+def span(seconds: Iterable[float]) -> str:
+    """From the least to the most."""
+    low, high = (f"{value:.{int(value < 10)}f}" for value in seconds)
+    return low if low == high else f"{low}-{high}"
+
+
+def print_time(console: Console, memory: Memory, terms: Terms, iterations: int | None) -> None:
+    """Seconds of an iteration of the slowest rank, phase by phase, and hours of all."""
+    phases = iteration(memory, terms)
+    sums = total(phases, terms)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
+    table.add_column("seconds of an iteration", footer="sum", no_wrap=True)
+    table.add_column("launches", justify="right")
+    table.add_column("the die", justify="right", footer=f"{sum(p.device for p in phases):.1f}")
+    table.add_column("with the host", justify="right", footer=span(sums))
+    table.add_column("")
+    for phase in phases:
+        seconds = total([phase], terms)
+        bar = "█" * round(40 * sum(seconds) / sum(sums))
+        cells = (f"{phase.launches:,.0f}", f"{phase.device:.1f}", span(seconds), bar)
+        table.add_row(phase.name, *cells)
+    console.print(table)
+    work, microseconds = terms.work, [seconds * 1e6 for seconds in terms.launch]
+    words = f"{work.prompt:g} tokens a prompt, {work.answer:g} an answer, {work.longest:g} the "
+    words += f"longest; a launch costs the host {span(microseconds)} us"
+    if iterations:
+        hours = [iterations * seconds / 3600 for seconds in sums]
+        words += f". {iterations} iterations: {span(hours)} hours"
+    words += ". Launches were counted, the rest is computed; nothing was measured on an NPU."
+    console.print(words, highlight=False)
+
+
+def time_dict(memory: Memory, terms: Terms) -> dict[str, dict[str, Any]]:
+    """Seconds of each phase, for JSON."""
+    found = {}
+    for phase in iteration(memory, terms):
+        found[phase.name] = vars(phase) | {"seconds": total([phase], terms)}
+    return found
+
+
+def print_comparison(
+    console: Console, compared: Mapping[str, tuple[Memory, list[Phase]]], terms: Terms
+) -> None:
+    """Seconds of each phase of several plans beside each other, and their memory."""
+    times = {name: phases for name, (_, phases) in compared.items()}
+    names = dict.fromkeys(phase.name for phases in times.values() for phase in phases)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
+    table.add_column("seconds of an iteration", footer="sum", no_wrap=True)
+    for name, phases in times.items():
+        table.add_column(name, justify="right", footer=span(total(phases, terms)))
+    for name in names:
+        cells = []
+        for phases in times.values():
+            same = [phase for phase in phases if phase.name == name]
+            cells.append(span(total(same, terms)) if same else "")
+        table.add_row(name, *cells)
+    console.print(table)
+    peaks = [f"{name} {memory.peak / GB:.0f}" for name, (memory, _) in compared.items()]
+    console.print(f"GB at the fullest moment outside the rollout: {', '.join(peaks)}")
+
+
+def print_scale(console: Console, best: Sequence[Memory], terms: Terms) -> None:
+    """The best layout of each number of ranks: how its time and what it trains grow."""
+    names = ("ranks", "nodes", "layout", "prompts", "seconds", "tokens/s a rank")
+    table = Table(*(Column(name, justify="right") for name in names), box=box.SIMPLE_HEAD)
+    for memory in best:
+        plan, seconds = memory.plan, total(iteration(memory, terms), terms)
+        tokens = plan.batch.answers * (terms.work.prompt + terms.work.answer) / plan.layout.world
+        rates = (tokens / seconds[1], tokens / seconds[0])
+        cells = (plan.layout.world, plan.layout.nodes, sizes_line(plan))
+        table.add_row(
+            *map(str, cells), str(plan.batch.global_batch_size), span(seconds), span(rates)
+        )
+    console.print(table)
 
 
 def faults_table(faults: Iterable[Violation]) -> Table:

@@ -35,7 +35,9 @@ def answer_metrics(answers: Sequence[Answer]) -> dict[str, Any]:
     metrics = {}
     for name in answers[0].scores:
         metrics[f"verifier/{name}/mean"] = np.mean([answer.scores[name] for answer in answers])
-    metrics["response/length_mean"] = np.mean([len(each.token_ids) for each in completions])
+    lengths = [len(each.token_ids) for each in completions]
+    metrics["response/length_mean"] = np.mean(lengths)
+    metrics["response/length_max"] = np.max(lengths)
     metrics["response/truncated_fraction"] = np.mean([each.truncated for each in completions])
     return metrics
 

@@ -25,6 +25,7 @@ class Decision:
 
     Attributes:
         neutral: why any value trains the same policy.
+        unless: a key of the same section with which the value is honoured.
         only: the values that are not refused; None stands for a key that is left out.
         why: the reason for `only`.
         default: what upstream takes for a key that is left out; ...: it may be left out.
@@ -32,6 +33,7 @@ class Decision:
     """
 
     neutral: str = ""
+    unless: str = ""
     only: Sequence[Any] = ()
     why: str = ""
     default: Any = ...
@@ -104,7 +106,8 @@ def check(config: Mapping[str, Any], engine: str) -> tuple[list[Fault], list[str
         for key in sorted(table):
             decision = table[key][engine]
             place, value = values.get(f"{section}.{key}")
-            if decision.neutral and value is not None:
+            is_read = decision.unless and values.get(f"{section}.{decision.unless}")[1]
+            if decision.neutral and value is not None and not is_read:
                 neutral.append(place)
             holds = decision.only and all(map(values.megatron.get, decision.where.split()))
             state = f"{place} = {value!r}"

@@ -7,7 +7,7 @@ in 0..1:
     reward/groups_with_signal        fraction of groups whose rewards differ
     reward/kl                        KL to the base model that is taken off a reward, nats per
                                      answer, before its coefficient
-    response/length_mean             tokens
+    response/length_mean, _max       tokens
     response/truncated_fraction      cut off at the length limit
     loss/policy, loss/kl, loss/entropy, loss/total
                                      before their coefficients; total: as the optimizer gets it

@@ -147,7 +147,6 @@ def test_each_family_is_accepted(raw, family):
             "set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant",
         ),
         ("rl_config.use_remove_padding", True, "needs megatron_training.use_flash_attn: true"),
-        ("rl_config.ref_max_packing_token_size", 64, "changes nothing without rl_config.use_dyn"),
     ],
 )
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):

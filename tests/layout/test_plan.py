@@ -26,10 +26,10 @@ def raw():
 
 def test_actor_config_overrides_the_model_and_megatron_training(raw):
     raw["model"]["qwen3_30b_a3b"]["micro_batch_size"] = 7
-    raw["megatron_training"]["micro_batch_size"] = 6
-    raw["actor_config"]["micro_batch_size"] = 5
-    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 5
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 1
     del raw["actor_config"]["micro_batch_size"]
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 7
+    raw["megatron_training"]["micro_batch_size"] = 6
     assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 6
 
 

@@ -178,6 +178,13 @@ def test_what_upstream_obeys_is_let_through(key, value):
     assert check(changed("mindspeed_rl", {key: value}), "mindspeed_rl")[0] == []
 
 
+def test_sizes_of_packed_rows_change_nothing_without_dynamic_batches():
+    name = "rl_config.update_max_packing_token_size"
+    assert name not in check(BASE["mindspeed_rl"], "mindspeed_rl")[1]
+    padded = changed("mindspeed_rl", {"rl_config.use_dynamic_bsz": False})
+    assert name in check(padded, "mindspeed_rl")[1]
+
+
 def test_a_key_that_is_left_out_is_what_upstream_takes():
     left_out = {
         "generate_config__sampling_config__top_k": ...,

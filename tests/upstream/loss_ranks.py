@@ -76,6 +76,7 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
     from megatron.core import parallel_state, tensor_parallel
     from mindspeed_rl.utils import compute
 
+    from mindspeed_qerl.ascend import loss as our_loss
     from mindspeed_qerl.ascend.loss import QeRLLoss
     from mindspeed_qerl.recipe.types import Algorithm, Correction
 
@@ -94,11 +95,15 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
     shard = logits[mine].chunk(tp, -1)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
     batch = {name: column[mine] for name, column in batch.items()}
     results = []
+    our_loss.BLOCK = 5  # an entropy that is only logged takes several
+    upstream_entropy = our_loss.logprob_computer.vocab_parallel_entropy
     for algorithm, correction in OPTIONS:
-        QeRLLoss.recipe = SimpleNamespace(
+        our_loss.logprob_computer.vocab_parallel_entropy = upstream_entropy
+        recipe = SimpleNamespace(
             algorithm=Algorithm(**algorithm),
             correction=Correction(**correction),
         )
+        our_loss.install(recipe)
         loss, leaf, total = QeRLLoss(), shard.clone().requires_grad_(), 0.0
         loss.start(batch)
         parts = list(

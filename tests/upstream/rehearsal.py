@@ -20,6 +20,16 @@ ROOT = HERE.parents[1]
 CHECKOUTS = ("MindSpeed-RL", "MindSpeed-LLM", "MindSpeed", "Megatron-LM", "vllm-ascend")
 VOCABULARY = 128
 LAYERS = 2
+# rows without padding, as many answers in one as fit
+PACKED = {
+    "rl_config.use_remove_padding": True,
+    "megatron_training.reset_attention_mask": True,
+    "megatron_training.use_flash_attn": True,
+    "rl_config.use_dynamic_bsz": True,
+    "rl_config.actor_max_packing_token_size": 256,
+    "rl_config.ref_max_packing_token_size": 256,
+    "rl_config.update_max_packing_token_size": 256,
+}
 
 SHAPE = dict(
     vocab_size=VOCABULARY,

@@ -5,7 +5,6 @@ docs/ascend.md's conversions of their base weights.
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,18 @@ import torch
 import yaml
 from checkpoints import write_base_checkpoint
 from rehearsal import (
-    HERE,
+    LAYERS,
     NOISY_NORMS,
     ROOT,
     emulated,
-    environment,
     finished,
     make_model,
     run_python,
+    run_script,
     shrink,
 )
 
+from mindspeed_qerl.layout.time import LAUNCHES
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -125,6 +125,7 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
         **shrink(family, config["actor_config"]["model"]),
         **layout,
         "emulate_npu": "true",
+        "rl_config.init_kl_coef": 0.001,  # for a pass of the reference
         "actor_config.load": base,
         "megatron_training.tokenizer_name_or_path": model,
         "megatron_training.data_path": data / "packed" / "gsm8k_train",
@@ -133,19 +134,48 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
         "rl_config.verifier_function": "[gsm8k,varied_reward:varied]",
         "rl_config.verifier_weight": "[1.0,1.0]",
     }
-    package = tmp_path / "package"
-    package.mkdir()
-    shutil.copy(HERE / "varied_reward.py", package)
-    words = [ROOT / "cli" / "train_grpo.py", "--config-name", name]
-    words += [f"{key}={value}" for key, value in overrides.items()]
-    result = run_python(words, environment(upstream, package), tmp_path)
-    run = finished(result, tmp_path / name)
+    resolved = compose(name, [f"{key}={value}" for key, value in overrides.items()])
+    run = finished(run_script("counts.py", resolved, upstream, tmp_path), tmp_path / "probe")
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2]
     for row in read_jsonl(run.metrics_file):
         assert row["reward/groups_with_signal"] == 1 and row["grad_norm"] > 0
         assert row["aqn/layers"] == NOISY_NORMS[family]
     assert (run.checkpoints_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+    counted = launches(json.loads((tmp_path / "counts.json").read_text()))
+    print(f"{family}: {counted}")
+    table = yaml.safe_load(LAUNCHES.read_text())
+    assert counted.keys() == table[family].keys()
+    for kind, (layer, outside) in counted.items():
+        if actor["tensor_model_parallel_size"] > 1 and kind in ("forward", "update", "sync"):
+            layer -= table["tensor_parallel"][kind]
+        assert layer == table[family][kind][0], kind
+        assert outside == pytest.approx(table[family][kind][1], rel=0.25), kind
+
+
+def launches(ranks: list[dict]) -> dict[str, list[float]]:
+    """Kind of pass -> launches in a layer and outside, of a step or a micro-batch, on the rank
+    with the most.
+    """
+    kinds = {
+        "decode": "decode",
+        "prefill": "prefill",
+        "log-probs, micro-batches": "forward",
+        "reference, micro-batches": "forward",
+        "update, micro-batches": "update",
+        "sync": "sync",
+    }
+    counted = {}
+    for tally in ranks:
+        for phase, kind in kinds.items():
+            if phase in tally:
+                calls = tally[phase]["calls"]
+                layer = sum(tally[phase]["layers"].values()) / calls / LAYERS
+                outside = sum(tally[phase]["outside"].values()) / calls
+                if kind == "sync":  # of no module's forward pass
+                    layer, outside = outside / LAYERS, 0
+                counted[kind] = max(counted.get(kind, [0, 0]), [round(layer), round(outside)])
+    return counted
 
 
 def conversions() -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ from reference import (
     vllm_shard,
     with_adapters,
 )
-from rehearsal import HERE, environment, finished, make_config, run_python, run_script
+from rehearsal import HERE, PACKED, environment, finished, make_config, run_python, run_script
 from varied_reward import varied
 
 from mindspeed_qerl.aqn.injector import standard_normal
@@ -62,16 +62,6 @@ MASKED = {
     "algorithm": {"mask_truncated_completions": True},
     "rl_config.kl_penalty": "kl",
     "rollout_correction": {"method": "geometric_mask", "floor": 0.99, "cap": 1.01},
-}
-# rows without padding, as many answers in one as fit
-PACKED = {
-    "rl_config.use_remove_padding": True,
-    "megatron_training.reset_attention_mask": True,
-    "megatron_training.use_flash_attn": True,
-    "rl_config.use_dynamic_bsz": True,
-    "rl_config.actor_max_packing_token_size": 256,
-    "rl_config.ref_max_packing_token_size": 256,
-    "rl_config.update_max_packing_token_size": 256,
 }
 CASES = [
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), PLAIN),

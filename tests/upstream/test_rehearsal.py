@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from measure import terms
-from rehearsal import LAYERS, NOISY_NORMS, finished, make_config, run_engine, run_script
+from rehearsal import LAYERS, NOISY_NORMS, PACKED, finished, make_config, run_engine, run_script
 
 from mindspeed_qerl.layout.memory import settings_of, stage_memory
 from mindspeed_qerl.layout.plan import plan_of
@@ -104,15 +104,15 @@ def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family, layout, format",
+    "family, layout, format, rows",
     [
-        ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), "none"),
-        ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4"),
-        ("qwen3", dict(npus=2, infer_tp=2), "int8_w8a8"),
+        ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), "none", PACKED),
+        ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4", {}),
+        ("qwen3", dict(npus=2, infer_tp=2), "int8_w8a8", {}),
     ],
     ids=str,
 )
-def test_a_rehearsal_of_a_config(family, layout, format, upstream, tiny, tmp_path):
+def test_a_rehearsal_of_a_config(family, layout, format, rows, upstream, tiny, tmp_path):
     """`rehearsal.enabled` with upstream's own code: the narrow model, its packed rows, what
     Megatron is told of it; what its ranks allocate is what the planner's formulas say.
     """
@@ -122,7 +122,7 @@ def test_a_rehearsal_of_a_config(family, layout, format, upstream, tiny, tmp_pat
         model,
         data,
         tmp_path,
-        changes={"rollout_quantization": {"format": format}},
+        changes={"rollout_quantization": {"format": format}, **rows},
         **layout,
     )
     config["rehearsal"] = dict(

@@ -1,0 +1,374 @@
+"""How long an iteration takes, phase by phase, on dies of a given kind. Computed from sizes, and
+from launches that were counted on emulated NPUs (launches.yaml); never measured on an NPU.
+
+Kernels are launched one by one (eager): a phase takes what the host needs to launch them, or what
+the die needs to compute, read and send, whichever is more. What a launch costs the host is not
+published for a 910C, and is a range.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.layout.memory import Memory
+from mindspeed_qerl.layout.parts import BF16, Part, size_of, trained
+from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.weights import rollout_weights, training_weights
+
+LAUNCH = (20e-6, 80e-6)  # seconds of the host for one
+BACKWARD = 2  # times the operations of a forward pass
+DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
+LAUNCHES = Path(__file__).with_name("launches.yaml")
+ALIKE = {"qwen3": "qwen2", "llama": "qwen2"}  # families that are sent the same but for a norm
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One die and what connects it; the shares say what of a peak is reached.
+
+    Attributes:
+        between: bytes a second to the dies of another box.
+        flops: bfloat16, dense, a second.
+        bandwidth: of its memory, bytes a second.
+        network: to other dies of the box, bytes a second.
+        copies: from and to the host's pageable memory, bytes a second.
+        latency: seconds of a collective, however small.
+    """
+
+    between: float
+    flops: float = 353.9e12
+    bandwidth: float = 1.6 * 2**40
+    network: float = 196e9
+    copies: float = 8e9  # assumed
+    rollout_share: float = 0.7
+    training_share: float = 0.3
+    memory_share: float = 0.6
+    network_share: float = 0.7
+    latency: float = 15e-6
+
+
+# Ascend/msmodeling 84fec85 tensor_cast/device.py; training_share: arXiv 2505.04519; latency: an
+# all-reduce of 160 KB on 16 dies
+HARDWARE = {
+    "910C": Hardware(between=24.5e9),  # boxes joined by RoCE
+    "910C-supernode": Hardware(between=196e9),
+    "910B": Hardware(between=25e9),
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens of the mean prompt, the mean answer and the longest answer of an iteration; problems
+    of an evaluation (0: none), each `every` iterations.
+    """
+
+    prompt: float = 120
+    answer: float = 300
+    longest: float = 900
+    problems: int = 0
+    every: int = 10
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a time is computed for, beside plan and memory."""
+
+    work: Work = Work()
+    hardware: Hardware = HARDWARE["910C"]
+    launch: tuple[float, float] = LAUNCH
+
+
+DEFAULT = Terms()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one rank does in a phase: kernels launched, and seconds of the die."""
+
+    name: str
+    launches: float
+    device: float
+    more: float = 0.0  # seconds that neither waits for
+
+    def seconds(self, launch: float) -> float:
+        """With a host that takes `launch` seconds for one."""
+        return max(self.launches * launch, self.device) + self.more
+
+
+def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
+    """The phases of an iteration of a plan that fits, of its slowest rank."""
+    rank, work = _Rank(memory, terms), terms.work
+    phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
+    if memory.plan.has_reference:
+        phases.append(rank.reference())
+    phases.append(rank.update())
+    if work.problems:
+        phases.append(rank.evaluation())
+    return phases
+
+
+def total(phases: Iterable[Phase], terms: Terms) -> tuple[float, float]:
+    """Least and most seconds of all phases."""
+    phases = list(phases)
+    low, high = (sum(phase.seconds(launch) for phase in phases) for launch in terms.launch)
+    return low, high
+
+
+def launch_of(memory: Memory, terms: Terms, rollout: float) -> float:
+    """Seconds of the host for a launch, of a run whose rollouts took so many; ValueError if the die
+    alone takes as long.
+    """
+    phases = [phase for phase in iteration(memory, terms) if phase.name in ("prefill", "decode")]
+    device = sum(phase.device for phase in phases)
+    if rollout <= device:
+        raise ValueError(
+            f"a rollout of {rollout:.1f} s is no longer than the die's own {device:.1f} s, so that "
+            "it does not tell what a launch costs"
+        )
+    return rollout / sum(phase.launches for phase in phases)
+
+
+def token_flops(shape: ModelShape, context: float) -> float:
+    """Of one token's forward pass through all layers, behind `context` others; without the output
+    layer.
+    """
+    layer = 2 * context * shape.num_attention_heads * shape.head_dim
+    layer += shape.hidden_size * shape.num_experts
+    for linear in family_of(shape).linears(shape):
+        layer += linear.inputs * linear.outputs * linear.active
+    return 2 * layer * shape.num_hidden_layers
+
+
+# ---- of a plan ----
+
+
+def layer_collectives(plan: Plan) -> int:
+    """Collectives that a layer's forward pass waits for in training: of TP 2 all-gathers and 2
+    reduce-scatters, of experts 2 all-to-alls.
+    """
+    layout = plan.layout
+    return 4 * (layout.tp > 1) + 2 * (plan.shape.moe and layout.tp * layout.ep > 1)
+
+
+def stage_work(plan: Plan) -> list[float]:
+    """Multiplications a token of each pipeline stage: the layers, with attention over half the
+    sequence, and the output layer.
+    """
+    shape = plan.shape
+    layer = token_flops(shape, plan.batch.seq_length / 2) / 2 / shape.num_hidden_layers
+    work = [layers * layer for layers in plan.layers]
+    work[-1] += shape.vocab_size * shape.hidden_size
+    return work
+
+
+def idle_share(plan: Plan, micro_batches: float | None = None) -> float:
+    """Share of an update that the average rank waits for its pipeline: its first and last
+    micro-batches, and its slowest stage.
+
+    Args:
+        micro_batches: of an update; None: of answers that are as long as they may be.
+    """
+    work, pp = stage_work(plan), plan.layout.pp
+    micro_batches = micro_batches or plan.micro_batches
+    return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
+
+
+def groups(plan: Plan) -> dict[str, dict[str, int]]:
+    """Sizes of the groups that send data in every layer, of training and of the rollout."""
+    layout = plan.layout
+    training, rollout = {"TP": layout.tp}, {"infer TP": layout.infer_tp}
+    if plan.shape.moe:
+        training["experts"] = layout.tp * layout.ep
+        rollout["vLLM's experts"] = layout.infer_tp * layout.infer_ep
+    return {"training": training, "rollout": rollout}
+
+
+@cache
+def _counted() -> dict[str, dict[str, Any]]:
+    """{family: {kind of pass: launches in a layer, and outside the layers}}, and what tensor
+    parallelism adds in a layer.
+    """
+    return yaml.safe_load(LAUNCHES.read_text())
+
+
+class _Rank:
+    def __init__(self, memory: Memory, terms: Terms):
+        self.memory, self.plan, self.work = memory, memory.plan, terms.work
+        self.hardware, self.shape = terms.hardware, memory.plan.shape
+        kind = self.shape.model_type
+        self._launches = _counted()[ALIKE.get(kind, kind)]
+        self._tensor_parallel = _counted()["tensor_parallel"]
+
+    def _seconds(
+        self, side: str, flops: float, bytes: float, collectives: float, sent: float
+    ) -> float:
+        """Of the die in training or in the rollout; it computes and sends one after the other."""
+        hardware = self.hardware
+        share = hardware.training_share if side == "training" else hardware.rollout_share
+        computing = flops / hardware.flops / share
+        reading = bytes / hardware.bandwidth / hardware.memory_share
+        width = self.plan.layout.node_width
+        is_across = any(width % size for size in groups(self.plan)[side].values())
+        network = hardware.between if is_across else hardware.network
+        sending = collectives * hardware.latency + sent / network / hardware.network_share
+        return max(computing, reading) + sending
+
+    # ---- vLLM ----
+
+    def _rollout_collectives(self) -> int:
+        """Of one layer: all-reduces of TP, dispatch and combine of experts."""
+        layout = self.plan.layout
+        group = layout.infer_tp * layout.infer_ep
+        return 2 * (layout.infer_tp > 1) + 2 * (self.shape.moe and group > 1)
+
+    def _step_launches(self, kind: str) -> int:
+        """Of a step of vLLM's."""
+        layer, outside = self._launches[kind]
+        if self.plan.layout.infer_tp > 1:
+            layer += self._tensor_parallel[kind]
+        return self.shape.num_hidden_layers * layer + outside
+
+    def rollout(self) -> list[Phase]:
+        answers = self.plan.batch.answers / self.plan.layout.infer_dp
+        return [self._prefill(answers), self._decode(answers)]
+
+    def evaluation(self) -> Phase:
+        """An iteration's share of it."""
+        problems, every = self.work.problems / self.plan.layout.infer_dp, self.work.every
+        steps = [self._prefill(problems), self._decode(problems)]
+        launches = sum(phase.launches for phase in steps)
+        device = sum(phase.device for phase in steps)
+        return Phase("evaluation", launches / every, device / every)
+
+    def _prefill(self, answers: float) -> Phase:
+        plan, shape = self.plan, self.shape
+        tokens = answers * self.work.prompt
+        passes = ceil(tokens / plan.batch.max_num_batched_tokens)
+        flops = tokens * token_flops(shape, self.work.prompt / 2) / plan.layout.infer_tp
+        collectives = passes * shape.num_hidden_layers * self._rollout_collectives()
+        sent = shape.num_hidden_layers * self._rollout_collectives() * tokens
+        sent *= shape.hidden_size * BF16
+        weights = passes * sum(rollout_weights(plan)) * BF16
+        device = self._seconds("rollout", flops, weights, collectives, sent)
+        return Phase("prefill", passes * self._step_launches("prefill"), device)
+
+    def _decode(self, answers: float) -> Phase:
+        """As many steps as the longest answer has tokens, and those that answers wait for a place of
+        the others; in the mean step as many sequences as there are tokens for.
+        """
+        plan, shape, layout = self.plan, self.shape, self.plan.layout
+        most = min(self.memory.settings.max_num_seqs, self.memory.answers_at_once)
+        waiting = max(answers - most, 0)
+        steps = self.work.longest + waiting * self.work.answer / max(most, 1)
+        alive = answers * self.work.answer / steps
+        context = self.work.prompt + self.work.answer / 2
+        dense, experts = rollout_weights(plan)
+        bytes = dense + experts * self._experts_met(alive)
+        bytes = bytes * BF16 + alive * context * self.memory.kv_token
+        flops = token_flops(shape, context) + 2 * shape.hidden_size * shape.vocab_size
+        flops *= alive / layout.infer_tp
+        collectives = shape.num_hidden_layers * self._rollout_collectives()
+        sent = collectives * alive * shape.hidden_size * BF16
+        step = self._seconds("rollout", flops, bytes, collectives, sent)
+        return Phase("decode", steps * self._step_launches("decode"), steps * step)
+
+    def _experts_met(self, alive: float) -> float:
+        """Share of a rank's experts that the tokens of its group choose in a step."""
+        if not self.shape.moe:
+            return 0.0
+        tokens = alive * self.plan.layout.infer_ep
+        chosen = self.shape.num_experts_per_tok / self.shape.num_experts
+        return 1 - (1 - chosen) ** tokens
+
+    # ---- training ----
+
+    @property
+    def _tokens(self) -> float:
+        """Of an answer with its prompt."""
+        return self.work.prompt + self.work.answer
+
+    def _micro_batches(self, answers: int, tokens: int) -> float:
+        """Of a rank's answers of an iteration: of so many answers, or of so many tokens."""
+        if self.plan.batch.use_dynamic_bsz:
+            return ceil(self.plan.share * self._tokens / tokens)
+        return self.plan.share / answers
+
+    def _device(self, passes: float, micro_batches: float) -> float:
+        """Seconds of the die of `passes` times the forward pass over a rank's answers."""
+        plan, shape, layout = self.plan, self.shape, self.plan.layout
+        tokens, layers = plan.share * self._tokens, max(plan.layers)
+        flops = token_flops(shape, self._tokens / 2) + 2 * shape.hidden_size * shape.vocab_size
+        flops *= passes * tokens / layout.tp / layout.cp / layout.pp
+        collectives = passes * layers * layer_collectives(plan)
+        sent = collectives * tokens / layout.tp * shape.hidden_size * BF16
+        return self._seconds("training", flops, 0, collectives * micro_batches, sent)
+
+    def _training_launches(self, kind: str) -> tuple[int, int]:
+        """Of a micro-batch: in a layer, and outside."""
+        layer, outside = self._launches[kind]
+        if self.plan.layout.tp > 1:
+            layer += self._tensor_parallel[kind]
+        return layer, outside
+
+    def reference(self) -> Phase:
+        batch = self.plan.batch
+        micro_batches = self._micro_batches(batch.ref_forward, batch.ref_max_packing_token_size)
+        layer, outside = self._training_launches("forward")
+        launches = micro_batches * (max(self.plan.layers) * layer + outside)
+        device = self._device(1, micro_batches)
+        return self._waiting("reference", launches, device, micro_batches)
+
+    def update(self) -> Phase:
+        """Of a frozen weight the backward pass has no gradient, only its input's."""
+        plan, settings, batch = self.plan, self.memory.settings, self.plan.batch
+        layers = max(plan.layers)
+        recomputed = 0
+        if settings.recompute:
+            recomputed = min(settings.recompute_num_layers or layers, layers)
+        tokens = batch.update_max_packing_token_size
+        micro_batches = batch.epochs * self._micro_batches(batch.micro_batch_size, tokens)
+        layer, outside = self._training_launches("update")
+        forward, _ = self._training_launches("forward")
+        launches = layers * layer - (layers - recomputed) * forward + outside
+        passes = 1 + recomputed / layers + BACKWARD - plan.lora
+        device = self._device(batch.epochs * passes, micro_batches)
+        phase = self._waiting("update", micro_batches * launches, device, micro_batches)
+        return replace(phase, more=self._reduction())
+
+    def _reduction(self) -> float:
+        """Seconds to sum the gradients of all ranks, of one update."""
+        plan, hardware = self.plan, self.hardware
+        if plan.layout.world == 1:
+            return 0.0
+        _, gradients, _ = trained(plan, self.memory.settings, self.memory.stage)
+        network = hardware.network if plan.layout.nodes == 1 else hardware.between
+        updates = plan.batch.epochs * max(1, plan.share // max(plan.mini_share, 1))
+        return updates * 2 * gradients.bytes / network / hardware.network_share
+
+    def _waiting(self, name: str, launches: float, device: float, micro_batches: float) -> Phase:
+        """With what a rank waits for its pipeline."""
+        busy = 1 - idle_share(self.plan, micro_batches)
+        return Phase(name, launches / busy, device / busy)
+
+    # ---- from training to vLLM ----
+
+    def sync(self) -> Phase:
+        """Merged weights into vLLM's memory, and what is offloaded to the host and back."""
+        plan, settings = self.plan, self.memory.settings
+        training = max(sum(training_weights(plan, stage)) for stage in range(plan.layout.pp))
+        rollout = sum(rollout_weights(plan))
+        moved = (training + 2 * rollout) * BF16
+        sent = abs(rollout - training) * BF16
+        adapters, gradients, optimizer = trained(plan, settings, self.memory.stage)
+        weights = adapters if plan.lora else [Part("weights", training * BF16, "")]
+        copied = size_of(weights) * settings.offload_train_param
+        copied += gradients.bytes * settings.offload_train_grad
+        copied += optimizer.bytes * settings.offload_train_optimizer
+        device = self._seconds("training", 0, moved, 0, sent) + 2 * copied / self.hardware.copies
+        return Phase("sync", plan.shape.num_hidden_layers * self._launches["sync"][0], device)

@@ -1,0 +1,295 @@
+"""Seconds of an iteration: beside every published speed that names its config (sources in
+docs/layouts.md), operations beside transformers', and the command line that shows them.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from mindspeed_qerl.families import NAMED_SHAPES, read_shape
+from mindspeed_qerl.layout.memory import estimate
+from mindspeed_qerl.layout.parts import Settings
+from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.planner import PACKED, new_plan
+from mindspeed_qerl.layout.time import (
+    DEFAULT,
+    HARDWARE,
+    Terms,
+    Work,
+    iteration,
+    launch_of,
+    token_flops,
+    total,
+)
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.types import Batch, Layout
+from mindspeed_qerl.runs.directory import RunDirectory
+from mindspeed_qerl.runs.metrics import MetricsWriter
+from tests import ROOT
+from tests.local.conftest import make_model
+from tests.tasks.gsm8k.tool import run_tool
+
+ROLLOUT = ("sync", "prefill", "decode", "reward, dock")
+GSM8K = (250, 400)  # tokens of a mean answer; of others a quarter to three quarters of the longest
+
+
+@dataclass
+class Published:
+    """One row: seconds of a step, or tokens a second and die. rounds: of dynamic sampling."""
+
+    model: str
+    layout: Layout
+    batch: Batch
+    longest: int
+    seconds: float | None = None
+    tokens: float | None = None
+    rounds: int = 1
+    sequences: int = 512
+    answer: tuple[float, float] | None = None
+    hardware: str = "910C"
+
+    def range(self) -> tuple[float, float]:
+        """Least and most, over what a launch costs and how long answers are."""
+        shape = NAMED_SHAPES[self.model]
+        layout = replace(
+            self.layout,
+            sequence_parallel=self.layout.tp > 1,
+            tp_extend_ep=shape.moe,
+            enable_expert_parallel=shape.moe,
+        )
+        plan = Plan(shape, layout, self.batch, lora=False, share_backbone=False)
+        settings = Settings(gpu_memory_utilization=0.8, max_num_seqs=self.sequences)
+        memory = estimate(plan, settings)
+        predicted = []
+        for answer in self.answer or (0.25 * self.longest, 0.75 * self.longest):
+            terms = Terms(Work(150, answer, self.longest), HARDWARE[self.hardware])
+            phases = iteration(memory, terms)
+            phases += [phase for phase in phases if phase.name in ROLLOUT] * (self.rounds - 1)
+            tokens = self.batch.answers * (150 + answer)
+            for seconds in total(phases, terms):
+                rate = tokens / seconds / layout.world
+                predicted.append(seconds if self.tokens is None else rate)
+        return min(predicted), max(predicted)
+
+
+def batch(
+    prompts: int, n: int, micro_batch: int = 1, forward: int = 1, length: int = 4096
+) -> Batch:
+    return Batch(
+        prompts,
+        prompts,
+        n,
+        micro_batch_size=micro_batch,
+        ref_forward_micro_batch_size=forward,
+        seq_length=length,
+        max_model_len=length,
+    )
+
+
+TOGETHER = dict(use_remove_padding=True, use_dynamic_bsz=True)
+A3B = "qwen3_30b_a3b"
+ROWS = {
+    "MindSpeed-RL, DAPO, 30B-A3B": Published(
+        A3B, Layout(16, 4, ep=2, infer_ep=8), batch(32, 8), 2048, tokens=44, rounds=2
+    ),
+    "MindSpeed-RL, DAPO, Qwen3-32B": Published(
+        "qwen3_32b", Layout(16, 8, 2, infer_tp=8), batch(32, 8), 2048, tokens=140
+    ),
+    "MindSpeed-RL, GRPO, Qwen2.5-7B": Published(
+        "qwen25_7b", Layout(16, 2, 2), batch(32, 8, 4, 4), 2048, tokens=220
+    ),
+    "MindSpeed-RL, GRPO, Qwen3-8B": Published(
+        "qwen3_8b", Layout(16, 2, 2), batch(32, 8, 1, 4, 10240), 8192, tokens=252
+    ),
+    "MindSpeed-RL, GRPO, Qwen2.5-32B": Published(
+        "qwen25_32b",
+        Layout(16, 4, 4, infer_tp=2),
+        batch(64, 16, 2, 16, 3072),
+        2048,
+        tokens=220,
+        sequences=64,
+    ),
+    "MindSpeed-RL, GRPO, Qwen2.5-32B, A2": Published(
+        "qwen25_32b",
+        Layout(16, 4, 4, infer_tp=2),
+        batch(64, 16, 2, 32, 2048),
+        1024,
+        tokens=100,
+        sequences=64,
+        hardware="910B",
+    ),
+    "verl-ascend-recipe, GSPO, 30B-A3B": Published(
+        A3B,
+        Layout(16, 4, ep=4, infer_tp=4),
+        batch(32, 4),
+        1000,
+        seconds=90.4,
+        answer=GSM8K,
+    ),
+    "verl-ascend-recipe, SAPO, 30B-A3B": Published(
+        A3B,
+        Layout(16, 4, ep=4, infer_tp=4),
+        replace(batch(96, 8, length=6144), **TOGETHER, update_max_packing_token_size=6144),
+        4096,
+        seconds=450,
+        hardware="910B",
+    ),
+    "verl-ascend-recipe, R3, 30B-A3B": Published(
+        A3B,
+        Layout(32, 4, ep=4, infer_tp=4),
+        batch(32, 4, length=1536),
+        1000,
+        seconds=343,
+        answer=GSM8K,
+        hardware="910B",
+    ),
+}
+
+
+def test_published_speeds():
+    """Seven of nine are in the range; docs/layouts.md has each row, and what is said of the
+    others.
+    """
+    table = (ROOT / "docs" / "layouts.md").read_text()
+    missed = set()
+    for name, row in ROWS.items():
+        published = row.tokens or row.seconds
+        low, high = row.range()
+        unit = "tokens/s a die" if row.tokens else "s a step"
+        line = f"| {name} | {published:g} {unit} | {low:.0f} to {high:.0f} |"
+        assert line in table, line
+        if not low <= published <= high:
+            missed.add(name)
+    assert missed == {"MindSpeed-RL, GRPO, Qwen2.5-32B", "verl-ascend-recipe, R3, 30B-A3B"}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama"])
+def test_operations_of_a_token_are_those_of_transformers(family, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        make_model(family, tmp_path), attn_implementation="eager", dtype=torch.float32
+    )
+    if family.endswith("moe"):
+        model.set_experts_implementation("eager")  # each expert on its own tokens
+    tokens = 32
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(tokens)[None])
+    shape = read_shape(str(tmp_path))
+    expected = tokens * (token_flops(shape, tokens) + 2 * shape.hidden_size * shape.vocab_size)
+    if family == "qwen2_moe":
+        expected += tokens * 2 * shape.hidden_size * shape.num_hidden_layers  # shared expert's gate
+    assert counter.get_total_flops() == expected
+
+
+def phases_of(layout, given=PACKED, terms=DEFAULT, **settings):
+    plan = new_plan(NAMED_SHAPES[A3B], layout, given)
+    return {phase.name: phase for phase in iteration(estimate(plan, Settings(**settings)), terms)}
+
+
+def test_steps_of_vllm_are_those_of_a_queue():
+    """Answers of one length, with fewer places than answers: a brute-force queue takes as many
+    steps.
+    """
+    terms = Terms(Work(120, 100, 100))
+    for sequences in (32, 16, 8, 5):
+        decode = phases_of(Layout(16, ep=16, infer_ep=16), terms=terms, max_num_seqs=sequences)
+        left, steps = [100] * 32, 0
+        while any(left):
+            running = [number for number, tokens in enumerate(left) if tokens][:sequences]
+            for number in running:
+                left[number] -= 1
+            steps += 1
+        a_step = 48 * 24 + 33  # launches.yaml
+        predicted = decode["decode"].launches / a_step
+        assert predicted == pytest.approx(steps, rel=0.15), sequences
+
+
+def test_packed_rows_are_sent_in_a_tenth_of_the_launches():
+    layout = Layout(16, ep=16, infer_ep=16)
+    padded, packed = phases_of(layout, Batch()), phases_of(layout)
+    assert packed["update"].launches < 40_000 and padded["update"].launches > 384_000
+
+
+def test_a_slower_host_or_link_takes_longer():
+    plan = new_plan(NAMED_SHAPES[A3B], Layout(16, 4, ep=4, infer_tp=4, infer_ep=4))
+    memory = estimate(plan, Settings())
+    low, high = total(iteration(memory), DEFAULT)
+    assert low < high
+    across = replace(plan, layout=replace(plan.layout, ranks_per_node=8))
+    far = iteration(estimate(across, Settings()))
+    near = iteration(memory)
+    assert sum(phase.device for phase in far) > sum(phase.device for phase in near)
+
+
+def test_a_launch_is_found_again_from_the_rollouts_of_a_run():
+    memory = estimate(new_plan(NAMED_SHAPES[A3B], Layout(16, ep=16, infer_ep=16)), Settings())
+    phases = [phase for phase in iteration(memory) if phase.name in ("prefill", "decode")]
+    rollout = sum(phase.launches for phase in phases) * 43e-6
+    assert launch_of(memory, DEFAULT, rollout) == pytest.approx(43e-6)
+    with pytest.raises(ValueError, match="no longer than the die's own"):
+        launch_of(memory, DEFAULT, 1.0)
+
+
+# ---- the command line ----
+
+plan_layout = partial(run_tool, "plan_layout")
+CONFIG = "grpo_qwen3_30b_a3b_gsm8k_16npu"
+
+
+def test_where_the_time_goes():
+    told = json.loads(plan_layout("--config-name", CONFIG, "--json").stdout)["time"]
+    assert list(told) == ["sync", "prefill", "decode", "reward, dock", "update", "evaluation"]
+    shown = plan_layout("--config-name", CONFIG).stdout
+    for name, phase in told.items():
+        assert f"{name} " in shown and phase["seconds"][0] <= phase["seconds"][1]
+    assert "116 iterations: " in shown and "nothing was measured on an NPU" in shown
+    short = plan_layout("--config-name", CONFIG, "--tokens", "120,300,600", "--json")
+    assert json.loads(short.stdout)["time"]["decode"]["launches"] == pytest.approx(
+        told["decode"]["launches"] * 2 / 3
+    )
+
+
+def test_two_configs_and_several_boxes_beside_each_other():
+    both = plan_layout("--config-name", CONFIG, "--compare", f"{CONFIG}_tp4_ep4").stdout
+    assert f"{CONFIG}_tp4_ep4" in both and "update" in both
+    words = ["--model", A3B, "--ranks", "16,32,1024", "--prompts", "1024"]
+    lines = plan_layout(*words).stdout.splitlines()
+    ranks = [line.split()[0] for line in lines if "TP 1" in line]
+    assert ranks == ["16", "32", "1024"]
+
+
+def test_a_run_on_npus_says_what_a_launch_costs(tmp_path):
+    config = compose(CONFIG, ["megatron_training.train_iters=3"])
+    run = RunDirectory.create(tmp_path, "run", seed=1, config=config, command=[], data_files={})
+    answers = {"response/length_mean": 300.0, "response/length_max": 900.0}
+    rollouts = (99.0, 40.0, 50.0)  # the first one warms up
+    with MetricsWriter(run) as metrics:
+        for step, seconds in enumerate(rollouts, 1):
+            metrics.log(step, {"time/rollout": seconds, "time/update": 4.0, **answers})
+    told = plan_layout("--config-name", CONFIG, "--calibrate", str(run.path))
+    launches = 900 * (48 * 24 + 33) + 48 * 39 + 27
+    assert f"a launch cost the host {45 / launches * 1e6:.0f} us" in told.stderr
+    assert f"a launch costs the host {45 / launches * 1e6:.0f} us" in told.stdout
+    refused = plan_layout("--config-name", CONFIG, "--calibrate", str(tmp_path))
+    assert refused.returncode == 2 and "is not a run directory" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--tokens", "1,2"], "--tokens 1,2 must be three numbers"),
+        (["--tokens", "100,900,300"], "must be three numbers"),
+        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--ranks", "16,32", "--json"], "several --ranks go neither with"),
+        (["--ranks", "16", "--compare", CONFIG], "--compare needs --config-name"),
+        (["--ranks", "16,7"], "no layout exists for 7 ranks"),
+    ],
+)
+def test_wrong_words(words, message):
+    ranks = [] if "--ranks" in words else ["--ranks", "16"]
+    refused = plan_layout("--model", A3B, *ranks, *words)
+    assert refused.returncode == 2 and message in refused.stderr
