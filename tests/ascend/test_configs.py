@@ -63,6 +63,9 @@ MAY_DIFFER = {  # of a variant from the config that it includes: its layout and 
         "infer_expert_parallel_size",
         "max_num_seqs",
         "gpu_memory_utilization",
+        "offload_train_param",
+        "offload_train_grad",
+        "offload_train_optimizer",
     },
 }
 

@@ -54,7 +54,7 @@ CASES = [
         dict(smi=npu_smi(16, used={5: 40000})),
         "npu-smi",
         FAILED,
-        "davinci5 (40,000 of 65,536 MB). The plan needs 26.9 GB of the 26.8 GB",
+        "davinci5 (40,000 of 65,536 MB). The plan needs 44.8 GB of the 26.8 GB",
         OTHERS,
     ),
     (dict(smi=npu_smi(16, used={5: 12000})), "npu-smi", WARNING, "(12,000 of", OTHERS),
