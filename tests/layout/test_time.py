@@ -203,7 +203,7 @@ def test_steps_of_vllm_are_those_of_a_queue():
             for number in running:
                 left[number] -= 1
             steps += 1
-        a_step = 48 * 24 + 33  # launches.yaml
+        a_step = 48 * 24 + 48  # launches.yaml
         predicted = decode["decode"].launches / a_step
         assert predicted == pytest.approx(steps, rel=0.15), sequences
 
@@ -271,7 +271,7 @@ def test_a_run_on_npus_says_what_a_launch_costs(tmp_path):
         for step, seconds in enumerate(rollouts, 1):
             metrics.log(step, {"time/rollout": seconds, "time/update": 4.0, **answers})
     told = plan_layout("--config-name", CONFIG, "--calibrate", str(run.path))
-    launches = 900 * (48 * 24 + 33) + 48 * 39 + 27
+    launches = 900 * (48 * 24 + 48) + 48 * 39 + 42
     assert f"a launch cost the host {45 / launches * 1e6:.0f} us" in told.stderr
     assert f"a launch costs the host {45 / launches * 1e6:.0f} us" in told.stdout
     refused = plan_layout("--config-name", CONFIG, "--calibrate", str(tmp_path))
