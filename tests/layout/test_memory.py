@@ -404,6 +404,6 @@ def test_the_settings_of_a_config():
         settings.lora_r,
         settings.gpu_memory_utilization,
         settings.offload_train_grad,
-    ) == (False, 32, 0.6, True)
+    ) == (False, 32, 0.6, False)
     update = parts(estimate(plan_of(read_recipe(raw)), settings), "update")
     assert update["activations kept"] == pytest.approx(19.5, abs=1)
