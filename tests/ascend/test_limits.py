@@ -257,9 +257,9 @@ def test_a_schedule_that_every_epoch_would_advance(raw, changes):
     config = raw()
     config["actor_config"] |= {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0} | changes
     checked(config)
-    config["rl_config"]["epochs"] = 3
+    config["rl_config"]["epochs"] = 2
     message = (
-        r"^rl_config.epochs = 3 with actor_config.lr_decay_style = .* 3 times too fast. Set rl_config.epochs=1"
+        r"^rl_config.epochs = 2 with actor_config.lr_decay_style = .* 2 times too fast. Set rl_config.epochs=1"
         ", or actor_config.lr_decay_style=constant"
     )
     with pytest.raises(ConfigError, match=message) as refused:
