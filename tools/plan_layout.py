@@ -330,10 +330,7 @@ def calibrated(folder: Path, terms: Terms, width: int) -> Terms:
     """
     try:
         run = RunDirectory.open(folder)
-        recipe, rows = (
-            read_recipe(run.config()),
-            read_jsonl(run.metrics_file),
-        )
+        recipe, rows = read_recipe(run.config()), read_jsonl(run.metrics_file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--calibrate {folder}: {error}") from error
     if not engine_of(recipe).UPSTREAM or recipe.emulate_npu:

@@ -157,6 +157,7 @@ def test_data_that_is_not_there(own):
     model = own["megatron_training"]["tokenizer_name_or_path"]
     more = f"--format mindspeed --tokenizer {model} --max-prompt-length 512"
     assert checks["training files"].fix == f"{convert} {more}"
+    assert checks["training files"].found.startswith("no file ")
     assert checks["test rows"].fix == convert.replace(str(train.parent), str(test.parent))
 
 
