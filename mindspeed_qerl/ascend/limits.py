@@ -36,6 +36,9 @@ from mindspeed_qerl.tasks.rows import Row
 UPSTREAM = True
 MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
 TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
+# Captured decoding, whatever the shell says. 2: torch_npu's queue cannot be captured (upstream's
+# gspo_qwen3_32b_A3.sh:6); 1: vLLM would trace the model once, before its layers are ours.
+GRAPHS = {"TASK_QUEUE_ENABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
 # Keys of our own sections that the local engine alone honours.
 LOCAL_ONLY = {
     "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
@@ -86,6 +89,8 @@ def npu_environment() -> dict[str, str]:
 def worker_environment(recipe: Recipe, shell: Mapping[str, str]) -> dict[str, str]:
     """What the engine sets for each of its processes, besides what the shell has."""
     environment = {name: shell.get(name, value) for name, value in npu_environment().items()}
+    if not recipe.rollout.enforce_eager:
+        environment |= GRAPHS
     return {
         **environment,
         "VLLM_DP_SIZE": str(vllm_dp_size(recipe)),

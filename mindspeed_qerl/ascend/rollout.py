@@ -8,6 +8,7 @@ import torch
 from mindspeed_rl.workers import actor_hybrid_worker
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.ascend.graphs import DecodeGraphs
 from mindspeed_qerl.ascend.limits import epoch_steps
 from mindspeed_qerl.ascend.quantized import QuantizedModel
 from mindspeed_qerl.ascend.recorder import AscendRecorder
@@ -22,8 +23,8 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
     quantised, a seed for each prompt.
 
     Attributes:
-        injector, quantized, recorder: None where there is no noise, no quantisation, no replay of
-            the rollout's routes. quantizes: whether the next weight sync brings quantised weights.
+        injector, quantized, recorder, graphs: None where there is no noise, no quantisation, no
+            replay of the rollout's routes, no captured decoding. quantizes: whether the next weight sync brings quantised weights.
         noise_step: the step, from 0, whose noise the next weight sync brings; None: a clean model.
         noise_report: of the last sync. seed_of: "rollout" or "evaluation", and the step: what the
             next prompts' seeds are derived from.
@@ -32,6 +33,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
     injector: NoiseInjector | None = None
     quantized: QuantizedModel | None = None
     recorder: AscendRecorder | None = None
+    graphs: DecodeGraphs | None = None
     quantizes = False
     noise_step: int | None = None
     noise_report: NoiseReport | None = None
@@ -61,6 +63,26 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         if recipe.algorithm.routing_replay == "rollout":
             routers, longest = read_shape(recipe.model.path).routers, recipe.batch.max_model_len
             self.recorder = AscendRecorder(self.runner, routers, longest, self.model)
+        if not recipe.rollout.enforce_eager:
+            self.graphs = DecodeGraphs(self.runner)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether graphs hold the memory of weights and KV cache, which stays from then on."""
+        return self.graphs is not None and self.graphs.addresses is not None
+
+    def init_cache_engine(self):
+        """Upstream's, which empties the prefix cache of a KV cache that it makes; then graphs."""
+        if self.is_captured:
+            self.llm.llm_engine.reset_prefix_cache()
+        else:
+            super().init_cache_engine()
+        if self.graphs is not None:
+            self.graphs.ready()
+
+    def free_cache_engine(self):
+        if not self.is_captured:
+            super().free_cache_engine()
 
     def sync_model_weights(self, params, load_format="megatron"):
         """Upstream's, then quantisation and noise, in any order, since noise is on norms alone:
@@ -82,7 +104,8 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             self.quantized.free()
         if self.injector is not None:
             self.injector.remove()
-        super().offload_model_weights()
+        if not self.is_captured:
+            super().offload_model_weights()
 
     @torch.no_grad()
     def sample(

@@ -15,7 +15,7 @@ from mindspeed_rl.workers import actor_hybrid_worker
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
 from mindspeed_qerl.algorithm.metrics import Metric
-from mindspeed_qerl.ascend import loss, ports, proof, routing, weights
+from mindspeed_qerl.ascend import graphs, loss, ports, proof, routing, weights
 from mindspeed_qerl.ascend.rollout import QeRLInferEngine
 from mindspeed_qerl.common.files import forget_shared_memory
 from mindspeed_qerl.families import read_shape
@@ -64,6 +64,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         # where vLLM puts sockets, which a worker that is killed leaves: in what goes with Ray
         folder = ray._private.worker.global_worker.node.get_temp_dir_path()
         os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
+        if not self.recipe.rollout.enforce_eager:
+            graphs.install(self.recipe.rollout.max_num_seqs)
         rollout = super()._build_rollout()
         forget_shared_memory()
         # the weight container sees a model without LoRA (weights.py)
@@ -73,7 +75,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def _build_sharding_manager(self):
         weights.install()
-        return super()._build_sharding_manager()
+        manager = super()._build_sharding_manager()
+        offload = manager.offload_infer_params
+        # buffers that graphs read stay
+        manager.offload_infer_params = lambda: self.inference_model.is_captured or offload()
+        return manager
 
     def generate_sequences(self):
         """Upstream's rollout of one batch, with this iteration's noise."""

@@ -150,6 +150,14 @@ class Counting(TorchDispatchMode):
         self._tally.bytes += bytes_of((args, kwargs, result))
         return result
 
+    def within_kernel(self, function: Callable) -> Any:
+        """Call what belongs to a kernel that was counted."""
+        self._in_kernel += 1
+        try:
+            return function()
+        finally:
+            self._in_kernel -= 1
+
     @contextmanager
     def placing(self, placed: bool) -> Iterator[None]:
         """What is made inside is on the NPU."""

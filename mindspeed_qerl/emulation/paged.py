@@ -33,6 +33,7 @@ from mindspeed_qerl.emulation.contract import (
     require_written,
 )
 
+FILLER = 0  # the slot of rows that fill a graph up (VA worker/model_runner_v1.py:1489): of no sequence
 _BLOCK = 128  # the side of a compressed mask
 _HIDES = -3e38  # what a bfloat16 kernel multiplies a mask with
 
@@ -55,8 +56,8 @@ def _npu_reshape_and_cache(
         slot_indices: (T,) or longer, int32.
 
     Raises:
-        ValueError: another dtype or shape; a slot outside the cache or two tokens for one slot,
-            neither of which an NPU checks: it writes out of bounds, or one of the two.
+        ValueError: another dtype or shape; a slot outside the cache or two tokens for one slot
+            other than 0, neither of which an NPU checks: it writes out of bounds, or one of the two.
     """
     name = "_npu_reshape_and_cache"
     require_dtype(
@@ -94,12 +95,8 @@ def _npu_reshape_and_cache(
     kept = slots >= 0
     slots = slots[kept]
     values, counts = slots.unique(return_counts=True)
-    require(
-        name,
-        len(values) == len(slots),
-        "a slot must be that of one token",
-        values[counts > 1].tolist(),
-    )
+    shared = values[(counts > 1) & (values != FILLER)]
+    require(name, not len(shared), "a slot must be that of one token", shared.tolist())
     key_cache.flatten(0, 1)[slots] = key[kept]
     value_cache.flatten(0, 1)[slots] = value[kept]
 

@@ -26,6 +26,7 @@ class Settings:
     memory_gb: float = 64.0  # of one rank, 10^9 bytes
     gpu_memory_utilization: float = 0.6
     max_num_seqs: int = 128
+    enforce_eager: bool = True
     offload_train_param: bool = True
     offload_train_grad: bool = True
     offload_train_optimizer: bool = True

@@ -230,6 +230,7 @@ class Rollout:
 
     section: ClassVar[str] = "generate_config"
     max_num_seqs: Size = 256
+    enforce_eager: bool = True
     gpu_memory_utilization: Float = Field(0.5, gt=0, le=1)
     offload_train_param: bool = False
     offload_train_grad: bool = False

@@ -28,6 +28,7 @@ class Case:
     nz: int = 0
     chunked: bool = False
     formats: tuple[str, ...] = ()  # of quantized_ranks.py
+    graphs: tuple[int, ...] = ()  # sizes of decode graphs
     variables: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -124,7 +125,11 @@ class Served:
         self.engine = LLM(
             folder,
             dtype=case.dtype,
-            enforce_eager=True,
+            enforce_eager=not case.graphs,
+            compilation_config={
+                "cudagraph_mode": "FULL_DECODE_ONLY" if case.graphs else "NONE",
+                "cudagraph_capture_sizes": list(case.graphs),
+            },
             max_model_len=1200,
             max_num_seqs=4,
             seed=0,

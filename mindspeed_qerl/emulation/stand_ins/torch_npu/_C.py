@@ -1,10 +1,9 @@
-"""torch_npu._C: options of HCCL groups, which gloo does not have, and names of ACL graphs."""  # noqa: N999
+"""torch_npu._C: options of HCCL groups, which gloo does not have, and the handle of a graph's task group."""  # noqa: N999
 
 from types import SimpleNamespace
 
-from mindspeed_qerl.emulation import not_emulated, soc
-
-_NPUTaskGroupHandle = not_emulated("torch_npu._C._NPUTaskGroupHandle (ACL graphs)")
+from mindspeed_qerl.emulation import soc
+from mindspeed_qerl.emulation.graphs import TaskGroup as _NPUTaskGroupHandle  # noqa: F401
 
 
 class _Options:

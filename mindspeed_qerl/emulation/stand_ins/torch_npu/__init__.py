@@ -18,6 +18,7 @@ from mindspeed_qerl.emulation import (
     facade,
     formats,
     fused_infer,
+    graphs,
     mc2,
     not_emulated,
     operators,
@@ -47,6 +48,7 @@ facade.install()
 extensions.install()
 if counts.is_wanted:
     counts.install(globals())
+graphs.install(globals())
 
 from torch_npu import _C, npu, op_plugin, profiler, utils, version  # noqa: F401
 

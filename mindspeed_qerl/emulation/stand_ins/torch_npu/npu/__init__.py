@@ -6,7 +6,17 @@ from types import SimpleNamespace
 
 import torch
 
-from mindspeed_qerl.emulation import not_emulated, soc
+from mindspeed_qerl.emulation import soc
+from mindspeed_qerl.emulation.graphs import (  # noqa: F401
+    ExternalEvent,
+    NPUGraph,
+    Pool,
+    graph,
+    graph_task_group_begin,
+    graph_task_group_end,
+    graph_task_update_begin,
+    graph_task_update_end,
+)
 from torch_npu.npu import memory, streams  # noqa: F401
 
 # Markers for the profiler.
@@ -18,8 +28,7 @@ mstx = SimpleNamespace(
 config = SimpleNamespace(
     allow_internal_format=False
 )  # set by vllm-ascend (worker/worker_v1.py), read by nobody here
-NPUGraph = not_emulated("torch.npu.NPUGraph (ACL graphs)")
-ExternalEvent = not_emulated("torch.npu.ExternalEvent (ACL graphs)")
+graph_pool_handle = Pool
 
 
 def set_option(option):

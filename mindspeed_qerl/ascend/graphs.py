@@ -1,0 +1,155 @@
+"""Captured decoding in vllm-ascend (docs/ascend.md, Graphs): one launch for all layers of a step.
+
+A graph replays on the addresses that it was captured with. Upstream moves all of them at every
+sync (memory_buffer.py `destroy`, vllm_engine.py `offload_model_weights` and `free_cache_engine`),
+and vllm-ascend captures a size once (compilation/acl_graph.py). So here weights and KV cache stay
+where they are from the first capture on, which is of the first weights that were synced; later ones
+are copied into the same memory. That they are is checked, not trusted: `require_current`.
+"""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from mindspeed_rl.models.rollout import vllm_engine
+from vllm.config import CUDAGraphMode
+from vllm_ascend.compilation import acl_graph
+from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.layout.graphs import capture_sizes
+
+EVERY = 20  # rollouts and evaluations between two steps that are computed again without a graph
+TOLERANCE = 2**-6  # of the largest hidden state: some roundings of bfloat16
+EAGER = "generate_config.enforce_eager=true goes without graphs"
+
+_capture_model = NPUModelRunner.capture_model
+
+
+def install(max_num_seqs: int) -> None:
+    """Before upstream makes its engine, which passes no compilation config on
+    (vllm_engine.py:222), and would capture random weights.
+    """
+    config = {
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": capture_sizes(max_num_seqs)[::-1],
+    }
+    vllm_engine.LLM = partial(vllm_engine.LLM, compilation_config=config)
+    NPUModelRunner.capture_model = lambda runner: None
+
+
+class DecodeGraphs:
+    """The decode graphs of vllm-ascend's `runner`.
+
+    Attributes:
+        addresses: of what the graphs use, by name; None before they are captured.
+        on_replay: told the number of rows of a step before it is replayed.
+        difference: of the last step that was computed both ways, see `compare`.
+    """
+
+    def __init__(self, runner: Any):
+        self.runner = runner
+        self.addresses: dict[str, int] | None = None
+        self.on_replay: Callable[[int], None] = lambda rows: None
+        self.difference = 0.0
+        self._since = 0
+        self._is_prefill_anywhere = False
+        dispatcher = runner.aclgraph_dispatcher
+        runner._sync_metadata_across_dp = self._told(runner._sync_metadata_across_dp)
+        dispatcher.dispatch = self._chosen(dispatcher.dispatch)
+
+    def ready(self) -> None:
+        """For a rollout or an evaluation, on all ranks: weights are synced, the cache is there.
+        EngineError: see `require_current`; a captured step differs from the same without a graph.
+        """
+        if self.addresses is None:
+            self._capture()
+        self.require_current()
+        if self._since % EVERY == 0:
+            self.compare()
+        self._since += 1
+
+    def require_current(self) -> None:
+        """EngineError: a graph uses other memory than what was synced into."""
+        now = addresses_of(self.runner)
+        moved = [name for name, address in self.addresses.items() if now.get(name) != address]
+        moved += [name for name in now if name not in self.addresses]
+        if moved:
+            raise EngineError(
+                f"{len(moved)} of {len(now)} tensors that decode graphs use lie elsewhere than "
+                f"when they were captured, first {moved[0]}: the graphs would answer with stale "
+                f"weights. {EAGER}"
+            )
+
+    def compare(self) -> None:
+        """One step of the same tokens, captured and not; EngineError if the hidden states are
+        further apart than rounding. Its keys and values go into vLLM's null block.
+        """
+        runner, rows = self.runner, min(self.runner.aclgraph_batch_sizes)
+        numbers = torch.arange(rows, device=runner.device)
+        for buffer in (runner.input_ids, runner.positions, runner.slot_mapping):
+            buffer[:rows].copy_(numbers)
+        captured, eager = (
+            runner._dummy_run(
+                rows, aclgraph_runtime_mode=mode, force_attention=True, uniform_decode=True
+            ).float()
+            for mode in (CUDAGraphMode.FULL, CUDAGraphMode.NONE)
+        )
+        self.difference = ((captured - eager).abs().max() / eager.abs().max()).item()
+        if not self.difference <= TOLERANCE:
+            raise EngineError(
+                f"a decode step of {rows} tokens computed by its graph and without it differs by "
+                f"{self.difference:.3g} of the largest hidden state, more than rounding "
+                f"({TOLERANCE:.3g}): the graph does not compute with today's weights. {EAGER}"
+            )
+
+    def _capture(self) -> None:
+        """What was captured before, if anything, is forgotten."""
+        runner, parameters = self.runner, acl_graph.get_graph_params()
+        runner.model.concrete_aclgraph_entries.clear()
+        for size, events in parameters.events.items():
+            events.clear()
+            parameters.handles[size].clear()
+            parameters.attn_params[size].clear()
+            parameters.workspaces[size] = None
+        _capture_model(runner)
+        self.addresses = addresses_of(runner)
+
+    def _told(self, sync: Callable) -> Callable:
+        """Remembers what data parallel ranks tell each other before a step."""
+
+        @wraps(sync)
+        def synced(*args, **kwargs):
+            result = sync(*args, **kwargs)
+            self._is_prefill_anywhere = result[2]
+            return result
+
+        return synced
+
+    def _chosen(self, dispatch: Callable) -> Callable:
+        """No graph in a step in which another rank prefills: it would not take part in the same
+        collectives. Upstream goes by the number of tokens alone (model_runner_v1.py:1939).
+        """
+
+        @wraps(dispatch)
+        def dispatched(descriptor):
+            mode, found = dispatch(descriptor)
+            if mode is CUDAGraphMode.NONE or self._is_prefill_anywhere:
+                return CUDAGraphMode.NONE, None
+            if self.addresses is not None:
+                self.on_replay(found.num_tokens)
+            return mode, found
+
+        return dispatched
+
+
+def addresses_of(runner: Any) -> dict[str, int]:
+    """Of all that a captured step reads and writes and that is not its own, by name."""
+    model, tensors = runner.get_model(), {}
+    tensors |= dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    for layer, caches in enumerate(runner.kv_caches):
+        tensors |= {f"KV cache {layer} {number}": cache for number, cache in enumerate(caches)}
+    for name in ("input_ids", "positions", "slot_mapping"):
+        tensors[name] = getattr(runner, name)
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
