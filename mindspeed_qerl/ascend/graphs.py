@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from mindspeed_rl.models.rollout import vllm_engine
 from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm_ascend.compilation import acl_graph
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.layout.graphs import capture_sizes
 
-EVERY = 20  # rollouts and evaluations between two steps that are computed again without a graph
+EVERY = 20  # rollouts and evaluations for one step that is computed without its graph, too
 TOLERANCE = 2**-6  # of the largest hidden state: some roundings of bfloat16
 EAGER = "generate_config.enforce_eager=true goes without graphs"
 
@@ -45,7 +46,7 @@ class DecodeGraphs:
     Attributes:
         addresses: of what the graphs use, by name; None before they are captured.
         on_replay: told the number of rows of a step before it is replayed.
-        difference: of the last step that was computed both ways, see `compare`.
+        difference: of the last step that was computed both ways, `_compare`.
     """
 
     def __init__(self, runner: Any):
@@ -53,22 +54,24 @@ class DecodeGraphs:
         self.addresses: dict[str, int] | None = None
         self.on_replay: Callable[[int], None] = lambda rows: None
         self.difference = 0.0
-        self._since = 0
+        self._asked, self._compares = 0, False
         self._is_prefill_anywhere = False
         dispatcher = runner.aclgraph_dispatcher
         runner._sync_metadata_across_dp = self._told(runner._sync_metadata_across_dp)
         dispatcher.dispatch = self._chosen(dispatcher.dispatch)
+        # of a rank that has sequences, and of one that only keeps others company
+        for name in ("_generate_process_reqs_hidden_states", "_generate_dummy_run_hidden_states"):
+            setattr(runner, name, self._compared(getattr(runner, name), "process" in name))
 
     def ready(self) -> None:
         """For a rollout or an evaluation, on all ranks: weights are synced, the cache is there.
-        EngineError: see `require_current`; a captured step differs from the same without a graph.
+        EngineError: see `require_current`.
         """
         if self.addresses is None:
             self._capture()
         self.require_current()
-        if self._since % EVERY == 0:
-            self.compare()
-        self._since += 1
+        self._compares = self._asked % EVERY == 0
+        self._asked += 1
 
     def require_current(self) -> None:
         """EngineError: a graph uses other memory than what was synced into."""
@@ -82,28 +85,6 @@ class DecodeGraphs:
                 f"weights. {EAGER}"
             )
 
-    def compare(self) -> None:
-        """One step of the same tokens, captured and not; EngineError if the hidden states are
-        further apart than rounding. Its keys and values go into vLLM's null block.
-        """
-        runner, rows = self.runner, min(self.runner.aclgraph_batch_sizes)
-        numbers = torch.arange(rows, device=runner.device)
-        for buffer in (runner.input_ids, runner.positions, runner.slot_mapping):
-            buffer[:rows].copy_(numbers)
-        captured, eager = (
-            runner._dummy_run(
-                rows, aclgraph_runtime_mode=mode, force_attention=True, uniform_decode=True
-            ).float()
-            for mode in (CUDAGraphMode.FULL, CUDAGraphMode.NONE)
-        )
-        self.difference = ((captured - eager).abs().max() / eager.abs().max()).item()
-        if not self.difference <= TOLERANCE:
-            raise EngineError(
-                f"a decode step of {rows} tokens computed by its graph and without it differs by "
-                f"{self.difference:.3g} of the largest hidden state, more than rounding "
-                f"({TOLERANCE:.3g}): the graph does not compute with today's weights. {EAGER}"
-            )
-
     def _capture(self) -> None:
         """What was captured before, if anything, is forgotten."""
         runner, parameters = self.runner, acl_graph.get_graph_params()
@@ -115,6 +96,40 @@ class DecodeGraphs:
             parameters.workspaces[size] = None
         _capture_model(runner)
         self.addresses = addresses_of(runner)
+
+    def _compared(self, run: Callable, has_sequences: bool) -> Callable:
+        """The first captured step after `ready` asked for it, without its graph, too."""
+
+        @wraps(run)
+        def compared(*args, **kwargs):
+            context = get_forward_context()
+            if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+                return run(*args, **kwargs)
+            if not self._compares:
+                if has_sequences:
+                    self.on_replay(context.batch_descriptor.num_tokens)
+                return run(*args, **kwargs)
+            self._compares = False
+            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            eager = run(*args, **kwargs).clone()
+            context.cudagraph_runtime_mode = CUDAGraphMode.FULL
+            captured = run(*args, **kwargs)
+            if has_sequences:
+                rows = next(iter(context.attn_metadata.values())).num_actual_tokens
+                self._compare(captured[:rows].float(), eager[:rows].float())
+            return captured
+
+        return compared
+
+    def _compare(self, captured: torch.Tensor, eager: torch.Tensor) -> None:
+        """EngineError: hidden states of the same tokens are further apart than rounding."""
+        self.difference = ((captured - eager).abs().max() / eager.abs().max()).item()
+        if not self.difference <= TOLERANCE:
+            raise EngineError(
+                f"a decode step of {len(eager)} tokens computed by its graph and without it "
+                f"differs by {self.difference:.3g} of the largest hidden state, more than rounding "
+                f"({TOLERANCE:.3g}): the graph does not compute with today's weights. {EAGER}"
+            )
 
     def _told(self, sync: Callable) -> Callable:
         """Remembers what data parallel ranks tell each other before a step."""
@@ -134,12 +149,9 @@ class DecodeGraphs:
 
         @wraps(dispatch)
         def dispatched(descriptor):
-            mode, found = dispatch(descriptor)
-            if mode is CUDAGraphMode.NONE or self._is_prefill_anywhere:
+            if self._is_prefill_anywhere:
                 return CUDAGraphMode.NONE, None
-            if self.addresses is not None:
-                self.on_replay(found.num_tokens)
-            return mode, found
+            return dispatch(descriptor)
 
         return dispatched
 

@@ -13,6 +13,14 @@ from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
 
 
+def captured_rows() -> int | None:
+    """Of the decode graph that is captured, a pass that computes nothing; None in any other."""
+    from vllm.forward_context import get_forward_context
+
+    context = get_forward_context()
+    return context.batch_descriptor.num_tokens if context.capturing else None
+
+
 class AscendRecorder(RouteRecorder):
     """A recorder that is told what every router of vllm-ascend's `model` chooses.
 
@@ -24,6 +32,7 @@ class AscendRecorder(RouteRecorder):
     Attributes:
         layer: that chooses. rows: int32 [rows after `prepare`, 2], engine and row, from 1; 0 is
             padding.
+        captured: by size of a decode graph, the rows that it computes, and what its layers choose.
     """
 
     def __init__(self, runner: Any, routers: Routers, max_len: int, model: torch.nn.Module):
@@ -33,6 +42,7 @@ class AscendRecorder(RouteRecorder):
         super().__init__(runner, routers, max_len)
         self.tp_group, self.engine = get_tp_group(), get_dp_group().rank_in_group
         self.layer, self.rows = -1, torch.empty(0)
+        self.captured: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
         for name, module in model.named_modules():
             if isinstance(module, common_fused_moe.AscendFusedMoE):
                 layer = int(re.search(r"\blayers\.(\d+)\.", name)[1])
@@ -43,8 +53,13 @@ class AscendRecorder(RouteRecorder):
         """A layer's `forward_impl`. A pass that only keeps other engines company takes part in the
         exchange, too.
         """
-        if self.is_recording and layer == self.routers.layers[0]:
-            self.rows = self._numbers(module, hidden_states)
+        size = captured_rows()
+        if layer == self.routers.layers[0] and (size or self.is_recording):
+            numbers = self._numbers(module, hidden_states)
+            if size:
+                self.captured[size] = numbers, {}
+            else:
+                self.rows = numbers
         self.layer = layer
         return forward(hidden_states, router_logits)
 
@@ -66,8 +81,18 @@ class AscendRecorder(RouteRecorder):
 
     def _select(self, select, *arguments, **more):
         weights, ids = select(*arguments, **more)
-        self.capture(self.layer, ids)
+        if size := captured_rows():  # each replay computes them again, in the same memory
+            self.captured[size][1][self.layer] = ids.to(self.on_device)
+        else:
+            self.capture(self.layer, ids)
         return weights, ids
+
+    def replay(self, rows: int) -> None:
+        """A decode graph of so many rows is about to be replayed."""
+        if self.chosen is not None:
+            self.rows, captured = self.captured[rows]
+            for layer, ids in captured.items():
+                self.capture(layer, ids)
 
     def own_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """This engine's rows of `ids` [rows, layers, top_k], from all tensor parallel ranks, in the

@@ -65,6 +65,8 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             self.recorder = AscendRecorder(self.runner, routers, longest, self.model)
         if not recipe.rollout.enforce_eager:
             self.graphs = DecodeGraphs(self.runner)
+            if self.recorder is not None:
+                self.graphs.on_replay = self.recorder.replay
 
     @property
     def is_captured(self) -> bool:

@@ -94,13 +94,13 @@ def graph_classes():
                 if FAULT and len(asked) == 2:
                     globals()[FAULT](rollout, self)
                 asked.append(prompts)
-                rollout.init_cache_engine()
                 replayed.clear()
                 captured = sample(prompts, **options)
                 steps = len(replayed)
+                ready, rollout.graphs.ready = rollout.graphs.ready, lambda: None
                 is_eager[0] = True
                 eager = sample(prompts, **options)
-                is_eager[0] = False
+                is_eager[0], rollout.graphs.ready = False, ready
                 answers = [answer for group in captured for answer in group]
                 others = [answer for group in eager for answer in group]
                 pairs = [(drawn(a), drawn(b)) for a, b in zip(answers, others, strict=True)]
