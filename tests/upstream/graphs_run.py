@@ -17,6 +17,10 @@ from probe import FOLDER, main
 FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
 
 
+def upstreams_own(rollout, worker):
+    """Graphs as upstream would capture and keep them, with memory that nobody takes."""
+
+
 def repointed_weight(rollout, worker):
     """The sync brings a weight in memory of its own."""
     weight = rollout.model.model.layers[1].self_attn.o_proj.weight
