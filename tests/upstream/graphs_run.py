@@ -5,20 +5,37 @@ a planted fault.
 
 FOLDER/rank{r}.jsonl has a line for each time that this rank asked vLLM: what for, at which step, by
 which noise, how many steps were replayed, the largest distance of a token's log-prob from that of
-the same rollout without graphs, and whether all tokens are the same. FAULT is a function below.
+the same rollout without graphs, and whether all tokens are the same. FAULT is a function below, or
+UPSTREAM: graphs as upstream would capture and keep them, in memory that nobody takes.
 """
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from probe import FOLDER, main
 
+UPSTREAM = "upstream"
 FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
 
 
-def upstreams_own(rollout, worker):
-    """Graphs as upstream would capture and keep them, with memory that nobody takes."""
+def leave_it_to_upstream():
+    """Of ours, only the compilation config."""
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    from mindspeed_qerl.ascend import graphs
+    from mindspeed_qerl.emulation import graphs as emulated
+
+    emulated.KEEPS_FREED = True
+    install, capture_model = graphs.install, NPUModelRunner.capture_model
+
+    def installed(max_num_seqs):
+        install(max_num_seqs)
+        NPUModelRunner.capture_model = capture_model
+
+    graphs.install = installed
 
 
 def repointed_weight(rollout, worker):
@@ -79,7 +96,11 @@ def graph_classes():
     @ray.remote(resources={"NPU": 0.7})
     class GraphWorker(QeRLWorker.__ray_actor_class__):
         def _build_rollout(self):
+            if FAULT == UPSTREAM:
+                leave_it_to_upstream()
             rollout = super()._build_rollout()
+            if FAULT == UPSTREAM:
+                rollout.graphs = None
             sample, asked = rollout.sample, []
             dispatcher = rollout.runner.aclgraph_dispatcher
             dispatch, replayed, is_eager = dispatcher.dispatch, [], [False]
@@ -95,16 +116,19 @@ def graph_classes():
             dispatcher.dispatch = dispatched
 
             def twice(prompts, **options):
-                if FAULT and len(asked) == 2:
+                if FAULT not in ("", UPSTREAM) and len(asked) == 2:
                     globals()[FAULT](rollout, self)
                 asked.append(prompts)
                 replayed.clear()
                 captured = sample(prompts, **options)
                 steps = len(replayed)
-                ready, rollout.graphs.ready = rollout.graphs.ready, lambda: None
-                is_eager[0] = True
-                eager = sample(prompts, **options)
-                is_eager[0], rollout.graphs.ready = False, ready
+                graphs = rollout.graphs
+                with patch.object(graphs, "ready", lambda: None) if graphs else nullcontext():
+                    rollout.init_cache_engine()
+                with patch.object(rollout, "init_cache_engine", lambda: None):
+                    is_eager[0] = True
+                    eager = sample(prompts, **options)
+                    is_eager[0] = False
                 answers = [answer for group in captured for answer in group]
                 others = [answer for group in eager for answer in group]
                 pairs = [(drawn(a), drawn(b)) for a, b in zip(answers, others, strict=True)]
@@ -121,7 +145,7 @@ def graph_classes():
                         bool((a.routes == b.routes).all()) for a, b in zip(answers, others)
                         if getattr(a, "routes", None) is not None
                     ],
-                    "difference": rollout.graphs.difference,
+                    "difference": graphs.difference if graphs else None,
                     "first": drawn(answers[0]),
                 }  # fmt: skip
                 with open(Path(FOLDER) / f"rank{self._rank}.jsonl", "a") as file:
