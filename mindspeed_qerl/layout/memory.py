@@ -136,13 +136,17 @@ def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
     if settings.int8_rollouts:
         rollout.append(parts.int8_copies(plan))
 
-    training = [*runtime, *weights, *adapters]
+    training, held = [*runtime, *weights, *adapters], []
+    if not settings.enforce_eager:  # decode graphs keep what they read where it is
+        graphs = parts.graphs(settings)
+        rollout.append(graphs)
+        held = [*vllm, Part("KV cache", kv_cache, "kept for decode graphs"), graphs]
     update = [gradients, optimizer, *parts.update(plan, settings, stage)]
     moments = {
         "rollout": rollout,
-        "weight sync": [*training, *awake, *vllm, *parts.sync(plan, stage)],
-        "log-probs": [*training, *awake, *parts.forward(plan, stage)],
-        "update": [*training, *update],
+        "weight sync": [*training, *awake, *(held or vllm), *parts.sync(plan, stage)],
+        "log-probs": [*training, *held, *awake, *parts.forward(plan, stage)],
+        "update": [*training, *held, *update],
     }
     missing = max(0, answer - left)
     return Memory(plan, settings, stage, moments, kv_cache, kv_token, missing, at_once, needed)

@@ -6,6 +6,7 @@ Weights and activations are bfloat16; gradients, optimizer state and logits floa
 from dataclasses import dataclass
 
 from mindspeed_qerl.families import family_of
+from mindspeed_qerl.layout.graphs import capture_sizes
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.weights import layer_weights, training_weights
 
@@ -17,6 +18,7 @@ RUNTIME = 2 * GB  # CANN, the operators' code and torch_npu's own
 EXPERT_LOAD = 2  # tokens of the busiest rank over the average, in the layer that is computed
 # copies in float32: logits, their clone (RL utils/compute.py:45), softmax; and the gradient
 LOGITS_UPDATE, LOGITS_FORWARD = 4, 3
+GRAPH = 50_000_000  # of one captured size, with its share of the pool
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,12 @@ def int8_copies(plan: Plan) -> Part:
     linears = layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp)
     numbers = shape.num_hidden_layers * linears
     return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1")
+
+
+def graphs(settings: Settings) -> Part:
+    """Decode graphs, beside gpu_memory_utilization: they are captured when the KV cache is there."""
+    sizes = len(capture_sizes(settings.max_num_seqs))
+    return Part("decode graphs", sizes * GRAPH, f"{sizes} sizes x {GRAPH / 1e6:.0f} MB")
 
 
 def profiled(plan: Plan, settings: Settings) -> Part:

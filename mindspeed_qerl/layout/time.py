@@ -1,9 +1,9 @@
 """How long an iteration takes, phase by phase, on dies of a given kind. Computed from sizes, and
 from launches that were counted on emulated NPUs (launches.yaml); never measured on an NPU.
 
-Kernels are launched one by one (eager): a phase takes what the host needs to launch them, or what
-the die needs to compute, read and send, whichever is more. What a launch costs the host is not
-published for a 910C, and is a range.
+Kernels are launched one by one, but for decode graphs: a phase takes what the host needs to launch
+them, or what the die needs to compute, read and send, whichever is more. What a launch costs the
+host is not published for a 910C, and is a range.
 """
 
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.layout.graphs import LARGEST
 from mindspeed_qerl.layout.memory import Memory
 from mindspeed_qerl.layout.parts import BF16, Part, size_of, trained
 from mindspeed_qerl.layout.plan import Plan
@@ -122,8 +123,13 @@ def total(phases: Iterable[Phase], terms: Terms) -> tuple[float, float]:
 
 def launch_of(memory: Memory, terms: Terms, rollout: float) -> float:
     """Seconds of the host for a launch, of a run whose rollouts took so many; ValueError if the die
-    alone takes as long.
+    alone takes as long, or decoding was captured.
     """
+    if not memory.settings.enforce_eager:
+        raise ValueError(
+            "with decode graphs the die sets the time, not its launches: a run with "
+            "generate_config.enforce_eager=true tells"
+        )
     phases = [phase for phase in iteration(memory, terms) if phase.name in ("prefill", "decode")]
     device = sum(phase.device for phase in phases)
     if rollout <= device:
@@ -231,7 +237,7 @@ class _Rank:
         """Of a step of vLLM's."""
         layer, outside = self._launches[kind]
         if self.plan.layout.infer_tp > 1:
-            layer += self._tensor_parallel[kind]
+            layer += self._tensor_parallel.get(kind, 0)
         return self.shape.num_hidden_layers * layer + outside
 
     def rollout(self) -> list[Phase]:
@@ -263,7 +269,9 @@ class _Rank:
         the others; in the mean step as many sequences as there are tokens for.
         """
         plan, shape, layout = self.plan, self.shape, self.plan.layout
-        most = min(self.memory.settings.max_num_seqs, self.memory.answers_at_once)
+        tokens = self.work.prompt + self.work.longest
+        most = int(self.memory.kv_cache / self.memory.kv_token / tokens)
+        most = min(self.memory.settings.max_num_seqs, most)
         waiting = max(answers - most, 0)
         steps = self.work.longest + waiting * self.work.answer / max(most, 1)
         alive = answers * self.work.answer / steps
@@ -276,7 +284,8 @@ class _Rank:
         collectives = shape.num_hidden_layers * self._rollout_collectives()
         sent = collectives * alive * shape.hidden_size * BF16
         step = self._seconds("rollout", flops, bytes, collectives, sent)
-        return Phase("decode", steps * self._step_launches("decode"), steps * step)
+        kind = "decode" if self.memory.settings.enforce_eager or most > LARGEST else "graph"
+        return Phase("decode", steps * self._step_launches(kind), steps * step)
 
     def _experts_met(self, alive: float) -> float:
         """Share of a rank's experts that the tokens of its group choose in a step."""
