@@ -394,7 +394,7 @@ def recorded(name: str, function: Callable) -> Callable:
 
     def operator(*args, **kwargs):
         if _state.updated is not None:
-            return counts.counting.kernel(name.lstrip("_"), _update, name, args, kwargs)
+            return counts.counting.kernel("graph_task_update", _update, name, args, kwargs)
         if _state.capture is None or _state.capture.is_in_operator:
             return function(*args, **kwargs)
         return _state.capture.operator(name, function, args, kwargs)

@@ -197,8 +197,8 @@ def groups(plan: Plan) -> dict[str, dict[str, int]]:
 
 @cache
 def _counted() -> dict[str, dict[str, Any]]:
-    """{family: {kind of pass: launches in a layer, and outside the layers}}, and what tensor
-    parallelism adds in a layer.
+    """{family: {kind of pass: launches in a layer, and outside the layers}}, what tensor
+    parallelism adds in a layer, and a captured step.
     """
     return yaml.safe_load(LAUNCHES.read_text())
 
@@ -208,7 +208,7 @@ class _Rank:
         self.memory, self.plan, self.work = memory, memory.plan, terms.work
         self.hardware, self.shape = terms.hardware, memory.plan.shape
         kind = self.shape.model_type
-        self._launches = _counted()[ALIKE.get(kind, kind)]
+        self._launches = _counted()[ALIKE.get(kind, kind)] | {"graph": _counted()["graph"]}
         self._tensor_parallel = _counted()["tensor_parallel"]
 
     def _seconds(
@@ -236,8 +236,8 @@ class _Rank:
     def _step_launches(self, kind: str) -> int:
         """Of a step of vLLM's."""
         layer, outside = self._launches[kind]
-        if self.plan.layout.infer_tp > 1:
-            layer += self._tensor_parallel.get(kind, 0)
+        if self.plan.layout.infer_tp > 1 and kind != "graph":
+            layer += self._tensor_parallel[kind]
         return self.shape.num_hidden_layers * layer + outside
 
     def rollout(self) -> list[Phase]:
