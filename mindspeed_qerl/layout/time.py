@@ -197,8 +197,8 @@ def groups(plan: Plan) -> dict[str, dict[str, int]]:
 
 @cache
 def _counted() -> dict[str, dict[str, Any]]:
-    """{family: {kind of pass: launches in a layer, and outside the layers}}, what tensor
-    parallelism adds in a layer, and a captured step.
+    """{family: {kind of pass: launches in a layer, and outside the layers}}, and what tensor
+    parallelism adds in a layer.
     """
     return yaml.safe_load(LAUNCHES.read_text())
 
@@ -208,7 +208,7 @@ class _Rank:
         self.memory, self.plan, self.work = memory, memory.plan, terms.work
         self.hardware, self.shape = terms.hardware, memory.plan.shape
         kind = self.shape.model_type
-        self._launches = _counted()[ALIKE.get(kind, kind)] | {"graph": _counted()["graph"]}
+        self._launches = _counted()[ALIKE.get(kind, kind)]
         self._tensor_parallel = _counted()["tensor_parallel"]
 
     def _seconds(
@@ -285,7 +285,8 @@ class _Rank:
         sent = collectives * alive * shape.hidden_size * BF16
         step = self._seconds("rollout", flops, bytes, collectives, sent)
         kind = "decode" if self.memory.settings.enforce_eager or most > LARGEST else "graph"
-        return Phase("decode", steps * self._step_launches(kind), steps * step)
+        launches = self._step_launches(kind) + alive  # each draws by a seed of its own
+        return Phase("decode", steps * launches, steps * step)
 
     def _experts_met(self, alive: float) -> float:
         """Share of a rank's experts that the tokens of its group choose in a step."""

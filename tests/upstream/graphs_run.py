@@ -38,51 +38,21 @@ def leave_it_to_upstream():
     graphs.install = installed
 
 
-def repointed_weight(rollout, worker):
-    """The sync brings a weight in memory of its own."""
+def repointed_weight(rollout):
+    """As upstream's own sync leaves them all."""
     weight = rollout.model.model.layers[1].self_attn.o_proj.weight
     weight.data = weight.data.clone()
 
 
-def stale_gate(rollout, worker):
-    """The router is another parameter than the one that was captured."""
+def stale_graph(rollout):
+    """The last norm's weight is a copy in the graphs, whose address was kept."""
     import torch
 
-    gate = rollout.model.model.layers[0].mlp.gate
-    gate.weight = torch.nn.Parameter(gate.weight.data.clone(), requires_grad=False)
-
-
-def freed_cache(rollout, worker):
-    """As upstream frees it between rollouts."""
-    type(rollout).__mro__[1].free_cache_engine(rollout)
-
-
-def rebuilt_buffers(rollout, worker):
-    """As upstream destroys and rebuilds them; the sync comes again."""
-    for buffer in worker.sharding_manager.vllm_weight_container.weight_buffers:
-        buffer.destroy()
-    worker.sharding_manager.enter_infer_mode()
-
-
-def noise_in_the_old_buffer(rollout, worker):
-    """Noise is put on a copy that the model no longer has."""
-    target = rollout.injector.targets[0].module
-    target.weight.data = target.weight.data.clone()
-
-
-def stale_graph(rollout, worker):
-    """One captured operator computes with a copy of its weight, at the address it was told."""
-    import torch
-
-    weight = rollout.model.model.norm.weight
-    entries = rollout.runner.model.concrete_aclgraph_entries.values()
-    stale = torch.ones_like(weight)
-    for entry in entries:
-        for step in entry.aclgraph.steps:
-            arguments = getattr(step, "arguments", None)
-            if arguments and step.name == "npu_add_rms_norm":
-                last = step
-        last.arguments = ((*last.arguments[0][:2], stale, *last.arguments[0][3:]), {})
+    for entry in rollout.runner.model.concrete_aclgraph_entries.values():
+        last = [step for step in entry.aclgraph.steps if "add_rms_norm" in getattr(step, "name", "")]
+        (x, residual, weight, *rest), more = last[-1].arguments
+        last[-1].arguments = (x, residual, torch.ones_like(weight.tensor()), *rest), more
+    rollout.graphs._asked = 0  # the next rollout is compared
 
 
 def graph_classes():
@@ -114,14 +84,18 @@ def graph_classes():
                 return mode, found
 
             dispatcher.dispatch = dispatched
+            engine, resets = rollout.llm.llm_engine, []
+            reset = engine.reset_prefix_cache
+            engine.reset_prefix_cache = lambda: resets.append(1) or reset()
 
             def twice(prompts, **options):
                 if FAULT not in ("", UPSTREAM) and len(asked) == 2:
-                    globals()[FAULT](rollout, self)
+                    globals()[FAULT](rollout)
                 asked.append(prompts)
                 replayed.clear()
+                resets.clear()
                 captured = sample(prompts, **options)
-                steps = len(replayed)
+                steps, emptied = len(replayed), len(resets)
                 graphs = rollout.graphs
                 with patch.object(graphs, "ready", lambda: None) if graphs else nullcontext():
                     rollout.init_cache_engine()
@@ -139,7 +113,7 @@ def graph_classes():
                 report = rollout.noise_report
                 line = {
                     "purpose": purpose, "step": step, "sigma": report.sigma if report else None,
-                    "replayed": steps, "distance": max(distances, default=0.0),
+                    "replayed": steps, "resets": emptied, "distance": max(distances, default=0.0),
                     "same": all(a == b for (a, _), (b, _) in pairs),
                     "routes": [
                         bool((a.routes == b.routes).all()) for a, b in zip(answers, others)

@@ -144,13 +144,14 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
     table = yaml.safe_load(LAUNCHES.read_text())
     step = "decode" if "generate_config.enforce_eager" in layout else "graph"
     assert counted.keys() == {step, "prefill", "forward", "update", "sync"}
-    table[family]["graph"] = table["graph"]
     for kind, (layer, outside) in counted.items():
         if actor["tensor_model_parallel_size"] > 1 and kind in ("forward", "update", "sync"):
             layer -= table["tensor_parallel"][kind]
         if kind == "update" and "recompute_granularity" not in config["megatron_training"]:
             layer += table[family]["forward"][0]
             layer += table["tensor_parallel"]["forward"] * (actor["tensor_model_parallel_size"] > 1)
+        if kind == "sync" and step == "decode":
+            layer -= 1  # buffers that are made anew
         assert layer == table[family][kind][0], kind
         assert outside == pytest.approx(table[family][kind][1], rel=0.25), kind
 
