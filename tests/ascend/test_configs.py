@@ -59,6 +59,7 @@ MAY_DIFFER = {  # of a variant from the config that it includes: its layout and 
     },
     "rl_config": {"actor_resource", "mini_batch_size", "hccl_buffersize"},
     "generate_config": {
+        "enforce_eager",
         "infer_tensor_parallel_size",
         "infer_expert_parallel_size",
         "max_num_seqs",

@@ -125,9 +125,9 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
         ("local", "megatron_training.moe_aux_loss_coeff", 0.01, "must be 0"),
         (
             "mindspeed_rl",
-            "generate_config.enforce_eager",
-            False,
-            "must be True: a captured graph replays addresses",
+            "generate_config.torchair_graph",
+            True,
+            "must be False: torchair's graphs keep stale weights",
         ),
         ("mindspeed_rl", "generate_config.dtype", "float32", "must be 'bfloat16'"),
         (
