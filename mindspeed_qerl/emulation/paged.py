@@ -33,7 +33,9 @@ from mindspeed_qerl.emulation.contract import (
     require_written,
 )
 
-FILLER = 0  # the slot of rows that fill a graph up (VA worker/model_runner_v1.py:1489): of no sequence
+FILLER = (
+    0  # the slot of rows that fill a graph up (VA worker/model_runner_v1.py:1489): of no sequence
+)
 _BLOCK = 128  # the side of a compressed mask
 _HIDES = -3e38  # what a bfloat16 kernel multiplies a mask with
 

@@ -1,6 +1,8 @@
 """Which steps of vLLM's decoding are captured as graphs."""
 
-LARGEST = 512  # tokens of a step; vllm-ascend's experts take no more in one (model_runner_v1.py:540)
+LARGEST = (
+    512  # tokens of a step; vllm-ascend's experts take no more in one (model_runner_v1.py:540)
+)
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

@@ -37,7 +37,7 @@ def numbers(tensor: torch.Tensor) -> list[float]:
 
 
 def raised(function, *arguments) -> str:
-    """"" if it raises none."""
+    """ "" if it raises none."""
     try:
         function(*arguments)
     except Exception as error:

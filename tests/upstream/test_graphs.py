@@ -65,7 +65,7 @@ def test_graphs_answer_as_the_same_steps_without_and_as_transformers(case, upstr
         answers = []
         for name, found in rank["noise"].items():
             distance, rounded = found["beside"]
-            print(f"{case} {name}: {distance:.2e} nats from transformers, its bfloat16 {rounded:.2e}")
+            print(f"\n{case} {name}: {distance:.1e} nats, transformers in bfloat16 {rounded:.1e}")
             assert found["same"], name
             assert found["difference"] == 0
             assert distance < (FLOAT32 if case.dtype == "float32" else 3 * rounded)
