@@ -39,6 +39,7 @@ TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 # Captured decoding, whatever the shell says. 2: torch_npu's queue cannot be captured (upstream's
 # gspo_qwen3_32b_A3.sh:6); 1: vLLM would trace the model once, before its layers are ours.
 GRAPHS = {"TASK_QUEUE_ENABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
+GRAPHS_TP = (1, 2, 4)  # tests/upstream/test_graphs.py
 # Keys of our own sections that the local engine alone honours.
 LOCAL_ONLY = {
     "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
@@ -190,6 +191,18 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             format in ("fp8", "mxfp8"),
             "rollout_quantization.format",
             f"= {format!r} rounds activations, for which vllm-ascend at the pin has no layers",
+        ),
+        (
+            format == "int8_w8a8" and not recipe.rollout.enforce_eager,
+            "rollout_quantization.format",
+            "= 'int8_w8a8' needs generate_config.enforce_eager: true: its copies are made anew at "
+            "each sync, and decode graphs would multiply by freed ones",
+        ),
+        (
+            recipe.layout.infer_tp not in GRAPHS_TP and not recipe.rollout.enforce_eager,
+            "generate_config.enforce_eager",
+            f"must be True with infer_tensor_parallel_size {recipe.layout.infer_tp}: decode graphs "
+            f"were tried with {' and '.join(map(str, GRAPHS_TP))}",
         ),
         (
             format == "int8_w8a8" and is_moe,
