@@ -195,14 +195,12 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
         (
             format == "int8_w8a8" and not recipe.rollout.enforce_eager,
             "rollout_quantization.format",
-            "= 'int8_w8a8' needs generate_config.enforce_eager: true: its copies are made anew at "
-            "each sync, and decode graphs would multiply by freed ones",
+            "= 'int8_w8a8' needs generate_config.enforce_eager: true: graphs keep freed copies",
         ),
         (
             recipe.layout.infer_tp not in GRAPHS_TP and not recipe.rollout.enforce_eager,
             "generate_config.enforce_eager",
-            f"must be True with infer_tensor_parallel_size {recipe.layout.infer_tp}: decode graphs "
-            f"were tried with {' and '.join(map(str, GRAPHS_TP))}",
+            f"must be True with infer TP {recipe.layout.infer_tp}: graphs were tried with {GRAPHS_TP}",
         ),
         (
             format == "int8_w8a8" and is_moe,

@@ -18,13 +18,14 @@ from mindspeed_qerl.recipe.types import Recipe
 
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
-    """Upstream's vLLM engine with six changes: prompts as token ids, answers with the log-probs
+    """Upstream's vLLM engine with seven changes: prompts as token ids, answers with the log-probs
     that they were drawn by and with their routes, AQN on the norms, linear weights that are
-    quantised, a seed for each prompt.
+    quantised, a seed for each prompt, captured decoding.
 
     Attributes:
         injector, quantized, recorder, graphs: None where there is no noise, no quantisation, no
-            replay of the rollout's routes, no captured decoding. quantizes: whether the next weight sync brings quantised weights.
+            replay of the rollout's routes, no captured decoding. quantizes: whether the next weight
+            sync brings quantised weights.
         noise_step: the step, from 0, whose noise the next weight sync brings; None: a clean model.
         noise_report: of the last sync. seed_of: "rollout" or "evaluation", and the step: what the
             next prompts' seeds are derived from.

@@ -6,17 +6,19 @@ there before the capture. What Python points where is not seen by a replay, numb
 those of the capture, and a storage that was freed or resized is an error, where an NPU reads what
 lies there now.
 
-| on an NPU | here |
-|---|---|
-| a capture runs nothing | operators run, for shapes; what they wrote before is kept, what they made is overwritten with NaN |
-| the host may not wait, nor ask for a shape that only the NPU knows | RuntimeError |
-| attention's lengths are on the host: a task group, updated while the replay waits for an event | so, and a replay that nobody lets go on is a RuntimeError at the next replay or synchronize |
-| graphs of a pool share its memory | what is held by `weak_ref_tensor` alone is overwritten with NaN when another graph of the pool is replayed |
-| collectives are operators | so, of a replay too |
+- A capture runs nothing on an NPU. Here operators run, for their shapes, but what was there before
+  keeps its values, and what they made is NaN until the first replay.
+- The host may not wait while a graph is captured, nor ask for a shape that only the NPU knows.
+- Attention's lengths lie on the host. It is recorded as a task group, whose arguments are exchanged
+  while a replay waits for an event; a replay that nobody lets go on is an error at the next replay
+  or synchronize, where an NPU hangs.
+- Graphs of a pool share its memory: what is held by `weak_ref_tensor` alone is NaN when another
+  graph of the pool is replayed.
+- Collectives are operators like others, so every rank replays.
 
-Sources: torch_npu v2.7.1 torch_npu/npu/graphs.py, csrc/core/npu/NPUGraph.cpp; the meaning was seen
-with CUDA graphs of torch 2.11 on an H200 (tests/emulation/test_graphs.py says which line is of
-which). Callers: VA compilation/acl_graph.py, attention/attention_v1.py:428.
+Sources: torch_npu v2.7.1 torch_npu/npu/graphs.py, csrc/core/npu/NPUGraph.cpp; what CUDA graphs were
+seen to do on an H200 (tests/emulation/graph_cases.py). Callers: VA compilation/acl_graph.py,
+attention/attention_v1.py:428.
 """
 
 import functools
@@ -335,7 +337,7 @@ def _overwrite(storage: torch.UntypedStorage) -> None:
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
 
 
-class graph:  # noqa: N801
+class graph:
     """torch.npu.graph: a context in which operators are recorded into an NPUGraph."""
 
     def __init__(self, npu_graph: NPUGraph, pool: Pool | None = None, stream: Any = None, **unused):

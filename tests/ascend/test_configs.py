@@ -57,7 +57,12 @@ MAY_DIFFER = {  # of a variant from the config that it includes: its layout and 
         "pipeline_model_parallel_size",
         "expert_model_parallel_size",
     },
-    "rl_config": {"actor_resource", "mini_batch_size", "hccl_buffersize", "update_max_packing_token_size"},
+    "rl_config": {
+        "actor_resource",
+        "mini_batch_size",
+        "hccl_buffersize",
+        "update_max_packing_token_size",
+    },
     "generate_config": {
         "enforce_eager",
         "infer_tensor_parallel_size",

@@ -195,6 +195,28 @@ def test_routes_that_cannot_be_replayed(raw, key, value, message):
     assert [len(lines) for lines in found] == [1, 0] and message in found[0][0]
 
 
+def test_decode_graphs_where_they_were_tried(raw):
+    config = raw("qwen3", npus=2)
+    put(config, "generate_config.enforce_eager", False)
+    shell = {"TASK_QUEUE_ENABLE": "2", "HCCL_EXEC_TIMEOUT": "7"}
+    environment = limits.worker_environment(checked(config)[0], shell)
+    assert (environment["TASK_QUEUE_ENABLE"], environment["TORCHDYNAMO_DISABLE"]) == ("1", "1")
+    assert environment["HCCL_EXEC_TIMEOUT"] == "7"
+    put(config, "rollout_quantization", {"format": "int8_w8a8", "evaluation": True})
+    with pytest.raises(ConfigError, match="format = 'int8_w8a8' needs .*enforce_eager: true"):
+        checked(config)
+    put(config, "generate_config.enforce_eager", True)
+    environment = limits.worker_environment(checked(config)[0], shell)
+    assert environment["TASK_QUEUE_ENABLE"] == "2" and "TORCHDYNAMO_DISABLE" not in environment
+
+
+def test_decode_graphs_with_another_tensor_parallel_size(raw):
+    config = raw("qwen3", npus=8, infer_tp=8)
+    put(config, "generate_config.enforce_eager", False)
+    with pytest.raises(ConfigError, match="enforce_eager must be True with infer TP 8"):
+        checked(config)
+
+
 def test_recorded_routes_are_of_the_local_engine(raw):
     config = raw()
     put(config, "algorithm.routing_replay", "record")

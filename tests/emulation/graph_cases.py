@@ -40,7 +40,7 @@ def raised(function, *arguments) -> str:
     """ "" if it raises none."""
     try:
         function(*arguments)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever it is)
         return "RuntimeError" if isinstance(error, RuntimeError) else type(error).__name__
     return ""
 
@@ -223,7 +223,7 @@ if __name__ == "__main__":
     for case in CASES:
         try:
             found[case.__name__] = case(device)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             found[case.__name__] = f"{type(error).__name__}: {error}"[:200]
         print(case.__name__, found[case.__name__], flush=True)
     FOUND.write_text(json.dumps(found, indent=1) + "\n")

@@ -85,7 +85,7 @@ class Meter:
 
     def __init__(self, offloader: Any, manager: Any, rollout: Any):
         self.found: dict[str, int] = {}
-        self.offloader = offloader
+        self.offloader, self.rollout = offloader, rollout
         for term, tensors in {"adapters": self._parameters, "gradients": self._gradients}.items():
             part = {"adapters": "param", "gradients": "grad"}[term]
             for way, name in ((f"offload_{part}", term), (f"onload_{part}", f"{term}, back")):
@@ -122,6 +122,14 @@ class Meter:
         before = held(tensors())
         move()
         self._keep(term, abs(before - held(tensors())))
+        if term == "gradients, back":  # an update begins; vLLM's parameters are the host's, asleep
+            host = self.rollout.cpu_model
+            awake = [
+                p
+                for name, p in self.rollout.model.named_parameters()
+                if p.data_ptr() != host[name].data_ptr()
+            ]
+            self._keep("kept", held(awake) + held(chain(*self.rollout.runner.kv_caches)))
         if term == "adapters":
             self._keep(
                 "frozen base",

@@ -45,7 +45,7 @@ SAID = {
     "stale_copy": DIFFERS,
     "lost_operator": DIFFERS,
     "old_lengths": DIFFERS,
-    "lost_update": "An NPU waits for ever",
+    "lost_update": DIFFERS,
     "size_that_was_not_captured": "capturing",
     "captured_host_read": "the host would wait",
     "captured_shape": "the host would wait",

@@ -103,11 +103,14 @@ def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
     assert RunDirectory.open(run).status()["state"] == "failed"
 
 
+GRAPHS = {"generate_config.enforce_eager": False}
+
+
 @pytest.mark.parametrize(
     "family, layout, format, rows",
     [
         ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), "none", PACKED),
-        ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4", {}),
+        ("qwen3_moe", dict(npus=4, pp=2, ep=2, infer_ep=4), "nvfp4", GRAPHS),
         ("qwen3", dict(npus=2, infer_tp=2), "int8_w8a8", {}),
     ],
     ids=str,
@@ -148,6 +151,9 @@ def test_a_rehearsal_of_a_config(family, layout, format, rows, upstream, tiny, t
             assert rank[term] == pytest.approx(formula, rel=share), term
         for term in ("adapters", "gradients"):
             assert rank[term] == rank[f"{term}, back"]
+        # during updates
+        kept = rank["vLLM's weights"] + rank["KV cache"] if rows is GRAPHS else 0
+        assert rank["kept"] == pytest.approx(kept, rel=0.01)
         assert rank["KV cache"] % rank["KV cache of a token"] == 0 < rank["KV cache"]
     text = (run.path / "rehearsal.md").read_text()
     assert (f"Rollouts were in {format}: in step 2" in text) == (format != "none")
