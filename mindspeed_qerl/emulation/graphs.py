@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed import Work
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -112,7 +113,7 @@ class Call:
         results = tree_leaves(self.function(*args, **kwargs))
         for result in results:
             if isinstance(result, torch.ScriptObject):  # of a collective
-                torch._C._distributed_c10d.Work.unbox(result).wait()
+                Work.unbox(result).wait()
         for index, place in self.made:
             place.tensor().copy_(results[index])
 
@@ -250,13 +251,17 @@ class Capture(TorchDispatchMode):
         written = [kwargs.get(argument) for argument in WRITTEN.get(name, ())]
         results = None
         if not written or any(map(self._is_made, written)):
-            self.is_in_operator = True
-            try:
-                results = function(*args, **kwargs)
-            finally:
-                self.is_in_operator = False
+            results = self.unseen(function, *args, **kwargs)
         self._record(name, function, args, kwargs, results)
         return results
+
+    def unseen(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call what an operator consists of."""
+        self.is_in_operator = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_in_operator = False
 
     def _written(self, function: Any, args: tuple, kwargs: dict) -> "Kept | None":
         """What an operator that writes into memory from before the capture returns; None for
@@ -442,6 +447,7 @@ def install(torch_npu: dict[str, Any]) -> None:
     torch.library.Library.impl = recorded_impl
     _library.define("weak_ref_tensor(Tensor(a) x) -> Tensor(a)")
     _library.impl("weak_ref_tensor", weak_ref_tensor, "CPU")
+    Work.wait = _part_of_an_operator(Work.wait)  # gloo's copies its results
     torch.cuda.is_current_stream_capturing = is_capturing
     torch.cuda.synchronize = _after(require_finished, torch.cuda.synchronize)
     for name in ("tolist", "cpu"):
@@ -451,6 +457,15 @@ def install(torch_npu: dict[str, Any]) -> None:
 def _require_no_capture() -> None:
     if _state.capture is not None and not _state.capture.is_in_operator:
         raise RuntimeError("the host reads from the NPU while a graph is captured")
+
+
+def _part_of_an_operator(function: Callable) -> Callable:
+    def call(*args, **kwargs):
+        if _state.capture is None:
+            return function(*args, **kwargs)
+        return _state.capture.unseen(function, *args, **kwargs)
+
+    return call
 
 
 def _after(check: Callable, function: Callable) -> Callable:

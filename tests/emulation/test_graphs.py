@@ -240,17 +240,19 @@ import os, sys, torch, torch_npu
 import torch.distributed as dist
 rank = int(sys.argv[1])
 dist.init_process_group("hccl", init_method=sys.argv[2], rank=rank, world_size=2)
-x, parts = torch.ones(2) * (rank + 1), torch.zeros(4)
+x, parts, part = torch.ones(2) * (rank + 1), torch.zeros(4), torch.zeros(1)
 graph = torch.npu.NPUGraph()
 with torch.npu.graph(graph):
     total = x + 0
     dist.all_reduce(total)
     dist.all_gather_into_tensor(parts, total * (rank + 1))
+    dist.reduce_scatter_tensor(part, parts[1:3] + rank)
 for factor in (1, 10):
     x.fill_(factor * (rank + 1))
     graph.replay()
     assert total.tolist() == [3 * factor] * 2, total
     assert parts.tolist() == [3 * factor] * 2 + [6 * factor] * 2, parts
+    assert part.tolist() == [2 * (3 + 3 * rank) * factor + 1], part
 """
     import subprocess
     import sys
