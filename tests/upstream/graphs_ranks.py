@@ -100,7 +100,7 @@ def prefill_beside_decode(served: Served, graphs) -> dict:
 
     def dispatched(descriptor):
         mode, found = dispatch(descriptor)
-        chosen.append((descriptor.num_tokens, descriptor.uniform_decode, mode.name))
+        chosen.append((descriptor.num_tokens, bool(descriptor.uniform_decode), mode.name))
         return mode, found
 
     dispatcher.dispatch = dispatched
