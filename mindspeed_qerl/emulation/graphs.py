@@ -257,11 +257,11 @@ class Capture(TorchDispatchMode):
 
     def unseen(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call what an operator consists of."""
-        self.is_in_operator = True
+        before, self.is_in_operator = self.is_in_operator, True
         try:
             return function(*args, **kwargs)
         finally:
-            self.is_in_operator = False
+            self.is_in_operator = before
 
     def _written(self, function: Any, args: tuple, kwargs: dict) -> "Kept | None":
         """What an operator that writes into memory from before the capture returns; None for

@@ -125,7 +125,7 @@ def prefill_beside_decode(served: Served, graphs) -> dict:
     steps = list(chosen)
     with without_graphs(served):
         eager = asked()
-    return {"same": captured == eager, "steps": steps}
+    return {"captured": captured, "eager": eager, "steps": steps}
 
 
 def faults(served: Served, graphs) -> dict[str, str]:
