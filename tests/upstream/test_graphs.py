@@ -75,13 +75,15 @@ def test_graphs_answer_as_the_same_steps_without_and_as_transformers(case, upstr
         # each size that the steps of two or three sequences, and of one, are filled up to
         assert set(rank["replayed"]) >= {"1", "4"}
         if case.dp > 1:
-            assert rank["prefill"]["captured"] == rank["prefill"]["eager"], rank["prefill"]
-            # the fifth prompt's four tokens are no step of a graph, on either engine
-            assert [4, False, "NONE"] in rank["prefill"]["steps"] or [
-                4,
-                True,
-                "NONE",
-            ] in rank["prefill"]["steps"]
+            captured, eager = rank["prefill"]["captured"], rank["prefill"]["eager"]
+            for (tokens, scores), (others, expected) in zip(captured, eager, strict=True):
+                # rows that fill a step up are of the steps before, and experts see them
+                bound = FLOAT32 if case.dtype == "float32" else 0.1
+                assert tokens == others and scores == pytest.approx(expected, abs=bound)
+            # on neither engine the fifth prompt's four tokens are a graph's
+            steps = rank["prefill"]["steps"]
+            assert [4, True, "NONE"] in steps or [4, False, "NONE"] in steps
+            assert [4, True, "FULL"] in steps
         for name, said in rank.get("faults", {}).items():
             print(name, said)
             assert SAID[name] in said
