@@ -193,16 +193,6 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             f"= {format!r} rounds activations, for which vllm-ascend at the pin has no layers",
         ),
         (
-            format == "int8_w8a8" and not recipe.rollout.enforce_eager,
-            "rollout_quantization.format",
-            "= 'int8_w8a8' needs generate_config.enforce_eager: true: graphs keep freed copies",
-        ),
-        (
-            recipe.layout.infer_tp not in GRAPHS_TP and not recipe.rollout.enforce_eager,
-            "generate_config.enforce_eager",
-            f"must be True with infer TP {recipe.layout.infer_tp}: graphs were tried with {GRAPHS_TP}",
-        ),
-        (
             format == "int8_w8a8" and is_moe,
             "rollout_quantization.format",
             "= 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, which is off in RL",
@@ -216,6 +206,7 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     for is_wrong, key, reason in cases:
         if is_wrong:
             yield Fault("unsupported", f"{key} {reason}", key)
+    yield from _cannot_capture(recipe)
     yield from _cannot_replay(recipe)
     yield from checks.unknown_rewards(verifiers)
 
@@ -253,6 +244,19 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
             "(megatron_config.py:372)"
         )
         yield Fault("unsupported", message, key, f"set {key}=0.0, or the value that is meant")
+
+
+def _cannot_capture(recipe: Recipe) -> Iterator[Fault]:
+    """Faults of decode graphs with what they were not tried with, or would compute wrongly."""
+    key, tp = "generate_config.enforce_eager", recipe.layout.infer_tp
+    if recipe.rollout.enforce_eager:
+        return
+    if recipe.quantization.format == "int8_w8a8":
+        message = f"{key} must be True with int8_w8a8: graphs would multiply by freed copies"
+        yield Fault("unsupported", message, key)
+    if tp not in GRAPHS_TP:
+        message = f"{key} must be True with infer TP {tp}: graphs were tried with {GRAPHS_TP}"
+        yield Fault("unsupported", message, key)
 
 
 def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
