@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.memory import estimate, settings_of
+from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of
 from mindspeed_qerl.layout.parts import (
     GB,
+    GRAPH,
     Settings,
     adapter_weights,
     communicators,
@@ -394,6 +395,22 @@ def test_what_does_not_fit_is_said():
     assert any("weight sync needs" in fault for fault in memory.faults) and any(
         "not enough for one answer" in fault for fault in memory.faults
     )
+
+
+def test_decode_graphs_keep_what_they_read():
+    it, settings = plan(QWEN3, 16, ep=16, infer_ep=16), Settings(max_num_seqs=96)
+    eager, captured = (estimate(it, replace(settings, enforce_eager=on)) for on in (True, False))
+    graphs = 8 * GRAPH  # 1, 2, 4, ... 64, 96
+    kept = captured.kv_cache + graphs
+    vllm = sum(2 * count for count in rollout_weights(it))
+    more = [captured.total(moment) - eager.total(moment) for moment in MOMENTS]
+    assert dict(zip(MOMENTS, more)) == {
+        "rollout": graphs,
+        "weight sync": kept,
+        "log-probs": kept + vllm,
+        "update": kept + vllm,
+    }
+    assert captured.kv_cache == eager.kv_cache
 
 
 def test_the_settings_of_a_config():
