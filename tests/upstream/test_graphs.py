@@ -127,7 +127,7 @@ def test_a_run_samples_with_the_weights_and_the_noise_of_its_step(
 ):
     """Every rollout and evaluation as without graphs, bit for bit, offloading between them."""
     done, ranks = run(family, layout, changes, tmp_path, upstream, tiny)
-    directory = finished(done, tmp_path / "probe")
+    directory = finished(done, tmp_path / "rehearsal")
     assert directory.status()["step"] == 4
     for lines in ranks:
         asked = [(line["purpose"], line["step"]) for line in lines]
