@@ -5,7 +5,7 @@ a planted fault.
 
 FOLDER/rank{r}.jsonl has a line for each time that this rank asked vLLM: what for, at which step, by
 which noise, how many steps were replayed, the largest distance of a token's log-prob from that of
-the same rollout without graphs, and whether all tokens are the same. FAULT is a function below, or
+the same rollout without graphs, and whether all tokens are the same. FAULT is one of FAULTS, or
 UPSTREAM: graphs as upstream would capture and keep them, in memory that nobody takes.
 """
 
@@ -55,6 +55,9 @@ def stale_graph(rollout):
     rollout.graphs._asked = 0  # the next rollout is compared
 
 
+FAULTS = {"repointed_weight": repointed_weight, "stale_graph": stale_graph}
+
+
 def graph_classes():
     import ray
     from reference import drawn
@@ -90,7 +93,7 @@ def graph_classes():
 
             def twice(prompts, **options):
                 if FAULT not in ("", UPSTREAM) and len(asked) == 2:
-                    globals()[FAULT](rollout)
+                    FAULTS[FAULT](rollout)
                 asked.append(prompts)
                 replayed.clear()
                 resets.clear()

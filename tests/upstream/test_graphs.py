@@ -96,10 +96,10 @@ NVFP4 = {"rollout_quantization": {"format": "nvfp4"}}
 MXFP4 = {"rollout_quantization": {"format": "mxfp4"}}
 REPLAYED = {"algorithm": {"routing_replay": "rollout"}, "rl_config.init_kl_coef": 0.0}
 RUNS = [
-    ("qwen2", dict(npus=2, tp=2), NVFP4),
+    ("qwen2", dict(npus=2, tp=2), MXFP4),
     ("qwen3", dict(npus=2, infer_tp=2), {"generate_config.enable_prefix_caching": True}),
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
-    ("qwen3_moe", dict(npus=4, tp=2, infer_tp=2, infer_ep=2), REPLAYED | MXFP4 | PACKED),
+    ("qwen3_moe", dict(npus=4, tp=2, infer_tp=2, infer_ep=2), REPLAYED | NVFP4 | PACKED),
     ("qwen2_moe", dict(npus=4, ep=4, infer_ep=4), {}),
 ]
 
