@@ -96,10 +96,12 @@ class Phase:
     launches: float
     device: float
     more: float = 0.0  # seconds that neither waits for
+    alone: float = 0.0  # of the launches, those in which the die has nothing else to do
 
     def seconds(self, launch: float) -> float:
         """With a host that takes `launch` seconds for one."""
-        return max(self.launches * launch, self.device) + self.more
+        ahead = self.launches - self.alone
+        return max(ahead * launch, self.device) + self.alone * launch + self.more
 
 
 def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
@@ -233,12 +235,12 @@ class _Rank:
         group = layout.infer_tp * layout.infer_ep
         return 2 * (layout.infer_tp > 1) + 2 * (self.shape.moe and group > 1)
 
-    def _step_launches(self, kind: str) -> int:
+    def _layer_launches(self, kind: str) -> int:
         """Of a step of vLLM's."""
-        layer, outside = self._launches[kind]
+        layer = self._launches[kind][0]
         if self.plan.layout.infer_tp > 1 and kind != "graph":
             layer += self._tensor_parallel[kind]
-        return self.shape.num_hidden_layers * layer + outside
+        return layer
 
     def rollout(self) -> list[Phase]:
         answers = self.plan.batch.answers / self.plan.layout.infer_dp
@@ -248,9 +250,10 @@ class _Rank:
         """An iteration's share of it."""
         problems, every = self.work.problems / self.plan.layout.infer_dp, self.work.every
         steps = [self._prefill(problems), self._decode(problems)]
-        launches = sum(phase.launches for phase in steps)
-        device = sum(phase.device for phase in steps)
-        return Phase("evaluation", launches / every, device / every)
+        launches, device, alone = (
+            sum(getattr(phase, name) for phase in steps) for name in ("launches", "device", "alone")
+        )
+        return Phase("evaluation", launches / every, device / every, alone=alone / every)
 
     def _prefill(self, answers: float) -> Phase:
         plan, shape = self.plan, self.shape
@@ -262,7 +265,9 @@ class _Rank:
         sent *= shape.hidden_size * BF16
         weights = passes * sum(rollout_weights(plan)) * BF16
         device = self._seconds("rollout", flops, weights, collectives, sent)
-        return Phase("prefill", passes * self._step_launches("prefill"), device)
+        launches = shape.num_hidden_layers * self._layer_launches("prefill")
+        launches += self._launches["prefill"][1]
+        return Phase("prefill", passes * launches, device)
 
     def _decode(self, answers: float) -> Phase:
         """As many steps as the longest answer has tokens, and those that answers wait for a place of
@@ -285,8 +290,10 @@ class _Rank:
         sent = collectives * alive * shape.hidden_size * BF16
         step = self._seconds("rollout", flops, bytes, collectives, sent)
         kind = "decode" if self.memory.settings.enforce_eager or most > LARGEST else "graph"
-        launches = self._step_launches(kind) + alive  # each draws by a seed of its own
-        return Phase("decode", steps * launches, steps * step)
+        # what samples and prepares the next step; each sequence draws by a seed of its own
+        alone = self._launches[kind][1] + alive
+        launches = shape.num_hidden_layers * self._layer_launches(kind) + alone
+        return Phase("decode", steps * launches, steps * step, alone=steps * alone)
 
     def _experts_met(self, alive: float) -> float:
         """Share of a rank's experts that the tokens of its group choose in a step."""
