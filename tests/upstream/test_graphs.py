@@ -84,11 +84,12 @@ def test_graphs_answer_as_the_same_steps_without_and_as_transformers(case, upstr
             steps = rank["prefill"]["steps"]
             assert [4, True, "NONE"] in steps or [4, False, "NONE"] in steps
             assert [4, True, "FULL"] in steps
-        for name, said in rank.get("faults", {}).items():
+        planted = SAID if case.moe and case.tp == case.dp == 1 else {}
+        stopped = rank.get("faults", {})
+        assert stopped.keys() == planted.keys()
+        for name, said in stopped.items():
             print(name, said)
-            assert SAID[name] in said
-        assert rank.get("faults", SAID).keys() == SAID.keys()
-    assert case != SERVED[4] or "faults" in rank
+            assert planted[name] in said
 
 
 # as docs/quantization.md and docs/routing_replay.md have them
