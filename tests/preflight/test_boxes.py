@@ -54,10 +54,10 @@ CASES = [
         dict(smi=npu_smi(16, used={5: 40000})),
         "npu-smi",
         FAILED,
-        "davinci5 (40,000 of 65,536 MB). The plan needs 44.8 GB of the 26.8 GB",
+        "davinci5 (40,000 of 65,536 MB). The plan needs 57.9 GB of the 26.8 GB",
         OTHERS,
     ),
-    (dict(smi=npu_smi(16, used={5: 12000})), "npu-smi", WARNING, "(12,000 of", OTHERS),
+    (dict(smi=npu_smi(16, used={5: 7000})), "npu-smi", WARNING, "(7,000 of", OTHERS),
     (dict(hangs=("npu-smi",)), "npu-smi", FAILED, "no answer", {}),
     (dict(smi="| 16 NPUs |"), "npu-smi", WARNING, "in an unknown form: | 16 NPUs |", {}),
     (
