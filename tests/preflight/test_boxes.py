@@ -57,7 +57,7 @@ CASES = [
         "davinci5 (40,000 of 65,536 MB). The plan needs 57.9 GB of the 26.8 GB",
         OTHERS,
     ),
-    (dict(smi=npu_smi(16, used={5: 7000})), "npu-smi", WARNING, "(7,000 of", OTHERS),
+    (dict(smi=npu_smi(16, used={5: 9000})), "npu-smi", WARNING, "(9,000 of", OTHERS),
     (dict(hangs=("npu-smi",)), "npu-smi", FAILED, "no answer", {}),
     (dict(smi="| 16 NPUs |"), "npu-smi", WARNING, "in an unknown form: | 16 NPUs |", {}),
     (
