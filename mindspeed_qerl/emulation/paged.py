@@ -16,7 +16,8 @@ between the two releases is not used here. Common to all:
 - What is written in place is contiguous and has the shape of the result.
 - Scores, softmax and sums are float32; the result is rounded once.
 
-Not emulated: _npu_paged_attention_get_workspace, whose only use is the capture of graphs.
+Not emulated: _npu_paged_attention_get_workspace, which vllm-ascend calls while it captures
+graphs with a torch_npu of 20250919 or later (VA utils.py:769); the emulated one says 2.7.1.
 """
 
 from collections.abc import Callable, Iterator
