@@ -11,7 +11,7 @@ from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
 from mindspeed_qerl.engines import engine_of, examine_for_engine, trainer_of
 from mindspeed_qerl.recipe.reader import Found, read
-from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.recipe.types import LOSS_MODES, Recipe
 from mindspeed_qerl.runs.description import label_of
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -42,6 +42,10 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         if not rehearsed:
             examine_for_engine(recipe, found)
         found.raise_faults()
+        if recipe.algorithm.loss_mode not in LOSS_MODES:
+            from mindspeed_qerl.algorithm.losses import try_policy_loss  # torch: seconds
+
+            try_policy_loss(recipe.algorithm)
         if engine_of(recipe).UPSTREAM:
             rows = read_packed_rows(recipe.task.data_path)
         else:

@@ -21,6 +21,8 @@ def correction_weights(
       fengyao.notion.site/off-policy-rl): the bias of the tokens sampled before stays.
     - sequence_tis: min(product of r, cap) for all tokens of an answer: unbiased up to the cap, of
       large variance.
+    - sequence_mask: the same product where it is within [floor, cap], 0 outside (masked importance
+      sampling of answers, TRL's default; verl's `rollout_is: sequence` with two thresholds).
     - icepop: r of each token within [floor, cap], 0 outside (masked importance sampling, Ant's
       Ring-1T, arXiv 2510.18855).
     - geometric_mask: 1 for all tokens of an answer whose geometric mean of r is within
@@ -39,16 +41,17 @@ def correction_weights(
 
     >>> old, sampled = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.1]]).log()
     >>> mask = torch.ones(1, 2).bool()
-    >>> for method in ("token_tis", "sequence_tis", "icepop", "geometric_mask"):
+    >>> for method in ("token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"):
     ...     correction_weights(old, sampled, mask, Correction(method, cap=2.0, floor=0.5))[0]
     tensor([[1.2500, 2.0000]])
     tensor([[2., 2.]])
+    tensor([[0., 0.]])
     tensor([[1.2500, 0.0000]])
     tensor([[0., 0.]])
     """
     log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
     counted, tokens = mask, mask.sum(1, keepdim=True)
-    if correction.method in ("sequence_tis", "geometric_mask"):  # of answers
+    if correction.method in ("sequence_tis", "sequence_mask", "geometric_mask"):  # of answers
         log_ratio, counted = log_ratio.sum(1, keepdim=True), tokens > 0
     if correction.method == "geometric_mask":
         log_ratio = log_ratio / tokens.clamp(min=1)
@@ -58,7 +61,7 @@ def correction_weights(
         weights = ratio.clamp(max=correction.cap)
     else:
         name, changed = "masked_fraction", (ratio < correction.floor) | (ratio > correction.cap)
-        kept = ratio if correction.method == "icepop" else torch.ones_like(ratio)
+        kept = torch.ones_like(ratio) if correction.method == "geometric_mask" else ratio
         weights = kept * ~changed
     fraction = Mean((changed & counted).sum(), counted.sum())
     return weights.expand(mask.shape), {f"rollout_correction/{name}": fraction}

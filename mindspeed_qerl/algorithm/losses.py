@@ -2,13 +2,17 @@
 formula and paper.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from mindspeed_qerl.algorithm.corrections import correction_weights
 from mindspeed_qerl.algorithm.metrics import Mean, Metrics, entropy_metrics, kl_estimate, mismatch
-from mindspeed_qerl.recipe.types import Algorithm, Correction
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.imports import load
+from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Correction
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -65,6 +69,21 @@ class LossInputs:
     reference_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
 
+    def without_padding(self) -> "LossInputs":
+        """The same with zeros outside the mask."""
+        padded = {
+            field: _inside(self.mask, values)
+            for field, values in vars(self).items()
+            if values is not None and field not in ("advantages", "mask")
+        }
+        return replace(self, **padded)
+
+
+# the loss of each token, and by name what is logged of each, [batch, length]
+PolicyLossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PolicyLoss = Callable[[LossInputs, Algorithm], PolicyLossResult]
+DPPO_MOST_RATIO = 20.0  # verl's, where clip_ratio_c is left out
+
 
 def denominator(mask: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
     """What the sum that `loss` returns is divided by, in the whole mini-batch, float64 []: add up
@@ -95,9 +114,10 @@ def loss(
     Divided by the `denominator` of the whole mini-batch it does not depend on how that is cut into
     micro-batches.
     """
+    inputs = inputs.without_padding()
     mask, count = inputs.mask, denominator(inputs.mask, algorithm)
     metrics = mismatch(inputs.rollout_logprobs, inputs.old_logprobs, mask)
-    per_token, clipped_low, clipped_high = policy_loss(inputs, algorithm)
+    per_token, of_tokens = policy_loss(algorithm.loss_mode)(inputs, algorithm)
     if correction.method != "none":
         weights, weight_metrics = correction_weights(
             inputs.old_logprobs, inputs.rollout_logprobs, mask, correction
@@ -117,9 +137,8 @@ def loss(
     total = policy = total_of(per_token)
     metrics["loss/policy"], metrics["loss/kl"] = mean(policy), Mean(0.0, count)
     if algorithm.loss_has_kl:
-        logprobs = _inside(mask, inputs.logprobs)
-        reference = _inside(mask, inputs.reference_logprobs)
-        kl = total_of(kl_estimate(logprobs, reference, algorithm.kl_penalty))
+        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, algorithm.kl_penalty)
+        kl = total_of(kl)
         metrics["loss/kl"] = mean(kl)
         if algorithm.loss_kl_coefficient:
             total = total + algorithm.loss_kl_coefficient * kl
@@ -129,50 +148,165 @@ def loss(
         metrics["loss/entropy"] = mean(entropy)
     if inputs.entropy is not None:
         metrics |= entropy_metrics(inputs.entropy, mask)
-    clipped = {"": clipped_low | clipped_high, "_low": clipped_low, "_high": clipped_high}
-    for side, tokens in clipped.items():
-        metrics[f"clip_fraction{side}"] = Mean((mask & tokens).sum(), mask.sum())
+    prefix = "" if algorithm.loss_mode in POLICY_LOSSES else "policy_loss/"
+    for name, values in of_tokens.items():
+        values = _inside(mask, values.detach().double())
+        metrics[prefix + name] = Mean(values.sum(), mask.sum())
     metrics["loss/total"] = mean(total)
     return total, metrics
 
 
-def policy_loss(
-    inputs: LossInputs, algorithm: Algorithm
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The policy's part of the loss by `algorithm.loss_mode`.
+# ---- the policy's part, by algorithm.loss_mode ----
 
-    vanilla: PPO's clipped loss of each token's ratio p_new / p_old (arXiv 1707.06347), with one
-        bound below and one above (DAPO) and, where the advantage is negative, one on the loss
-        itself (clip_ratio_c: dual clip, arXiv 1912.09729).
-    gspo: the same of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its
-        value is the answer's, its gradient each token's share (verl's GSPO-token).
-    cispo: -clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every
-        token is trained.
 
-    Returns:
-        (loss, whether clipping from below acted, whether from above), each [batch, length].
+def vanilla(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
+    """PPO's clipped loss of each token's ratio p_new / p_old (arXiv 1707.06347), with one bound
+    below and one above (DAPO) and, where the advantage is negative, one on the loss itself
+    (clip_ratio_c: dual clip, arXiv 1912.09729).
     """
-    low, high, advantages = algorithm.clip_low, algorithm.clip_high, inputs.advantages.unsqueeze(1)
-    logprobs = _inside(inputs.mask, inputs.logprobs)
-    log_ratio = _inside(inputs.mask, inputs.logprobs - inputs.old_logprobs)
-    if algorithm.loss_mode == "cispo":
-        ratio = log_ratio.detach().exp()
-        return (
-            -ratio.clamp(1 - low, 1 + high) * advantages * logprobs,
-            ratio < 1 - low,
-            ratio > 1 + high,
-        )
-    if algorithm.loss_mode == "gspo":
-        of_answer = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
-        log_ratio = logprobs - logprobs.detach() + of_answer.detach()
-    ratio = log_ratio.exp()
-    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    return _clipped(inputs.logprobs - inputs.old_logprobs, inputs.advantages, algorithm)
+
+
+def gspo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
+    """`vanilla` of each answer's ratio, the geometric mean of its tokens' (arXiv 2507.18071); its
+    value is the answer's, its gradient each token's share (verl's GSPO-token).
+    """
+    log_ratio = inputs.logprobs - inputs.old_logprobs
+    of_answer = log_ratio.sum(1, keepdim=True) / inputs.mask.sum(1, keepdim=True).clamp(min=1)
+    log_ratio = inputs.logprobs - inputs.logprobs.detach() + of_answer.detach()
+    return _clipped(log_ratio, inputs.advantages, algorithm)
+
+
+def cispo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
+    """-clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every token
+    is trained.
+    """
+    ratio = (inputs.logprobs - inputs.old_logprobs).detach().exp()
+    least, most = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    per_token = -ratio.clamp(least, most) * inputs.advantages.unsqueeze(1) * inputs.logprobs
+    return per_token, _fractions(ratio < least, ratio > most)
+
+
+def sapo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
+    """-A 4 / tau sigmoid(tau (ratio - 1)), tau = tau_pos where A > 0, else tau_neg (arXiv
+    2511.20347): a gate that closes softly instead of a bound. Nothing is clipped.
+    """
+    advantages = inputs.advantages.unsqueeze(1)
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    tau = torch.where(advantages > 0, algorithm.tau_pos, algorithm.tau_neg)
+    return -advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
+
+
+def dppo_tv(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
+    """-min(ratio, clip_ratio_c) A log p, where the ratio has no gradient, of tokens that have not
+    yet moved the way of A by more than a divergence: of p_new and p_old the difference, which is
+    the total variation between "this token" and "another" (arXiv 2602.04879, verl's `dppo_tv`).
+    The bounds are clip_ratio's, now of the divergence.
+    """
+    moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
+    return _within_divergence(inputs, algorithm, moved, moved.abs())
+
+
+def dppo_kl(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
+    """`dppo_tv` with the divergence KL(old || new) between "this token" and "another", in nats."""
+    new, old = inputs.logprobs.detach(), inputs.old_logprobs
+    # rounding may give a probability above 1; 1e-8 is verl's
+    others = (1 - old.exp()).clamp(min=0.0)
+    rest = (others + 1e-8).log() - ((1 - new.exp()).clamp(min=0.0) + 1e-8).log()
+    divergence = old.exp() * (old - new) + others * rest
+    return _within_divergence(inputs, algorithm, new - old, divergence)
+
+
+def _clipped(
+    log_ratio: torch.Tensor, advantages: torch.Tensor, algorithm: Algorithm
+) -> PolicyLossResult:
+    advantages, ratio = advantages.unsqueeze(1), log_ratio.exp()
+    bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    unclipped, clipped = -advantages * ratio, -advantages * bounded
     per_token = torch.maximum(unclipped, clipped)
     if algorithm.clip_ratio_c is not None:
         dual_clipped = torch.minimum(per_token, -advantages * algorithm.clip_ratio_c)
         per_token = torch.where(advantages < 0, dual_clipped, per_token)
     is_clipped = clipped > unclipped
-    return per_token, is_clipped & (advantages < 0), is_clipped & (advantages > 0)
+    return per_token, _fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
+
+
+def _within_divergence(
+    inputs: LossInputs, algorithm: Algorithm, moved: torch.Tensor, divergence: torch.Tensor
+) -> PolicyLossResult:
+    """moved: its sign is that of p_new - p_old."""
+    advantages = inputs.advantages.unsqueeze(1)
+    too_high = (advantages > 0) & (moved > 0) & (divergence > algorithm.clip_high)
+    too_low = (advantages <= 0) & (moved < 0) & (divergence > algorithm.clip_low)
+    ratio = (inputs.logprobs.detach() - inputs.old_logprobs).exp()
+    ratio = ratio.clamp(max=algorithm.clip_ratio_c or DPPO_MOST_RATIO)
+    per_token = -ratio * advantages * inputs.logprobs
+    return torch.where(too_high | too_low, 0.0, per_token), _fractions(too_low, too_high)
+
+
+def _fractions(low: torch.Tensor, high: torch.Tensor) -> dict[str, torch.Tensor]:
+    sides = {"": low | high, "_low": low, "_high": high}
+    return {f"clip_fraction{side}": clipped for side, clipped in sides.items()}
+
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {name: globals()[name] for name in LOSS_MODES}
+
+
+@cache
+def policy_loss(name: str) -> PolicyLoss:
+    """The loss called `name`: one of `POLICY_LOSSES`, or your own as "module:function".
+    ConfigError where there is none.
+
+    Your own gets a `LossInputs` with zeros outside the mask and the `Algorithm`, and returns the
+    loss of each token, [batch, length], and by name what is to be logged of each token, which is
+    averaged as `policy_loss/NAME`. Coefficients, KL, corrections and aggregation stay as
+    configured, so no token's loss may depend on another answer.
+    """
+    return load(name, POLICY_LOSSES, "loss", "algorithm.loss_mode")
+
+
+def try_policy_loss(algorithm: Algorithm) -> None:
+    """Call the configured loss on a small batch, whole and answer by answer, before anything
+    heavy starts. ConfigError if it raises, or what it returns cannot be trained.
+    """
+    name, length = algorithm.loss_mode, 3
+    function = policy_loss(name)
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(3, 2, length, generator=generator)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    advantages = torch.tensor([1.0, -1.0])
+    policy = logprobs[0].requires_grad_()
+    whole = LossInputs(policy, *logprobs[1:].detach(), advantages, mask).without_padding()
+
+    def called(rows: slice) -> torch.Tensor:
+        parts = (value[rows] if value is not None else None for value in vars(whole).values())
+        per_token, of_tokens = function(LossInputs(*parts), algorithm)
+        shape = mask[rows].shape
+        for what, values in {"the loss": per_token, **of_tokens}.items():
+            if values.shape != shape or not values[mask[rows]].isfinite().all():
+                raise ValueError(
+                    f"{what!r} must be finite numbers of shape [batch, length] = {[*shape]}, not "
+                    f"{values!r:.120}"
+                )
+        return per_token
+
+    try:
+        together = called(slice(None))
+        [gradient] = torch.autograd.grad(together[mask].sum(), policy, retain_graph=True)
+        alone = torch.cat([called(slice(0, 1)), called(slice(1, 2))])
+        if not gradient.isfinite().all() or not gradient[mask].any():
+            raise ValueError(f"its gradient in the log probabilities is {gradient.tolist()}")
+        if not torch.allclose(together[mask], alone[mask], rtol=1e-4):
+            raise ValueError(
+                "an answer's loss depends on the other answers of its micro-batch: "
+                f"{together.tolist()} together, {alone.tolist()} alone"
+            )
+    except Exception as error:  # whatever a user's function does
+        raise ConfigError(
+            f"algorithm.loss_mode = {name!r} cannot be trained: {type(error).__name__}: {error}. "
+            "It is called as f(inputs, algorithm) and returns (loss, {name: values}), a value for "
+            "each token (docs/algorithms.md)"
+        ) from error
 
 
 def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
+from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule
+from mindspeed_qerl.aqn.targets import NormTarget, answers_to, multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,8 @@ class NoiseReport:
 
     Attributes:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
-        layers, names: number and module names of the norms that get noise, in stage 0 too.
+        layers, names: number and module names of the norms that get noise, in stage 0 too; of those
+            whose turn it is, where kinds take turns.
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
             multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
@@ -81,20 +82,18 @@ class NoiseInjector:
         selected = select_targets(model, targets, exclude)
         self.targets: list[NormTarget] = []
         self.multipliers: list[float] = []
-        size, squares, names = 0, 0.0, []
+        names = []
         for target, factor in zip(selected, multipliers_of(selected, multipliers)):
             if factor:
                 self.targets.append(target)
                 self.multipliers.append(factor)
                 names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
-                size += target.module.weight.numel()
-                squares += target.module.weight.numel() * factor**2
         if not self.targets:
             raise ValueError(
                 f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
                 "aqn=off"
             )
-        self.scale = math.sqrt(squares / size)
+        self._check_kinds()
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
         logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
@@ -111,42 +110,67 @@ class NoiseInjector:
         """Whether noise lies on the weights."""
         return bool(self._applied)
 
+    def _check_kinds(self) -> None:
+        """ValueError where a kind that has turns is of no norm, or a norm of no such kind."""
+        kinds = [kind for kind in self.schedule.target_kinds if kind is not None]
+        left = {target.name for target in self.targets} if kinds else set()
+        for kind in kinds:
+            of_kind = {target.name for target in self.targets if answers_to(target, kind)}
+            if not of_kind:
+                raise ValueError(f"AQN target_kinds: {kind!r} is none of the norms that get noise")
+            left -= of_kind
+        if left:
+            raise ValueError(
+                f"AQN target_kinds {', '.join(kinds)} leave {len(left)} norms without a turn, such "
+                f"as {min(left)}: name their kind, or take them out with aqn.exclude"
+            )
+
     @torch.no_grad()
-    def apply(self, step: int) -> NoiseReport:
+    def apply(self, step: int, level: NoiseLevel | None = None) -> NoiseReport:
         """Adds the noise of `step` to the clean weights (what was on before is removed first) and
         reports it.
 
         Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in
         float32, rounded once to the weight's dtype.
 
+        Args:
+            level: how much; None: what the schedule says by itself.
+
         Raises:
             ValueError: step is no integer >= 0. RuntimeError: see `remove`.
         """
-        sigma = self.schedule.sigma(step)
+        level = level or self.schedule.level(step)
         self.remove()
+        pairs = [
+            (target, factor)
+            for target, factor in zip(self.targets, self.multipliers)
+            if level.kind is None or answers_to(target, level.kind)
+        ]
         differences = [torch.zeros(1)]  # for stage 0
-        if sigma:
-            pairs = zip(self.targets, self.multipliers)
-            differences = [self._add_noise(step, *pair) for pair in pairs]
+        if level.sigma:
+            differences = [
+                self._add_noise(step, target, level.sigma * factor) for target, factor in pairs
+            ]
         difference = torch.cat(differences)
+        sizes = [target.module.weight.numel() for target, _ in pairs]
+        squares = (size * factor**2 for size, (_, factor) in zip(sizes, pairs))
         report = NoiseReport(
-            sigma=sigma,
-            stage=self.schedule.stage(step),
-            layers=len(self.targets),
-            names=tuple(target.name for target in self.targets),
-            expected_std=self.scale * sigma,
+            sigma=level.sigma,
+            stage=level.stage,
+            layers=len(pairs),
+            names=tuple(target.name for target, _ in pairs),
+            expected_std=math.sqrt(sum(squares) / sum(sizes)) * level.sigma,
             measured_std=difference.std(correction=0).item(),
             changed_fraction=difference.ne(0).double().mean().item(),
         )
         self._log(step, report)
         return report
 
-    def _add_noise(self, step: int, target: NormTarget, factor: float) -> torch.Tensor:
+    def _add_noise(self, step: int, target: NormTarget, sigma: float) -> torch.Tensor:
         """What it adds to the weight, float64."""
         weight = target.module.weight
         clean = weight.detach().to("cpu", copy=True)
         noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
-        sigma = self.schedule.sigma(step) * factor
         noisy = (clean + sigma * noise).to(clean.dtype)  # the sum is float32
         self._applied.append((target, clean, noisy))
         weight.copy_(noisy)

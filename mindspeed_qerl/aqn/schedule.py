@@ -1,18 +1,33 @@
 """How much noise at which step: QeRL's stages (arXiv 2510.11696; code NVlabs/QeRL
-trl_trainer/noise_scheduler.py).
+trl_trainer/noise_scheduler.py), of sigma or of a target that sigma follows (target.py).
 """
 
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Kind = Literal["exponential", "linear", "cosine", "constant"]
+Kind = Literal["exponential", "linear", "cosine", "constant", "target"]
+Measure = Literal["k3", "effective_sample_size"]
 KINDS: tuple[str, ...] = get_args(Kind)
+MEASURES: tuple[str, ...] = get_args(Measure)
 # Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm
 # of 128 weights at one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since
 # weights of 1 in bfloat16 show 0.85 to 1.10 of any sigma above 1.5e-3. Narrow enough for noise of
 # the next stage (0.56 in QeRL's schedule) or twice (1.41).
 LEAST_NOISE, MOST_NOISE = 0.8, 1.25
+
+
+@dataclass(frozen=True)
+class NoiseLevel:
+    """The noise of one step: its stage; sigma; what it is to do to the policy, in the units of the
+    schedule's measure, None where it has no target; the kind of norm that has it, None: all that
+    are selected.
+    """
+
+    stage: int
+    sigma: float
+    target: float | None = None
+    kind: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +41,8 @@ class NoiseSchedule:
     - linear:      sigma_start + (sigma_end - sigma_start) * f
     - cosine:      sigma_end + (sigma_start - sigma_end) * (1 + cos(pi f)) / 2
     - constant:    sigma_start; sigma_end is not used
+    - target:      sigma_start until a step was measured, then what makes the target; sigma_end is
+      not used. The target's distance goes from target_start to target_end as `exponential` does.
 
     K=2 has one noisy stage, at sigma_start (QeRL's code gives NaN there). K=1 has only the stage
     that is off: no noise at all.
@@ -37,6 +54,11 @@ class NoiseSchedule:
         num_stages: K, the stage that is off included.
         total_steps: T, the training steps of the run. If T < K some stages are skipped, never the
             first.
+        target_measure: `mismatch/*` that has the target: "k3", nats per token above 0, or
+            "effective_sample_size", in 0..1.
+        sigma_min, sigma_max: bounds of the sigma that follows the target.
+        target_kinds: what takes turns, a step each, with a sigma of its own: target names and
+            patterns as in targets.py; None is all norms together.
         restart_every: steps after which the whole schedule begins anew, the stage that is off
             included (an epoch, say); T is then this number. None: one schedule over the run.
 
@@ -51,6 +73,12 @@ class NoiseSchedule:
     num_stages: int = 10
     total_steps: int
     restart_every: int | None = None
+    target_measure: str = "k3"
+    target_start: float = 0.01
+    target_end: float = 0.001
+    sigma_min: float = 1e-4
+    sigma_max: float = 1.0
+    target_kinds: tuple[str | None, ...] = (None,)
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -73,6 +101,25 @@ class NoiseSchedule:
                 "an exponential schedule never reaches sigma_end = 0; use a small number, or "
                 "schedule 'linear'"
             )
+        if self.kind == "target":
+            self._check_target()
+
+    def _check_target(self) -> None:
+        if self.target_measure not in MEASURES:
+            known = ", ".join(MEASURES)
+            raise ValueError(f"unknown target_measure {self.target_measure!r}; known: {known}")
+        most = math.inf if self.target_measure == "k3" else 1.0
+        for name, target in (("target_start", self.target_start), ("target_end", self.target_end)):
+            if not 0 < target < most:
+                raise ValueError(
+                    f"{name} = {target!r} must be above 0 and below {most:g}, as "
+                    f"{self.target_measure} is; to run without noise, use aqn=off"
+                )
+        if not 0 < self.sigma_min <= self.sigma_start <= self.sigma_max < math.inf:
+            raise ValueError(
+                f"sigma_start = {self.sigma_start!r} must lie between sigma_min = "
+                f"{self.sigma_min!r}, which is above 0, and sigma_max = {self.sigma_max!r}"
+            )
 
     def stage(self, step: int) -> int:
         """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on
@@ -92,8 +139,7 @@ class NoiseSchedule:
         stage = self.stage(step)
         if stage == 0:
             return 0.0
-        start, end = self.sigma_start, self.sigma_end
-        fraction = (stage - 1) / (self.num_stages - 2) if self.num_stages > 2 else 0.0
+        start, end, fraction = self.sigma_start, self.sigma_end, self._fraction(stage)
         if self.kind == "exponential":
             return start * (end / start) ** fraction
         if self.kind == "linear":
@@ -102,9 +148,42 @@ class NoiseSchedule:
             return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
         return start
 
+    def level(self, step: int) -> NoiseLevel:
+        """The noise of `step`, whatever the steps before have shown."""
+        stage, sigma = self.stage(step), self.sigma(step)
+        if self.kind != "target" or not sigma:
+            return NoiseLevel(stage, sigma)
+        ends = (distance(self.target_measure, x) for x in (self.target_start, self.target_end))
+        start, end = ends
+        target = start * (end / start) ** self._fraction(stage)
+        kind = self.target_kinds[step % len(self.target_kinds)]
+        return NoiseLevel(stage, sigma, of_distance(self.target_measure, target), kind)
+
+    def _fraction(self, stage: int) -> float:
+        """Of the way from start to end."""
+        return (stage - 1) / (self.num_stages - 2) if self.num_stages > 2 else 0.0
+
     def sigmas(self) -> list[float]:
         """`sigma` of every step of the run."""
         return list(map(self.sigma, range(self.total_steps)))
+
+
+def distance(measure: str, value: float) -> float:
+    """Between the noisy policy and the clean one, >= 0: k3 itself, nats per token, or -log of the
+    effective sample size. Both grow as sigma^2 where the noise is small, and are sums over
+    independent causes.
+
+    >>> round(distance("effective_sample_size", 0.9), 4)
+    0.1054
+    """
+    if measure == "k3":
+        return value
+    return -math.log(value) if value > 0 else math.nan
+
+
+def of_distance(measure: str, distance: float) -> float:
+    """The inverse of `distance`."""
+    return distance if measure == "k3" else math.exp(-distance)
 
 
 def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:

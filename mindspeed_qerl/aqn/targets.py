@@ -101,7 +101,7 @@ def multipliers_of(
         is_selected = False
         for i, norm in enumerate(norms):
             in_layers = layers is None or layer_of(norm.name) in layers
-            if in_layers and (target is None or _answers_to(norm, target)):
+            if in_layers and (target is None or answers_to(norm, target)):
                 factors[i] *= factor
                 is_selected = True
         if not is_selected:
@@ -114,7 +114,7 @@ def multipliers_of(
     return factors
 
 
-def _answers_to(norm: NormTarget, target: str) -> bool:
+def answers_to(norm: NormTarget, target: str) -> bool:
     """Whether a target's name or pattern selects the norm."""
     return norm.role in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target)
 
@@ -226,7 +226,7 @@ def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: 
         target = item
         if item == "auto":
             target = "post_attention" if is_mixture_of_experts(model) else "all"
-        matched = {norm.name for norm in norms if _answers_to(norm, target)}
+        matched = {norm.name for norm in norms if answers_to(norm, target)}
         if not matched:
             raise ValueError(f"{what} {item!r} matches no norm of this model. {_norms_seen(model)}")
         names |= matched

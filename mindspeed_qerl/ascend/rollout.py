@@ -8,6 +8,7 @@ import torch
 from mindspeed_rl.workers import actor_hybrid_worker
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend.graphs import DecodeGraphs
 from mindspeed_qerl.ascend.limits import epoch_steps
 from mindspeed_qerl.ascend.quantized import QuantizedModel
@@ -27,6 +28,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             replay of the rollout's routes, no captured decoding. quantizes: whether the next weight
             sync brings quantised weights.
         noise_step: the step, from 0, whose noise the next weight sync brings; None: a clean model.
+        noise_level: how much; None: what the schedule says by itself.
         noise_report: of the last sync. seed_of: "rollout" or "evaluation", and the step: what the
             next prompts' seeds are derived from.
     """
@@ -37,6 +39,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
     graphs: DecodeGraphs | None = None
     quantizes = False
     noise_step: int | None = None
+    noise_level: NoiseLevel | None = None
     noise_report: NoiseReport | None = None
     seed_of = ("rollout", 0)
 
@@ -97,7 +100,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             self.quantized.quantize()
         self.noise_report = None
         if self.injector is not None and self.noise_step is not None:
-            self.noise_report = self.injector.apply(self.noise_step)
+            self.noise_report = self.injector.apply(self.noise_step, self.noise_level)
 
     def offload_model_weights(self):
         """Upstream's; the noise goes first, since afterwards the weights lie elsewhere, and int8

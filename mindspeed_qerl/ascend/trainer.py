@@ -109,6 +109,7 @@ class QeRLTrainer(RayGRPOTrainer):
         self.observer.begin(self.on_ranks("count_adapters"))
         if self.recipe.noise.enabled:
             self.observer.noise_targets(self.on_ranks("noise_targets")[0])
+            self.on_ranks("set_noise", self.observer.noise_level(self.step + 1))
         if self.step == 0:
             self._evaluate()
         super().fit(data_iters)
@@ -305,6 +306,8 @@ class QeRLTrainer(RayGRPOTrainer):
             parts = dict(chain.from_iterable(squares.items() for squares in ranks))
             values |= weight_errors((name, squares) for (name, _), squares in parts.items())
         self.observer.stepped(iteration, values, self.tokens, self.routes)
+        if self.recipe.noise.enabled:
+            self.on_ranks("set_noise", self.observer.noise_level(iteration + 1))
         if self.observer.wants_proof(iteration):
             movements, unlike = zip(*self.on_ranks("prove"))
             self.observer.proved(iteration, join(movements), {*chain(*unlike)})

@@ -15,6 +15,7 @@ from mindspeed_rl.workers import actor_hybrid_worker
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
 from mindspeed_qerl.algorithm.metrics import Metric
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend import graphs, loss, ports, proof, routing, weights
 from mindspeed_qerl.ascend.rollout import QeRLInferEngine
 from mindspeed_qerl.common.files import forget_shared_memory
@@ -219,6 +220,10 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     def count_adapters(self) -> dict[str, dict[str, int]]:
         """What this rank trains."""
         return proof.count_adapters(self.model, self.parallel_state)
+
+    def set_noise(self, level: NoiseLevel) -> None:
+        """How much noise the next rollouts have."""
+        self.inference_model.noise_level = level
 
     def noise_targets(self) -> list[str]:
         """Names of the norms that noise goes on."""

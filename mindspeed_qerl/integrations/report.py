@@ -10,15 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.runs.metrics import read_jsonl
+from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
 from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
 Rows = list[dict[str, Any]]
 NOISE = {"aqn/sigma", "aqn/layers", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction"}
+REACHED = ("aqn/target_", "aqn/reached_")
 # what `table`, `faults` and `draw` read of each
 EVENTS = {
     "noise": {"sync", "rank", "world", "step", "total_steps"} | NOISE,
+    "measured": {"sync", "rank", "step"},
     "arrival": {"sync", "rank", "tensors", "failures", "of", "not_compared", "unchanged"},
 }
 
@@ -69,7 +71,7 @@ def faults(rows: Rows) -> list[str]:
 
 def table(rows: Rows) -> list[str]:
     """Markdown, a line for each sync, of rank 0."""
-    header = ("sync", "step", "sigma", "norms", "measured std", "changed", "arrived")
+    header = ("sync", "step", "sigma", "norms", "measured std", "changed", "reached", "arrived")
     lines: dict[int, dict[str, str]] = {}
     for row in rows:
         if row["rank"]:
@@ -82,6 +84,9 @@ def table(rows: Rows) -> list[str]:
             cells["norms"] = str(row["aqn/layers"])
             cells["measured std"] = f"{row['aqn/measured_std']:.3g}"
             cells["changed"] = f"{row['aqn/changed_fraction']:.1%}"
+        elif row["event"] == "measured":
+            words = [f"{row[name]:.3g}" for name in row if name.startswith(REACHED)]
+            cells["reached"] = " of ".join(reversed(words))
         else:
             arrived = row["tensors"] - len(row["failures"])
             cells["arrived"] = f"{arrived} of {row['tensors']} {row['of']}"
@@ -94,10 +99,15 @@ def table(rows: Rows) -> list[str]:
 
 def draw(rows: Rows, folder: Path) -> list[Path]:
     """The noise by step, as a picture in `folder`; no file where there was none."""
-    steps = {row["step"]: row for row in rows if row["event"] == "noise" and not row["rank"]}
-    names = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction")
-    columns = {name: [float(row[name]) for row in steps.values()] for name in names}
-    return write_plots(columns, {"step": []}, folder, str(folder)) if steps else []
+    steps: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if row["event"] != "arrival" and not row["rank"]:
+            steps.setdefault(row["step"], {}).update(row)
+    drawn = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
+    kept = [
+        {name: row[name] for name in row if name.startswith(drawn)} for row in steps.values()
+    ]
+    return write_plots(columns_of(kept), {"step": []}, folder, str(folder)) if steps else []
 
 
 def main() -> None:

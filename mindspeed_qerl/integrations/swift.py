@@ -12,7 +12,11 @@ from typing import Any
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from mindspeed_qerl.integrations.settings import VARIABLE, settings_of_environment
-from mindspeed_qerl.integrations.trainer import follow, without_noise_in_evaluation
+from mindspeed_qerl.integrations.trainer import (
+    follow,
+    tell_mismatch,
+    without_noise_in_evaluation,
+)
 from mindspeed_qerl.integrations.vllm import MARK, WorkerRollout
 
 _prepare_vllm_engine = RolloutTrainerMixin._prepare_vllm_engine
@@ -31,6 +35,20 @@ def prepare_with_noise(trainer: Any) -> Any:
     trainer._colocate_rollout = without_noise_in_evaluation(
         trainer._colocate_rollout, rollout, trainer, engine.engine
     )
+    rollout.is_told, prepare = True, trainer._prepare_batch_inputs
+
+    def prepare_and_tell(*args: Any, **kwargs: Any) -> Any:
+        batches = prepare(*args, **kwargs)
+        if trainer.model.training:
+            answers = [batch["grpo_batch"] for batch in batches]
+            parts = (
+                (each.rollout_per_token_logps, each.old_per_token_logps, each.completion_mask)
+                for each in answers
+            )
+            tell_mismatch(rollout, trainer, parts)
+        return batches
+
+    trainer._prepare_batch_inputs = prepare_and_tell
     return engine
 
 

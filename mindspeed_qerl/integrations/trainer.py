@@ -1,8 +1,13 @@
-"""What a transformers `Trainer` knows of a rollout: its step, and whether it evaluates."""
+"""What a transformers `Trainer` knows of a rollout: its step, whether it evaluates, and how far the
+policy that sampled is from its own.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
+from mindspeed_qerl.algorithm.metrics import merge, mismatch
 from mindspeed_qerl.integrations.vllm import WorkerRollout
 
 
@@ -29,3 +34,28 @@ def without_noise_in_evaluation(
         return result
 
     return generate_in_mode
+
+
+def tell_mismatch(
+    rollout: WorkerRollout,
+    trainer: Any,
+    parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> None:
+    """Tell `rollout` what its noise did, over the answers of all processes.
+
+    Args:
+        parts: log-probs of the tokens by vLLM and by the trainer before its update, and their mask,
+            each [answers, length].
+    """
+    found = []
+    for sampled, trained, mask in parts:
+        known = mask.bool() & sampled.isfinite()  # TRL has NaN where vLLM told nothing
+        found.append(mismatch(sampled, trained, known))
+    metrics = merge(found)
+    names = ("mismatch/k3", "mismatch/effective_sample_size", "mismatch/sensitivity")
+    values = {}
+    for name in names:
+        sums = torch.stack([value.double() for value in vars(metrics[name]).values()])
+        whole = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        values[name] = type(metrics[name])(*whole).value()
+    rollout.measured(values)

@@ -9,7 +9,11 @@ TRL's vLLM server is another process: set MINDSPEED_QERL_ROLLOUT there (vllm.py,
 from typing import Any
 
 from mindspeed_qerl.integrations.settings import read_settings
-from mindspeed_qerl.integrations.trainer import follow, without_noise_in_evaluation
+from mindspeed_qerl.integrations.trainer import (
+    follow,
+    tell_mismatch,
+    without_noise_in_evaluation,
+)
 from mindspeed_qerl.integrations.vllm import WorkerRollout
 
 
@@ -32,6 +36,18 @@ def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
     worker = generation.llm.llm_engine.model_executor.driver_worker.worker
     rollout = WorkerRollout(worker, read_settings(settings))
     follow(rollout, trainer)
+    if trainer.vllm_importance_sampling_correction:  # else TRL has no log-probs before its update
+        rollout.is_told = True
+        score = trainer._generate_and_score_completions
+
+        def score_and_tell(*args: Any, **kwargs: Any) -> Any:
+            batch = score(*args, **kwargs)
+            if trainer.model.training:
+                names = ("sampling_per_token_logps", "old_per_token_logps", "completion_mask")
+                tell_mismatch(rollout, trainer, [tuple(batch[name] for name in names)])
+            return batch
+
+        trainer._generate_and_score_completions = score_and_tell
     generation.generate = without_noise_in_evaluation(
         generation.generate, rollout, trainer, generation.llm
     )

@@ -18,12 +18,14 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.integrations.settings import VARIABLE, Settings, settings_of_environment
 from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
@@ -48,6 +50,7 @@ class WorkerRollout:
         step: training step, counted from 0, of the next noise; a trainer in this process may set
             another function. By itself a worker counts syncs: the first is the one before step 0.
         total_steps: of the run, if the trainer tells it.
+        is_told: whether somebody calls `measured`, without which no noise can follow a target.
 
     Raises:
         ValueError: no norm of the model is a target. RuntimeError: the worker has noise already.
@@ -70,6 +73,9 @@ class WorkerRollout:
         self.not_compared = 0  # adapters of NOT_COMPARED that came with it
         self.syncs = 0
         self.injector: NoiseInjector | None = None  # while its noise is on
+        self.controller: NoiseController | None = None  # from the first noise on
+        self.noise_step = self.measured_step = -1  # of the last noise, and what was told of it
+        self.is_told = False
         self.is_loading = self.is_clean = self.cannot_write = self.is_discarded = False
         if settings.noise is not None:
             select_targets(self.model, settings.targets, settings.exclude)
@@ -220,11 +226,20 @@ class WorkerRollout:
         settings, step = self.settings, self.step()
         schedule = settings.schedule(self.total_steps())
         assert schedule, "noise is configured"
+        if schedule.kind == "target" and not self.is_told:
+            raise RuntimeError(
+                "noise.kind = 'target' needs the trainer's log-probs, and nobody tells them to this "
+                "vLLM worker: TRL and ms-swift do, with vLLM in their own process (mode colocate)"
+            )
+        if self.controller is None:
+            self.controller = NoiseController(schedule)
+            for earlier, values in sorted(self._measured_before(step).items()):
+                self.controller.measured(earlier, values)
         injector = NoiseInjector(
             self.model, schedule, settings.targets, settings.exclude, seed=settings.seed
         )
-        report = injector.apply(step)
-        self.injector = injector
+        report = injector.apply(step, self.controller.level(step))
+        self.injector, self.noise_step = injector, step
         if step == schedule.total_steps:
             logger.warning(
                 "AQN's schedule has %d steps, and the run goes on: sigma stays %.3g",
@@ -240,6 +255,30 @@ class WorkerRollout:
             **metrics,
         )
 
+    def measured(self, values: Mapping[str, float]) -> None:
+        """What the last noise did, `mismatch/*` over the answers of all ranks; the first that is
+        told of a step counts.
+        """
+        if self.controller and self.measured_step != self.noise_step:
+            step = self.measured_step = self.noise_step
+            metrics = self.controller.measured(step, values)
+            self._write("measured", step=step, **values, **metrics)
+
+    def _measured_before(self, step: int) -> dict[int, dict[str, float]]:
+        """What this rank was told of the steps before, by the lines of a run that is resumed."""
+        from mindspeed_qerl.runs.metrics import read_jsonl  # pydantic and such
+
+        files = sorted(Path(self.settings.report).glob("*.jsonl"), key=os.path.getmtime)
+        found = {}
+        for row in chain.from_iterable(map(read_jsonl, files)):
+            if row["event"] == "measured" and row["rank"] == self._rank and row["step"] < step:
+                found[row["step"]] = row
+        return found
+
+    @property
+    def _rank(self) -> int:
+        return getattr(self.worker, "rank", 0)
+
     def _take_off(self) -> None:
         if self.injector:
             self.injector.remove()
@@ -247,9 +286,8 @@ class WorkerRollout:
 
     def _write(self, event: str, **values: Any) -> None:
         """A line of this worker's report; a folder that cannot be written is told once."""
-        rank = getattr(self.worker, "rank", 0)
         world = self.worker.vllm_config.parallel_config.world_size
-        line = {"event": event, "sync": self.syncs, "rank": rank, "world": world, **values}
+        line = {"event": event, "sync": self.syncs, "rank": self._rank, "world": world, **values}
         path = Path(self.settings.report) / f"{os.getpid()}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -324,6 +324,7 @@ class LocalEngine:
             derived_seed(recipe.run.seed, f"{purpose} {batch}" if batch else purpose, step),
             sampling,
             step - 1 if is_rollout else None,
+            self.observer.noise_level(step) if is_rollout else None,
             recipe.hardware_error.arguments(purpose),
             is_rollout,
             is_rollout or recipe.quantization.evaluation,

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local import serving
@@ -93,6 +94,7 @@ class RolloutEngine:
         seed: int,
         sampling: dict,
         noise_step: int | None = None,
+        noise_level: NoiseLevel | None = None,
         hardware_error: dict | None = None,
         record_routes: bool = False,
         quantized: bool = True,
@@ -103,6 +105,7 @@ class RolloutEngine:
         Args:
             seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams.
             noise_step: the step whose noise is on, only inside this call; None: the synced weights.
+            noise_level: how much; None: what the schedule says by itself.
             hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None:
                 computed as it is.
             quantized: by the weights that are quantised, if some are; else by those that were
@@ -113,7 +116,7 @@ class RolloutEngine:
             # each answer has errors of its own
             sampling = sampling | {"skip_reading_prefix_cache": True}
         recorder = self.recorder if record_routes else None
-        with self.policy(noise_step, hardware_error, quantized) as report:
+        with self.policy(noise_step, noise_level, hardware_error, quantized) as report:
             torch.manual_seed(seed)
             return serving.complete(self.llm, prompts, recorder=recorder, n=n, **sampling), report
 
@@ -121,6 +124,7 @@ class RolloutEngine:
     def policy(
         self,
         noise_step: int | None = None,
+        noise_level: NoiseLevel | None = None,
         hardware_error: dict | None = None,
         quantized: bool = True,
     ) -> Iterator[NoiseReport | None]:
@@ -137,7 +141,7 @@ class RolloutEngine:
         with contextlib.ExitStack() as undo:
             report = None
             if self.injector and noise_step is not None:
-                report = self.injector.apply(noise_step)
+                report = self.injector.apply(noise_step, noise_level)
                 undo.callback(self.injector.remove)
             if self.quantized and not quantized:
                 self._put(quantized=False)

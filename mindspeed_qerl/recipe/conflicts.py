@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 from mindspeed_qerl.common.errors import Fault, unknown
 from mindspeed_qerl.recipe.keys import Values
-from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Recipe
+
+# keys of some loss modes only; one's own may read all
+READ_BY = {
+    "clip_ratio_c": ("vanilla", "gspo", "dppo_tv", "dppo_kl"),
+    "tau_pos": ("sapo",),
+    "tau_neg": ("sapo",),
+}
 
 
 def conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
@@ -49,12 +56,27 @@ def _conflict(key: str, message: str) -> Fault:
 
 def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
     algorithm = recipe.algorithm
-    if recipe.correction.method == "sequence_tis" and algorithm.loss_mode == "cispo":
+    method, mode = recipe.correction.method, algorithm.loss_mode
+    if mode not in LOSS_MODES and ":" not in mode:
+        sentence = unknown("loss", mode, LOSS_MODES)
+        yield _conflict(
+            "algorithm.loss_mode",
+            f"algorithm.loss_mode: {sentence}. Your own is written module:function",
+        )
+    if method in ("sequence_tis", "sequence_mask") and mode == "cispo":
         yield _conflict(
             "rollout_correction.method",
-            "rollout_correction.method = 'sequence_tis' with algorithm.loss_mode = 'cispo': an "
+            f"rollout_correction.method = {method!r} with algorithm.loss_mode = 'cispo': an "
             "answer's weight would undo CISPO's bound of each token's. Take token_tis",
         )
+    for name, modes in READ_BY.items():
+        is_set = getattr(algorithm, name) != getattr(Algorithm(), name)
+        if is_set and ":" not in mode and mode not in modes:
+            yield _conflict(
+                f"algorithm.{name}",
+                f"algorithm.{name} is read with algorithm.loss_mode = {' or '.join(modes)}, not "
+                f"{mode!r}: leave it out",
+            )
     if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
         yield _conflict(
             "rl_config.use_kl_in_reward",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from mindspeed_qerl.aqn.schedule import Kind, NoiseSchedule
+from mindspeed_qerl.aqn.schedule import Kind, Measure, NoiseSchedule
 from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, key, part
 
 # local/hardware_error.py has the formulas
@@ -33,6 +33,13 @@ class Noise:
     targets: Any = "auto"
     exclude: Names = ()
     restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
+    # schedule "target": what the noise does to the policy, and the sigma that it takes
+    target_measure: Measure = "k3"
+    target_start: Float = 0.01
+    target_end: Float = 0.001
+    sigma_min: Float = 1e-4
+    sigma_max: Float = 1.0
+    target_kinds: Names = ()  # of norms, that take turns; (): all together
     # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers: Mapping[Any, Any] | None = None
     # more of them, YAML or JSON: a measured profile {layer: multiplier}
@@ -58,6 +65,12 @@ class Noise:
             num_stages=self.num_stages,
             total_steps=total_steps,
             restart_every=restart,
+            target_measure=self.target_measure,
+            target_start=self.target_start,
+            target_end=self.target_end,
+            sigma_min=self.sigma_min,
+            sigma_max=self.sigma_max,
+            target_kinds=self.target_kinds or (None,),
         )
 
 
@@ -66,9 +79,11 @@ class Correction:
     """Importance weights for answers that another policy sampled (algorithm/corrections.py)."""
 
     section: ClassVar[str] = "rollout_correction"
-    method: Literal["none", "token_tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
+    method: Literal[
+        "none", "token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"
+    ] = "none"
     cap: Float = Field(2.0, ge=1)  # below 1 even answers of the policy itself would count for less
-    floor: Float = Field(0.5, ge=0, le=1)  # of icepop and geometric_mask
+    floor: Float = Field(0.5, ge=0, le=1)  # of the masks and icepop
     # effective sample size of tokens that is warned of, with AQN on
     warn_below: Float = Field(0.5, ge=0, le=1)
 

@@ -27,6 +27,14 @@ TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_
 # Below it bfloat16 keeps less than half of the noise on weights of 1
 # (tests/aqn/test_aqn_injector.py).
 BF16_LEAST_SIGMA = 9e-4
+TARGET_KEYS = (
+    "target_measure",
+    "target_start",
+    "target_end",
+    "sigma_min",
+    "sigma_max",
+    "target_kinds",
+)
 
 
 @dataclass
@@ -219,6 +227,13 @@ def _checked_noise(recipe: Recipe, found: Found) -> Noise:
         schedule = noise.noise_schedule(train_iters)
         factors = _multipliers(noise)
         check_targets(noise.exclude)
+        if "auto" in check_targets(noise.target_kinds):
+            raise ValueError("target_kinds: 'auto' is no kind of norm; input, post_attention are")
+        for name in TARGET_KEYS:
+            if noise.schedule != "target" and getattr(noise, name) != getattr(Noise(), name):
+                raise ValueError(
+                    f"{name} is read with schedule 'target', not {noise.schedule!r}: use aqn=target"
+                )
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:

@@ -24,6 +24,7 @@ from mindspeed_qerl.recipe.layout import Layout
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[str, ...] = get_args(LoRATarget)
+LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl")
 DISPATCH = (
     "actor_rollout_dispatch_size",
     "actor_logprob_dispatch_size",
@@ -121,7 +122,7 @@ class Algorithm:
     section: ClassVar[str] = "algorithm"
     adv_estimator: Literal["group_norm", "rloo"] = key("rl_config.adv_estimator", "group_norm")
     norm_adv_by_std_in_grpo: bool = True
-    loss_mode: Literal["vanilla", "gspo", "cispo"] = "vanilla"
+    loss_mode: str = "vanilla"  # of LOSS_MODES, or your own, module:function
     loss_agg_mode: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -133,7 +134,10 @@ class Algorithm:
     # DAPO's: ratio in [1 - low, 1 + high]
     clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)
     clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
-    clip_ratio_c: Float | None = Field(None, gt=1)  # dual clip; None: off
+    # of vanilla and gspo the dual clip, None: off; of DPPO the bound of the ratio, None: 20
+    clip_ratio_c: Float | None = Field(None, gt=1)
+    tau_pos: Float = Field(1.0, gt=0)  # SAPO's
+    tau_neg: Float = Field(1.05, gt=0)
     kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
     kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key(
         "rl_config.kl_penalty", "low_var_kl"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE
+from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 
@@ -304,33 +304,39 @@ class StepChecks:
     """The checks of one run, step by step; keeps the noise so far, and the warnings given."""
 
     def __init__(
-        self, recipe: Recipe, epoch: int, routed: bool, earlier: Iterable[Mapping[str, float]]
+        self, recipe: Recipe, routed: bool, earlier: Iterable[Mapping[str, float]]
     ):
-        """epoch: steps of one pass over the training rows. routed: the model has experts. earlier:
-        metrics of the steps before, of a run that is resumed.
+        """routed: the model has experts. earlier: metrics of the steps before, of a run that is
+        resumed.
         """
-        self.recipe, self.epoch, self.routed = recipe, epoch, routed
+        self.recipe, self.routed = recipe, routed
         self.noise = noise_of(earlier)  # std of each step with noise, expected and measured
         self.warned: set[str] = set()
 
     def check(
-        self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0
+        self,
+        step: int,
+        values: Mapping[str, float],
+        tokens: int,
+        routes: int = 0,
+        noise: NoiseLevel | None = None,
     ) -> list[str]:
         """New warnings, each once a run; EngineError for numbers that cannot be true.
 
         Args:
             values: metrics of `step`, by our names. tokens: to be trained in each epoch. routes:
-                tokens whose routes are to be replayed in each epoch.
+                tokens whose routes are to be replayed in each epoch. noise: what the step was to
+                have; None: none.
         """
         recipe, dtype = self.recipe, self.recipe.model.dtype
         std = values.get("aqn/expected_std", 0.0)
         faults, warnings = [], {"effective sample size": self._uneven(values)}
-        if recipe.noise.enabled:
-            if std:
-                self.noise.append((std, values["aqn/measured_std"]))
-            schedule = recipe.noise.noise_schedule(recipe.run.train_iters, self.epoch)
-            sigma = values.get("aqn/sigma", 0.0)
-            faults.append(noise_fault(sigma, schedule.sigma(step - 1), self.noise))
+        if std:
+            self.noise.append((std, values["aqn/measured_std"]))
+        if noise:
+            warnings["noise at its bound"] = self._bound(values, noise)
+        nominal = noise.sigma if noise else 0.0
+        faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
         if tokens:
             k3, sensitivity = values["mismatch/k3"], values["mismatch/sensitivity"]
             hardware, epochs = recipe.hardware_error, recipe.batch.epochs
@@ -348,6 +354,19 @@ class StepChecks:
         new = {name: text for name, text in warnings.items() if text and name not in self.warned}
         self.warned |= new.keys()
         return list(new.values())
+
+    def _bound(self, values: Mapping[str, float], level: NoiseLevel) -> str | None:
+        """A warning of a target that sigma cannot reach within its bounds."""
+        noise = self.recipe.noise
+        measure = noise.target_measure
+        reached, bounds = values.get(f"aqn/reached_{measure}"), (noise.sigma_min, noise.sigma_max)
+        if level.target is None or reached is None or level.sigma not in bounds:
+            return None
+        return (
+            f"sigma is at its bound of {level.sigma:g}, where the noise makes {measure} "
+            f"{reached:.3g}, and the target is {level.target:.3g}: the run goes on with what the "
+            "bound allows (aqn.sigma_min, aqn.sigma_max)"
+        )
 
     def _uneven(self, values: Mapping[str, float]) -> str | None:
         """A warning of uneven importance weights, with noise on and no correction to apply them."""

@@ -38,6 +38,8 @@ in 0..1:
     aqn/expected_std                 sigma, scaled by multipliers
     aqn/measured_std, aqn/changed_fraction
                                      of (noisy - clean) weights
+    aqn/target_k3, aqn/reached_k3    what the noise is to do and what it did, nats a token, rounding
+                                     taken off; or aqn/target_, aqn/reached_effective_sample_size
     quantization/weight_error        ||rounded - synced|| / ||synced|| of the rollout's linear
                                      weights; quantization/weight_error/layer_<number>
     time/rollout, time/reward, time/logprobs, time/update, time/sync

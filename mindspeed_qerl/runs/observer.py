@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from mindspeed_qerl.aqn.schedule import NoiseLevel
+from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
@@ -44,7 +46,7 @@ class RunObserver:
     Every method that raises, raises EngineError.
 
     Attributes:
-        is_proved: whether every LoRA target was seen to move the rollout engine's weights as it
+        noise: by what it goes; None: there is none. is_proved: whether every LoRA target was seen to move the rollout engine's weights as it
             should. checks: of the metrics, over the whole run.
     """
 
@@ -60,7 +62,12 @@ class RunObserver:
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
         self.epoch, self.is_proved = epoch, False
         routed, earlier = read_shape(recipe.model.path).moe, read_jsonl(run.metrics_file)
-        self.checks = StepChecks(recipe, epoch, routed, earlier)
+        self.checks = StepChecks(recipe, routed, earlier)
+        self.noise: NoiseController | None = None
+        if recipe.noise.enabled:
+            self.noise = NoiseController(recipe.noise.noise_schedule(recipe.run.train_iters, epoch))
+            for row in earlier:
+                self.noise.measured(row["step"] - 1, row)
         self._sampled: Counter[int] = Counter()  # rollouts written, by step
 
     def warn(self, text: str) -> None:
@@ -92,6 +99,10 @@ class RunObserver:
         """Report the norms that get noise, by module name."""
         self.run.record(aqn_layers=names)
         self.progress.message(f"AQN targets {len(names)} RMSNorm layers: {', '.join(names)}")
+
+    def noise_level(self, step: int) -> NoiseLevel | None:
+        """The noise of a step (1-based), once those before it were reported; None: a run without."""
+        return self.noise.level(step - 1) if self.noise else None
 
     def still_sampling(self, step: int, batches: int, groups: int, wanted: int) -> None:
         """Dynamic sampling has `groups` of the `wanted` groups with different rewards after so
@@ -126,9 +137,12 @@ class RunObserver:
             values: by the names of metrics.py. tokens: that each epoch was to train, 0 if nothing
                 is trained. routes: tokens whose routes each epoch was to replay.
         """
+        level = self.noise_level(step)
+        if self.noise:
+            values = {**values, **self.noise.measured(step - 1, values)}
         self.metrics.log(step, values)
         self.progress.step(step, values)
-        for warning in self.checks.check(step, values, tokens, routes):
+        for warning in self.checks.check(step, values, tokens, routes, level):
             self.warn(warning)
 
     def wants_proof(self, step: int) -> bool:

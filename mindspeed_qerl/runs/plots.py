@@ -77,6 +77,21 @@ PICTURES = {
             {"aqn/changed_fraction": ""},
             above=0,
         ),
+        Panel(
+            "What the noise does to the policy (KL, rounding taken off)",
+            "nats per token",
+            {"aqn/target_k3": "target", "aqn/reached_k3": "reached"},
+            is_log=True,
+            above=0,
+        ),
+        Panel(
+            "What the noise leaves of the tokens, rounding taken off",
+            "effective sample size",
+            {
+                "aqn/target_effective_sample_size": "target",
+                "aqn/reached_effective_sample_size": "reached",
+            },
+        ),
     ),
     "mismatch": (
         Panel(

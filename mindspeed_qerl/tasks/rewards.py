@@ -9,20 +9,17 @@ called as their authors mean them.
 
 import asyncio
 import copy
-import importlib
 import inspect
 import math
-import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.common.errors import ConfigError, unknown
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.imports import load
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 from mindspeed_qerl.tasks.rows import Row
 
@@ -47,38 +44,7 @@ def load_reward(name: str) -> Reward:
     current folder. ConfigError says what is wrong with the name, the module or the function, and
     what is nearest to it.
     """
-    if name in VERIFIERS:
-        return VERIFIERS[name]
-    path, colon, function = name.partition(":")
-    if not colon:
-        known = unknown("verifier", name, VERIFIERS)
-        raise ConfigError(
-            f"rl_config.verifier_function: {known}. Your own is written module:function"
-        )
-    folder = os.getcwd()
-    if folder not in sys.path:  # python cli/train_grpo.py has cli/ there instead
-        sys.path.append(folder)
-    try:
-        module = importlib.import_module(path)
-        reward = getattr(module, function, None)
-        if inspect.isclass(reward):
-            reward = _instance(reward).__call__  # type: ignore[arg-type]  # classes are hashable
-    except (Exception, SystemExit) as error:  # whatever a user's module does
-        raise ConfigError(
-            f"verifier {name!r} cannot be loaded: {type(error).__name__}: {error}. It is written "
-            "as in an import, my_package.my_module:my_reward, and looked for in this folder "
-            f"({folder}) and on PYTHONPATH"
-        ) from error
-    if not callable(reward):
-        functions = dict(inspect.getmembers(module, callable))
-        raise ConfigError(f"verifier {name!r}: {unknown('function', function, functions)}")
-    return reward
-
-
-@cache
-def _instance(cls: type) -> Any:
-    """The one instance of a class of rewards, as ms-swift makes it."""
-    return cls()
+    return load(name, VERIFIERS, "verifier", "rl_config.verifier_function")
 
 
 def score(

@@ -2,6 +2,9 @@
 values and gradients on random batches with padding, whole and cut into micro-batches of any size.
 """
 
+import ast
+import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
 from mindspeed_qerl.algorithm.corrections import correction_weights
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
-from mindspeed_qerl.recipe.types import Algorithm, Correction
+from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Correction
 from tests.algorithm import verl
 
 AGGREGATIONS = (
@@ -32,7 +35,8 @@ def batch(seed=0, rows=8, dtype=torch.float64):
     torch.manual_seed(seed)
     logprobs = -2 * torch.rand(rows, LONGEST, dtype=dtype)
     old, rollout, reference = (
-        logprobs + 0.4 * torch.randn(rows, LONGEST, dtype=dtype) for _ in range(3)
+        (logprobs + 0.4 * torch.randn(rows, LONGEST, dtype=dtype)).clamp(max=-1e-3)
+        for _ in range(3)
     )
     lengths = torch.randint(1, LONGEST + 1, (rows,))
     lengths[rows // 2] = 0
@@ -64,12 +68,15 @@ def ours(inputs, algorithm, correction=NONE, parts=None):
 
 def verls(inputs, algorithm, weights=None):
     """verl's policy loss + KL - entropy, aggregated by its agg_loss, and the gradients."""
+    is_dppo = algorithm.loss_mode.startswith("dppo")
     info = {"dp_size": 1, "loss_scale_factor": algorithm.loss_scale_factor}
     settings = {
         "clip_ratio": 0.2,
         "clip_ratio_low": algorithm.clip_low,
         "clip_ratio_high": algorithm.clip_high,
-        "clip_ratio_c": algorithm.clip_ratio_c or 1e9,
+        "clip_ratio_c": algorithm.clip_ratio_c or (20.0 if is_dppo else 1e9),
+        "tau_pos": algorithm.tau_pos,
+        "tau_neg": algorithm.tau_neg,
         "global_batch_info": info,
     }
     config = type(
@@ -103,8 +110,8 @@ def verls(inputs, algorithm, weights=None):
 
 @pytest.fixture(autouse=True)
 def _verls_gspo_asks_for_its_own_config(monkeypatch):
-    """`isinstance(config, ActorConfig)` in verl's gspo and cispo."""
-    for name in ("gspo", "cispo"):
+    """`isinstance(config, ActorConfig)` in verl's gspo, cispo and sapo."""
+    for name in ("gspo", "cispo", "sapo"):
         function = getattr(verl.core, f"compute_policy_loss_{name}")
         monkeypatch.setitem(function.__globals__, "ActorConfig", SimpleNamespace)
 
@@ -117,7 +124,7 @@ PARTS = (
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo"])
+@pytest.mark.parametrize("mode", LOSS_MODES)
 @pytest.mark.parametrize(
     "more",
     [
@@ -131,8 +138,10 @@ PARTS = (
     ids=str,
 )
 def test_the_loss_is_verls_whatever_the_micro_batches(mode, aggregation, more):
-    if mode != "vanilla" and "clip_ratio_c" in more:
-        pytest.skip("verl has the dual clip for vanilla only")
+    if mode in ("gspo", "cispo", "sapo") and "clip_ratio_c" in more:
+        pytest.skip("verl does not read clip_ratio_c there")
+    if mode == "sapo" and aggregation != "seq-mean-token-mean":
+        pytest.skip("verl aggregates SAPO so whatever is asked")
     inputs = batch()
     algorithm = Algorithm(
         loss_mode=mode, loss_agg_mode=aggregation, loss_scale_factor=20.0, **CLIP, **more
@@ -149,6 +158,7 @@ def test_the_loss_is_verls_whatever_the_micro_batches(mode, aggregation, more):
     [
         ("token_tis", "token", 1.3),
         ("sequence_tis", "sequence", 1.3),
+        ("sequence_mask", "sequence", "0.8_1.3"),
         ("icepop", "token", "0.8_1.3"),
     ],
 )
@@ -169,6 +179,53 @@ def test_the_weights_of_a_correction_are_verls(method, is_level, threshold):
     )
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert 0 < next(iter(metrics.values())).value() < 1
+
+
+@pytest.mark.parametrize(
+    "method, mode, bounds",
+    [
+        ("token_tis", "token_truncate", (None, 1.3)),
+        ("sequence_tis", "sequence_truncate", (None, 1.3)),
+        ("sequence_mask", "sequence_mask", (0.8, 1.3)),
+        ("icepop", "token_mask", (0.8, 1.3)),
+    ],
+)
+def test_the_weights_of_a_correction_are_trls(method, mode, bounds):
+    """TRL's own statements, out of the middle of the method that samples."""
+    inputs, correction = batch(), Correction(method, cap=1.3, floor=0.8)
+    settings = SimpleNamespace(
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=bounds[0],
+        vllm_importance_sampling_clip_max=bounds[1],
+    )
+    known = {
+        "self": settings,
+        "torch": torch,
+        "math": math,
+        "tool_mask": None,
+        "completion_mask": inputs.mask.double(),
+        "old_per_token_logps": inputs.old_logprobs,
+        "sampling_per_token_logps": inputs.rollout_logprobs,
+    }
+    exec(trls_correction(), known)
+    expected = known["vllm_importance_sampling_ratio"].expand(inputs.mask.shape)
+    weights, _ = correction_weights(
+        inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction
+    )
+    torch.testing.assert_close(weights[inputs.mask], expected[inputs.mask], rtol=1e-12, atol=0)
+
+
+def trls_correction():
+    """What computes `vllm_importance_sampling_ratio` in TRL's trainer, compiled."""
+    from trl.trainer import grpo_trainer
+
+    for node in ast.walk(ast.parse(Path(grpo_trainer.__file__).read_text())):
+        if isinstance(node, ast.If) and "vllm_importance_sampling_mode in" in ast.unparse(node):
+            if ast.unparse(node.test).startswith("self.use_vllm and"):
+                return compile(ast.Module([node], []), "trl", "exec")
+    raise AssertionError("TRL computes its weights elsewhere")
 
 
 def test_the_geometric_mask_is_verls():
@@ -309,7 +366,13 @@ def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", 
         entropy_coef=entropy,
         _entropy_bonus_enabled=bool(entropy),
         use_adaptive_entropy=False,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=delta, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=False,
+            delta=delta,
+            steps_per_generation=1,
+            sapo_temperature_pos=1.3,
+            sapo_temperature_neg=0.9,
+        ),
     )
     total = GRPOTrainer._compute_loss(
         trainer,
@@ -351,6 +414,15 @@ def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", 
             {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"},
             {"loss_type": "grpo", "level": "sequence"},
         ),
+        (
+            {
+                "loss_agg_mode": "seq-mean-token-mean",
+                "loss_mode": "sapo",
+                "tau_pos": 1.3,
+                "tau_neg": 0.9,
+            },
+            {"loss_type": "sapo"},
+        ),
         ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
         (
             {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0},
@@ -369,7 +441,7 @@ def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
         torch.testing.assert_close(gradients[0], expected_gradient, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("mode", ["vanilla", "gspo", "cispo"])
+@pytest.mark.parametrize("mode", LOSS_MODES)
 def test_in_float32_the_loss_is_that_of_float64_to_1e_6(mode):
     algorithm = Algorithm(loss_mode=mode, kl_coefficient=0.3, entropy_coefficient=0.1, **CLIP)
     exact, exact_gradients = ours(batch(), algorithm, Correction("token_tis", 1.3))

@@ -1,6 +1,9 @@
 """The formulas against float64 written out by hand."""
 
 import math
+import re
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +11,14 @@ import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.corrections import correction_weights
-from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_entropy, token_logprobs
+from mindspeed_qerl.algorithm.losses import (
+    LossInputs,
+    loss,
+    policy_loss,
+    token_entropy,
+    token_logprobs,
+    try_policy_loss,
+)
 from mindspeed_qerl.algorithm.metrics import (
     EffectiveSampleSize,
     entropy_metrics,
@@ -16,6 +26,7 @@ from mindspeed_qerl.algorithm.metrics import (
     mismatch,
     reward_metrics,
 )
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
@@ -218,7 +229,7 @@ def test_k1_and_k3_estimate_the_same_divergence():
         assert sum(p * k for p, k in zip(sampled.exp().tolist(), each)) == pytest.approx(exact)
 
 
-@pytest.mark.parametrize("method", ["token_tis", "sequence_tis", "icepop", "geometric_mask"])
+@pytest.mark.parametrize("method", ["token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"])
 def test_weights_of_a_correction_have_no_gradient(method):
     """Not even where the policy before the update is the one that is trained, with its gradient."""
     inputs = micro_batch()
@@ -226,3 +237,124 @@ def test_weights_of_a_correction_have_no_gradient(method):
         inputs.logprobs, inputs.rollout_logprobs, inputs.mask, Correction(method)
     )
     assert inputs.logprobs.requires_grad and not weights.requires_grad
+
+
+# ---- DPPO, which TRL does not have, token by token ----
+
+
+def bernoulli(probability):
+    return torch.distributions.Bernoulli(torch.tensor(probability).double())
+
+
+@pytest.mark.parametrize("mode, bound", [("dppo_tv", 0.08), ("dppo_kl", 0.02)])
+def test_dppo_trains_the_tokens_within_a_divergence_of_two_coins(mode, bound):
+    """Each token as a coin, "this one" or "another", whose divergences torch knows."""
+    algorithm = Algorithm(loss_mode=mode, clip_ratio=bound, clip_ratio_c=1.4, kl_coefficient=0.0)
+    inputs = micro_batch()
+    inputs = replace(inputs, old_logprobs=inputs.old_logprobs.detach().clamp(max=-0.01))
+    total, metrics = loss(inputs, algorithm, Correction())
+    total.backward()
+    expected, low, high = torch.zeros(inputs.mask.shape).double(), 0, 0
+    for row, column in inputs.mask.nonzero().tolist():
+        new, old = (
+            math.exp(each[row, column].item()) for each in (inputs.logprobs, inputs.old_logprobs)
+        )
+        advantage = inputs.advantages[row].item()
+        coins = bernoulli(old), bernoulli(new)
+        if mode == "dppo_tv":
+            outcomes = torch.tensor([0.0, 1.0]).double()
+            before, now = (coin.log_prob(outcomes).exp() for coin in coins)
+            divergence = (now - before).abs().sum().item() / 2
+        else:
+            divergence = torch.distributions.kl_divergence(*coins).item()
+        if (new - old) * advantage > 0 and divergence > bound:
+            low, high = low + (advantage < 0), high + (advantage > 0)
+        else:
+            expected[row, column] = -min(new / old, 1.4) * advantage
+    torch.testing.assert_close(inputs.logprobs.grad, expected, rtol=1e-9, atol=1e-12)
+    tokens = inputs.mask.sum().item()
+    assert metrics["clip_fraction_low"].value() == low / tokens > 0
+    assert metrics["clip_fraction_high"].value() == high / tokens > 0
+
+
+# ---- a loss by import path ----
+
+OWN = """
+import torch
+
+def reinforce(inputs, algorithm):
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    return -ratio * inputs.advantages[:, None], {"ratio": ratio}
+
+class Clipped:
+    def __call__(self, inputs, algorithm):
+        from mindspeed_qerl.algorithm.losses import vanilla
+        return vanilla(inputs, algorithm)
+
+def mean_of_the_batch(inputs, algorithm):
+    loss = -inputs.logprobs * inputs.advantages[:, None]
+    return loss - loss.mean(), {}
+
+def a_number(inputs, algorithm):
+    return (inputs.logprobs * inputs.advantages[:, None]).sum(), {}
+
+def no_gradient(inputs, algorithm):
+    return -inputs.logprobs.detach() * inputs.advantages[:, None], {}
+
+def raises(inputs, algorithm):
+    return inputs.log_probs, {}
+
+def infinite(inputs, algorithm):
+    return inputs.logprobs / (inputs.logprobs - inputs.logprobs), {}
+
+def only_a_loss(inputs, algorithm):
+    return inputs.logprobs
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_losses.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_losses", raising=False)
+    policy_loss.cache_clear()
+
+
+def of_mode(mode):
+    return Algorithm(loss_mode=mode, kl_coefficient=0.0)
+
+
+def test_ones_own_loss_is_trained_with_its_metrics(own):
+    inputs = micro_batch()
+    try_policy_loss(of_mode("own_losses:reinforce"))
+    total, metrics = loss(inputs, of_mode("own_losses:reinforce"), Correction())
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()[inputs.mask]
+    advantages = inputs.advantages[:, None].expand(inputs.mask.shape)[inputs.mask]
+    assert total.item() == pytest.approx(-(ratio * advantages).sum().item())
+    assert metrics["policy_loss/ratio"].value() == pytest.approx(ratio.mean().item())
+
+
+def test_a_class_that_calls_ours_is_ours(own):
+    try_policy_loss(of_mode("own_losses:Clipped"))
+    found = loss(micro_batch(), of_mode("own_losses:Clipped"), Correction())[0]
+    assert found == loss(micro_batch(), of_mode("vanilla"), Correction())[0]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("own_losses:mean_of_the_batch", "depends on the other answers of its micro-batch"),
+        ("own_losses:a_number", "must be finite numbers of shape [batch, length] = [2, 3]"),
+        ("own_losses:no_gradient", "does not require grad"),
+        ("own_losses:raises", "AttributeError: 'LossInputs' object has no attribute 'log_probs'"),
+        ("own_losses:infinite", "must be finite numbers"),
+        ("own_losses:only_a_loss", "returns (loss, {name: values})"),
+        ("own_losses:reinforced", "unknown function 'reinforced', did you mean 'reinforce'?"),
+        ("no_losses:f", "loss 'no_losses:f' cannot be loaded"),
+        ("vanila", "unknown loss 'vanila', did you mean 'vanilla'?"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_is_refused_before_anything_starts(own, name, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        try_policy_loss(of_mode(name))

@@ -89,6 +89,47 @@ def test_noise_is_of_the_step_and_never_of_two(served, tmp_path):
     assert faults(rows) == []
 
 
+TARGET = {"kind": "target", "sigma_start": 0.01, "num_stages": 5, "total_steps": 20}
+
+
+def steps_that_are_told(folder, first, last):
+    """The norms of a worker that samples steps first..last-1 and is told what their noise did."""
+    worker = Worker(Model())
+    rollout = WorkerRollout(worker, Settings(report=str(folder), noise=TARGET, first_step=first))
+    rollout.is_told = True
+    for step in range(first, last):
+        norm = sync(worker, 1.0)
+        worker.execute_model()
+        sigma = (worker.sampled[-1] - norm).square().mean().sqrt().item()
+        told = {"mismatch/k3": 4 * sigma**2 + 1e-4, "mismatch/sensitivity": 0.1 + step / 1000}
+        rollout.measured(told)
+        rollout.measured({name: 9 * value for name, value in told.items()})  # a second is too late
+    return worker.sampled
+
+
+def test_a_target_is_followed_and_a_resumed_run_goes_on_with_the_same_bits(tmp_path):
+    whole = steps_that_are_told(tmp_path / "whole", 0, 20)
+    reached = [row.get("aqn/reached_k3") for row in read_lines(tmp_path / "whole")]
+    reached = [each for each in reached if each is not None]
+    assert len(reached) == 16 and reached[-1] == pytest.approx(0.001, rel=0.3)
+    parts = steps_that_are_told(tmp_path / "parts", 0, 13)  # killed, its last checkpoint after 9
+    parts[9:] = steps_that_are_told(tmp_path / "parts", 9, 15)
+    parts[12:] = steps_that_are_told(tmp_path / "parts", 12, 20)
+    assert all(map(torch.equal, whole, parts)) and len(parts) == 20
+    [header, *_, last] = report.table(read_lines(tmp_path / "whole"))
+    assert "reached" in header and f"{reached[-1]:.3g} of 0.001" in last
+    [picture] = report.draw(read_lines(tmp_path / "whole"), tmp_path)
+    assert picture.name == "noise.png"
+
+
+def test_a_target_that_nobody_measures_is_refused(tmp_path):
+    worker = Worker(Model())
+    WorkerRollout(worker, Settings(report=str(tmp_path), noise=TARGET))
+    sync(worker, 1.0)
+    with pytest.raises(RuntimeError, match="needs the trainer's log-probs, and nobody tells them"):
+        worker.execute_model()
+
+
 def test_noise_is_off_in_evaluations_and_asleep_and_on_again(served):
     worker, rollout = served
     rollout.step = lambda: 3

@@ -68,6 +68,9 @@ class Told:
     def wants_proof(self, step):
         return False
 
+    def noise_level(self, step):
+        return f"of step {step}"
+
     def __getattr__(self, name):
         return lambda *arguments, **named: self.calls.append((name, *arguments, *named.items()))
 
@@ -137,7 +140,8 @@ def loop(cls=LocalEngine, observer=None, processes=None, **parts):
 
 def generated(call):
     """What a call of the rollout engine was given, by name."""
-    names = ("prompts", "n", "seed", "sampling", "noise_step", "kinds", "routes", "quantized")
+    names = ("prompts", "n", "seed", "sampling", "noise_step", "noise", "kinds", "routes")
+    names += ("quantized",)
     method, *arguments = call
     assert method is RolloutEngine.generate
     given = dict(zip(names, arguments, strict=True))
@@ -152,6 +156,7 @@ def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
         prompts=[[100 + i] for i in chosen],
         n=2,
         noise_step=3,
+        noise="of step 4",
         seed=derived_seed(5, "rollout", 4),
         kinds=("gaussian",),
         sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
@@ -179,6 +184,7 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
         prompts=PROMPTS.prompts,
         n=1,
         noise_step=None,
+        noise=None,
         kinds=("bf16_blocks",),
         seed=derived_seed(5, "evaluation", 4),
         sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.3, "logprobs": None},
@@ -350,7 +356,7 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observed, fault):
         bad = Completion([1, EOS], [math.nan, -0.1], False)
         engine.processes.on_rollout = lambda *_: ([[bad, bad]] * 2, None)
     elif fault == "metrics":
-        engine.observer.checks = StepChecks(engine.recipe, epoch=2, routed=False, earlier=[])
+        engine.observer.checks = StepChecks(engine.recipe, routed=False, earlier=[])
         engine.loss = math.nan
     else:
         engine.proof = {"linear_qkv": PROOF | {"max_error": 1e-3}}

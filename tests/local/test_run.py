@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -105,7 +106,8 @@ def recorded(run, last=6):
 SAVING = (
     "megatron_training.train_iters=6",
     "megatron_training.save_interval=3",
-    "aqn.num_stages=2",
+    "aqn.num_stages=3",
+    "aqn.schedule=target",
     "rl_config.verifier_function=[gsm8k]",
     "rl_config.n_samples_per_prompt=32",
     "rl_config.init_kl_coef=0.01",
@@ -149,10 +151,17 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
         "iter_0000003",
         "iter_0000006",
     ]
-    assert [row["aqn/sigma"] for row in rows] == pytest.approx([0] * 3 + [0.05] * 3)
+    sigmas = [row["aqn/sigma"] for row in rows]
+    assert sigmas[:3] == [0, 0, 0.05]
+    for before, after in pairwise(rows[2:]):
+        if reached := before.get("aqn/reached_k3"):
+            change = (before["aqn/target_k3"] / reached) ** 0.25
+            expected = before["aqn/sigma"] * min(max(change, 0.5), 2)
+            assert after["aqn/sigma"] == pytest.approx(expected)
+    assert len(set(sigmas)) > 2
     assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1][
         "aqn/measured_std"
-    ] == pytest.approx(0.05, rel=0.2)
+    ] == pytest.approx(sigmas[-1], rel=0.2)
     assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6]
     assert {path.name for path in unbroken.plots_dir.iterdir()} >= {
         "learning.png",

@@ -143,6 +143,7 @@ NO_PATHS = {
     "engine",
     "filter_groups_metric",
     "prompt",
+    "loss_mode",
     "name",
     "wandb_project",
 }

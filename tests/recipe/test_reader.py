@@ -298,6 +298,18 @@ def test_a_fault_says_which_rule_and_which_key(raw):
             "would undo CISPO's bound of each token",
         ),
         (
+            {"algorithm.loss_mode": "spo"},
+            "unknown loss 'spo', did you mean 'sapo'?",
+        ),
+        (
+            {"algorithm.loss_mode": "cispo", "algorithm.clip_ratio_c": 3.0},
+            "clip_ratio_c is read with algorithm.loss_mode = vanilla or gspo or dppo_tv or dppo_kl",
+        ),
+        (
+            {"algorithm.tau_pos": 1.5},
+            "tau_pos is read with algorithm.loss_mode = sapo, not 'vanilla': leave it out",
+        ),
+        (
             {"rl_config.token_level_loss": True, "algorithm.loss_agg_mode": "seq-mean-token-sum"},
             "leave one of them out",
         ),

@@ -13,6 +13,7 @@ import torch
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.losses import LossInputs, loss, token_logprobs
 from mindspeed_qerl.algorithm.metrics import mismatch
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import (
     Algorithm,
@@ -238,10 +239,13 @@ def checks_of(noise=True, dtype="float32", correction="none", format="none", **h
             quantization=Quantization(format),
             hardware_error=HardwareError(**hardware_error),
         ),
-        epoch=5,
         routed=False,
         earlier=[],
     )
+
+
+def noise_of_step(step):
+    return Noise(enabled=True, num_stages=2).noise_schedule(20).level(step - 1)
 
 
 @pytest.mark.parametrize(
@@ -261,11 +265,12 @@ def checks_of(noise=True, dtype="float32", correction="none", format="none", **h
 )
 def test_a_step_that_cannot_be_right_stops_the_run(step, values, said):
     tokens = 20 if "loss/total" in values else 0
+    told = step, values, tokens, 0, noise_of_step(step)
     if said is None:
-        assert checks_of().check(step, values, tokens) == []
+        assert checks_of().check(*told) == []
     else:
         with pytest.raises(EngineError, match=rf"(?s)^step {step} cannot be right:.*{said}"):
-            checks_of().check(step, values, tokens)
+            checks_of().check(*told)
 
 
 def test_arithmetic_of_other_hardware_explains_a_mismatch_and_bfloat16_is_warned_of_once():
@@ -283,7 +288,24 @@ def test_the_warning_of_uneven_weights_comes_once():
     warnings = []
     for step, values, size in steps:
         values = values | {"mismatch/effective_sample_size": size}
-        warnings += plain.check(step, values, 20)
-        assert corrected.check(step, values, 20) == []
+        told = step, values, 20, 0, noise_of_step(step)
+        warnings += plain.check(*told)
+        assert corrected.check(*told) == []
     assert len(warnings) == 1
     assert "effective sample size is 40% of the tokens" in warnings[0]
+
+
+@pytest.mark.parametrize("sigma, warned", [(1.0, True), (1e-4, True), (0.5, False)])
+def test_a_target_that_sigma_cannot_reach_is_warned_of_once(sigma, warned):
+    level = NoiseLevel(stage=1, sigma=sigma, target=0.01)
+    values = NOISY | {
+        "aqn/sigma": sigma,
+        "aqn/expected_std": sigma,
+        "aqn/measured_std": sigma,
+        "aqn/reached_k3": 0.002,
+    }
+    checks = checks_of()
+    said = [checks.check(step, values, 20, 0, level) for step in (11, 12)]
+    assert len(said[0]) == warned and said[1] == []
+    if warned:
+        assert f"at its bound of {sigma:g}" in said[0][0] and "0.002" in said[0][0]

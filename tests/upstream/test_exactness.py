@@ -52,10 +52,14 @@ DR_GRPO = {
     "rollout_correction": {"method": "icepop", "floor": 0.99, "cap": 1.01},
     "rl_config.entropy_coeff": 0.01,
 }
+SAPO = {
+    "algorithm": {"loss_mode": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
+    "rollout_correction": {"method": "sequence_mask", "floor": 0.9, "cap": 1.1},
+}
 RLOO = {
     "rl_config.adv_estimator": "rloo",
     "rl_config.kl_penalty": "mse",
-    "algorithm": {"loss_agg_mode": "seq-mean-token-sum"},
+    "algorithm": {"loss_mode": "dppo_tv", "loss_agg_mode": "seq-mean-token-sum"},
     "rollout_correction": {"method": "sequence_tis"},
 }
 MASKED = {
@@ -70,7 +74,7 @@ CASES = [
     ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4), CISPO),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), DR_GRPO),
     ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), MASKED),
-    ("qwen2", dict(npus=2, tp=2, infer_tp=1), PLAIN),
+    ("qwen2", dict(npus=2, tp=2, infer_tp=1), SAPO),
     ("qwen3", dict(npus=2, tp=1, infer_tp=2), RLOO),
     ("qwen3_moe", dict(npus=4, ep=4, infer_ep=4), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), PACKED | REPLAYED),

@@ -27,6 +27,7 @@ GSPO = {
     "rl_config.mini_batch_size": 2,
     "rollout_correction": {"method": "token_tis"},
     "rollout_quantization": {"format": "nvfp4"},
+    "aqn.schedule": "target",
 }
 
 
@@ -80,6 +81,8 @@ def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
         check_selection(before)
     else:
         assert all(row["quantization/weight_error"] > 0.05 for row in numbers(before))
+        sigmas = [row["aqn/sigma"] for row in numbers(before)]
+        assert sigmas[:2] == [0, 0.05] and sigmas[2] not in (0, 0.05)
     for one, other in zip(read_jsonl(before.eval_file), read_jsonl(after.eval_file), strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
     expected, actual = (load_adapters(run.checkpoints_dir, 3).weights for run in (before, after))

@@ -1,0 +1,86 @@
+"""Sigma that follows a target of what the noise does to the policy.
+
+Plappert et al. (arXiv 1706.01905, section 3.1) scale the noise on a policy's parameters by the
+distance that it makes from the clean policy, and let sigma grow or shrink by a factor of 1.01. Here
+that distance is measured in each step (`mismatch/*`) and grows as sigma^2 where the noise is small,
+so that sigma can go where the target is.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule, distance, of_distance
+
+# A distance that grows as sigma^p loses p / 4 of its gap in each step, and so oscillates for no p
+# up to 4: p is 2 in a smooth model, 1.4 where tokens change experts (docs/results.md).
+GAIN = 0.25
+MOST_CHANGE = 2.0  # of sigma in a step, since one step's estimate has heavy tails
+
+
+@dataclass
+class NoiseController:
+    """The noise of each step, by what that of the steps before did: a function of the schedule and
+    of what metrics.jsonl has, so that a resumed run, which reads it again, goes on with the same
+    bits.
+
+        level = controller.level(step)                # then sample, train, measure
+        values |= controller.measured(step, values)
+
+    In its first stage, which is off, it sees what rounding, the rollout's format and other kernels
+    do without noise. Of later steps that share is taken off, in proportion to
+    `mismatch/sensitivity`, which falls as the policy becomes certain.
+    """
+
+    schedule: NoiseSchedule
+    sigmas: dict[str | None, float] = field(default_factory=dict)  # by kind
+    # over the steps without noise that were measured
+    off_distance: float = 0.0
+    off_sensitivity: float = 0.0
+
+    def level(self, step: int) -> NoiseLevel:
+        """The noise of `step`, counted from 0."""
+        level = self.schedule.level(step)
+        if level.target is None:
+            return level
+        return replace(level, sigma=self.sigmas.get(level.kind, level.sigma))
+
+    def measured(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """What the noise of `step` did, as metrics; the sigma of later steps follows it.
+
+        Args:
+            values: metrics of the step; without `mismatch/*`, where nothing was trained, sigma
+                stays as it is.
+        """
+        level, schedule = self.level(step), self.schedule
+        measure = schedule.target_measure
+        whole = distance(measure, values.get(f"mismatch/{measure}", math.nan))
+        sensitivity = values.get("mismatch/sensitivity", math.nan)
+        if schedule.kind != "target" or not (math.isfinite(whole) and sensitivity > 0):
+            return {}
+        if level.target is None:
+            self.off_distance += whole
+            self.off_sensitivity += sensitivity
+            return {}
+        without_noise = 0.0
+        if self.off_sensitivity:
+            without_noise = self.off_distance / self.off_sensitivity * sensitivity
+        reached = max(whole - without_noise, 0.0)
+        sigma = next_sigma(level.sigma, reached, distance(measure, level.target))
+        self.sigmas[level.kind] = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
+        return {
+            f"aqn/target_{measure}": level.target,
+            f"aqn/reached_{measure}": of_distance(measure, reached),
+        }
+
+
+def next_sigma(sigma: float, reached: float, target: float) -> float:
+    """Sigma after a step whose noise made the distance `reached`.
+
+    >>> next_sigma(0.1, reached=0.16, target=0.01), next_sigma(0.1, reached=0.0, target=0.01)
+    (0.05, 0.2)
+    """
+    if not reached:  # nothing of it was seen
+        return sigma * MOST_CHANGE
+    change = (target / reached) ** GAIN
+    return sigma * min(max(change, 1 / MOST_CHANGE), MOST_CHANGE)

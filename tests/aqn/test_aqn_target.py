@@ -1,0 +1,275 @@
+"""Sigma that follows a target: on models whose response to noise is known, with what real ones have
+besides; and what a resumed run reads again.
+"""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from mindspeed_qerl.algorithm.metrics import merge, mismatch
+from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.aqn.target import MOST_CHANGE, NoiseController
+
+RIGHT = 0.08  # the sigma that makes the target
+STEPS = 40
+
+
+def schedule(start=RIGHT, target=0.01, end=None, measure="k3", **more):
+    """One stage without noise, of 4 steps."""
+    return NoiseSchedule(
+        kind="target",
+        sigma_start=start,
+        num_stages=10,
+        total_steps=STEPS,
+        target_measure=measure,
+        target_start=target,
+        target_end=end or target,
+        **more,
+    )
+
+
+def response(sigma, power=2.0, target=0.01, rounding=0.0, sensitivity=0.3):
+    """k3 and effective sample size of a model whose distance grows as sigma^power."""
+    distance = target * (sigma / RIGHT) ** power + rounding * sensitivity
+    return {
+        "mismatch/k3": distance,
+        "mismatch/effective_sample_size": math.exp(-distance),
+        "mismatch/sensitivity": sensitivity,
+    }
+
+
+def followed(of, answer):
+    """(sigma, metrics) of each step with noise; answer: what a step of this sigma measures."""
+    controller, seen = NoiseController(of), []
+    for step in range(STEPS):
+        level = controller.level(step)
+        metrics = controller.measured(step, answer(step, level.sigma))
+        if level.sigma:
+            seen.append((level.sigma, metrics))
+    return seen
+
+
+@pytest.mark.parametrize("measure, target", [("k3", 0.01), ("effective_sample_size", 0.9)])
+@pytest.mark.parametrize("start", [0.1, 1.0, 10.0], ids="from {} of the right sigma".format)
+@pytest.mark.parametrize("power", [2.0, 1.43])
+def test_within_ten_steps_it_is_within_a_tenth_of_the_target_and_stays(
+    measure, target, start, power
+):
+    distance = 0.01 if measure == "k3" else -math.log(target)
+    seen = followed(
+        schedule(start * RIGHT, target, measure=measure),
+        lambda _, sigma: response(sigma, power, distance),
+    )
+    reached = [distance * (sigma / RIGHT) ** power for sigma, _ in seen]
+    assert all(abs(each - distance) < 0.1 * distance for each in reached[10:])
+    # from one side: it never passes the target
+    gaps = [math.log(sigma / RIGHT) * (1 if start > 1 else -1) for sigma, _ in seen]
+    assert all(before >= after >= -1e-9 for before, after in zip(gaps, gaps[1:]))
+    told = [metrics[f"aqn/reached_{measure}"] for _, metrics in seen]
+    expected = reached if measure == "k3" else [math.exp(-each) for each in reached]
+    assert told == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("power", [3.0, 4.0])
+def test_a_steeper_response_does_not_make_it_oscillate(power):
+    seen = followed(schedule(10 * RIGHT), lambda _, sigma: response(sigma, power))
+    sigmas = [sigma for sigma, _ in seen]
+    assert all(before >= after >= RIGHT * (1 - 1e-9) for before, after in zip(sigmas, sigmas[1:]))
+
+
+@pytest.mark.parametrize("measure, target", [("k3", 0.01), ("effective_sample_size", 0.99)])
+def test_what_rounding_does_without_noise_is_not_the_noises(measure, target):
+    """Rounding makes three times the target, and shrinks with what the tokens leave to move."""
+    distance = 0.01 if measure == "k3" else -math.log(target)
+
+    def answer(step, sigma):
+        return response(sigma, 2.0, distance, rounding=0.1, sensitivity=0.3 - 0.005 * step)
+
+    seen = followed(schedule(RIGHT / 10, target, measure=measure), answer)
+    assert [sigma for sigma, _ in seen][12:] == pytest.approx([RIGHT] * (len(seen) - 12), rel=0.05)
+
+
+def test_it_follows_a_target_that_decays():
+    seen = followed(schedule(target=0.01, end=0.001), lambda _, sigma: response(sigma))
+    targets = [metrics["aqn/target_k3"] for _, metrics in seen]
+    assert targets[0] == 0.01 and targets[-1] == pytest.approx(0.001)
+    ends_of_stages = seen[3::4]
+    for sigma, metrics in ends_of_stages:
+        assert 0.01 * (sigma / RIGHT) ** 2 == pytest.approx(metrics["aqn/target_k3"], rel=0.1)
+
+
+def test_steps_without_a_signal_change_nothing():
+    def answer(step, sigma):
+        if step % 3 == 0:
+            return {"reward/mean": 0.0}
+        if step % 3 == 1:
+            return {name: math.nan for name in response(sigma)}
+        return response(sigma)
+
+    controller, sigmas = NoiseController(schedule(RIGHT / 3)), []
+    for step in range(STEPS):
+        before = controller.level(step).sigma
+        metrics = controller.measured(step, answer(step, before))
+        assert bool(metrics) == (step % 3 == 2 and before > 0)
+        sigmas.append(before)
+    assert all(sigmas[step] == sigmas[step + 1] for step in range(4, STEPS - 1) if step % 3 < 2)
+    assert sigmas[-1] == pytest.approx(RIGHT, rel=0.05)
+
+
+def test_estimates_of_chance_move_it_little():
+    """Half the estimates are off by a factor of 1.5, one of twenty by ten."""
+    draw = random.Random(0)
+
+    def answer(_, sigma):
+        factor = 10.0 if draw.random() < 0.05 else 1.5 ** draw.choice([-1, 0, 0, 1])
+        return response(sigma * math.sqrt(factor))
+
+    controller, sigmas = NoiseController(schedule()), []
+    for step in range(4, 4 + 2000):
+        level = controller.level(step)
+        controller.measured(step, answer(step, level.sigma))
+        sigmas.append(level.sigma / RIGHT)
+    sigmas.sort()
+    assert 0.55 < sigmas[100] < sigmas[1900] < 1.3  # 90 % of the steps
+    assert 0.3 < sigmas[0] < sigmas[-1] < 1.5
+
+
+def test_noise_that_nothing_shows_grows_to_its_bound():
+    seen = followed(
+        schedule(1e-3, sigma_max=0.5), lambda *_: response(0.0) | {"mismatch/k3": 0.0}
+    )
+    sigmas = [sigma for sigma, _ in seen]
+    assert sigmas[1] == MOST_CHANGE * sigmas[0] and sigmas[-1] == 0.5
+    seen = followed(schedule(0.1, sigma_min=0.09), lambda _, sigma: response(10 * sigma))
+    assert seen[-1][0] == 0.09
+
+
+def test_kinds_take_turns_with_sigmas_of_their_own():
+    weight = {"input": 1.0, "post_attention": 100.0}  # of their squares in the distance
+    controller = NoiseController(schedule(target_kinds=("input", "post_attention")))
+    for step in range(STEPS):
+        level = controller.level(step)
+        if level.sigma:
+            values = response(level.sigma)
+            values["mismatch/k3"] *= weight[level.kind]
+            controller.measured(step, values)
+    assert controller.sigmas["input"] == pytest.approx(RIGHT, rel=0.05)
+    assert controller.sigmas["post_attention"] == pytest.approx(RIGHT / 10, rel=0.05)
+
+
+def test_what_was_written_makes_the_same_sigma_to_the_last_bit():
+    """metrics.jsonl, read again after any step."""
+    draw, lines, sigmas = random.Random(1), [], []
+    controller = NoiseController(schedule(target_kinds=("input", "final"), end=0.002))
+    for step in range(STEPS):
+        level = controller.level(step)
+        values = response(level.sigma * draw.uniform(0.5, 2), sensitivity=draw.random(), rounding=0.01)
+        lines.append(json.dumps(values | controller.measured(step, values)))
+        sigmas.append(level.sigma)
+    for after in range(STEPS):
+        resumed = NoiseController(controller.schedule)
+        for step, line in enumerate(lines[:after]):
+            resumed.measured(step, json.loads(line))
+        assert resumed.level(after).sigma == sigmas[after]
+
+
+def test_other_schedules_go_their_own_way():
+    plain = NoiseSchedule(total_steps=STEPS)
+    controller = NoiseController(plain)
+    for step in range(STEPS):
+        assert controller.measured(step, response(1.0)) == {}
+        assert controller.level(step) == plain.level(step)
+        assert plain.level(step).sigma == plain.sigma(step)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"target": 0.0}, "target_start = 0.0 must be above 0 and below inf, as k3 is"),
+        ({"target": 1.0, "measure": "effective_sample_size"}, "must be above 0 and below 1"),
+        ({"measure": "kl"}, "unknown target_measure 'kl'; known: k3, effective_sample_size"),
+        ({"start": 2.0}, "sigma_start = 2.0 must lie between sigma_min = 0.0001"),
+        ({"sigma_min": 0.0}, "which is above 0"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(more, words):
+    with pytest.raises(ValueError, match=words):
+        schedule(**more)
+
+
+# ---- on a model ----
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(size), nn.RMSNorm(size)
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x):
+        x = x + self.linear(self.input_layernorm(x)).tanh()
+        return x + self.linear(self.post_attention_layernorm(x)).tanh()
+
+
+class Policy(nn.Module):
+    """Logits of one token; nothing is trained."""
+
+    def __init__(self, size=64, vocabulary=32):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(size) for _ in range(3))
+        self.norm, self.head = nn.RMSNorm(size), nn.Linear(size, vocabulary)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "measure, target, kinds",
+    [
+        ("k3", 3e-3, (None,)),
+        ("effective_sample_size", 0.99, (None,)),
+        ("k3", 3e-3, ("block", "final")),
+    ],
+)
+@torch.no_grad()
+def test_noise_on_a_model_does_what_was_asked(measure, target, kinds):
+    """Tokens drawn by the noisy policy, log-probs of the clean one: means of many steps."""
+    torch.manual_seed(0)
+    model, generator = Policy(), torch.Generator().manual_seed(1)
+    of = schedule(1e-3, target, measure=measure, target_kinds=kinds)
+    injector, controller = NoiseInjector(model, of, "all", seed=3), NoiseController(of)
+    reached = []
+    for step in range(80):
+        x = torch.randn(1500, 64, generator=generator)
+        level = controller.level(step)
+        report = injector.apply(step, level)
+        noisy = model(x)
+        injector.remove()
+        tokens = noisy.exp().multinomial(1, generator=generator)
+        each = mismatch(noisy.gather(1, tokens), model(x).gather(1, tokens), tokens >= 0)
+        values = {name: float(metric.value()) for name, metric in merge([each]).items()}
+        metrics = controller.measured(step, values)
+        if level.sigma:
+            assert report.measured_std == pytest.approx(level.sigma, rel=0.3)
+            assert report.layers == {None: 7, "block": 6, "final": 1}[level.kind]
+        if step >= 30:
+            reached.append(metrics[f"aqn/reached_{measure}"])
+    missed = [abs(each - target) / (1 - target if measure != "k3" else target) for each in reached]
+    mean = sum(reached) / len(reached)
+    assert abs(mean - target) < 0.1 * (target if measure == "k3" else 1 - target), missed
+
+
+def test_kinds_that_are_no_norms_or_leave_some_out_are_refused():
+    for kinds, words in (
+        (("qk", "block", "final"), "'qk' is none of the norms that get noise"),
+        (("block",), "leave 1 norms without a turn, such as norm: name their kind"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            NoiseInjector(Policy(), schedule(target_kinds=kinds), "all", seed=1)
