@@ -147,7 +147,7 @@ def test_the_combinations_of_a_sweep():
     ]
     assert combinations(TINY, ["rollout_correction=glob(*)"]) == [
         [f"rollout_correction={method}"]
-        for method in ("geometric_mask", "icepop", "none", "sequence_tis", "token_tis")
+        for method in sorted(file.stem for file in (CONFIGS / "rollout_correction").iterdir())
     ]
     for override, message in (("aqn=off,loud", "unknown aqn 'loud'"), ("sed=1,2", "key 'sed'")):
         done = train("--multirun", "--config-name", TINY, override)
