@@ -33,6 +33,7 @@ CORRECTIONS = [
     Correction("token_tis", cap=2.0),
     Correction("sequence_tis", cap=UNCAPPED),
     Correction("sequence_tis", cap=2.0),
+    Correction("sequence_mask", cap=2.0, floor=0.5),
     Correction("icepop", cap=2.0, floor=0.5),
     Correction("geometric_mask", cap=1.25, floor=0.8),
 ]

@@ -41,7 +41,8 @@ def loss_alone(inputs, algorithm, correction):
 
     from mindspeed_qerl.algorithm.losses import policy_loss
 
-    per_token, _, _ = policy_loss(inputs, algorithm)
+    inputs = inputs.without_padding()
+    per_token, _ = policy_loss(algorithm.loss_mode)(inputs, algorithm)
     return torch.where(inputs.mask, per_token, 0.0).sum(), {}
 
 

@@ -101,3 +101,17 @@ def check_log_probs(llm, twin, noisy: dict, ids: list[int], lora=None) -> None:
         assert without > FLOAT32
     for name, weight in clean.items():
         parameters[name].data.copy_(weight)
+
+
+def assert_a_target_is_followed(rows: list[dict]) -> None:
+    """Of a run of five steps, the first two without noise: the trainer's mismatch of each step, and
+    the next step's sigma by it.
+    """
+    measured = {row["step"]: row for row in rows if row["event"] == "measured"}
+    sigmas = {row["step"]: row["aqn/sigma"] for row in rows if row["event"] == "noise"}
+    assert list(measured) == [0, 1, 2, 3, 4]
+    assert sigmas[0] == sigmas[1] == 0 and sigmas[2] == 0.05
+    for step in (2, 3):
+        change = (measured[step]["aqn/target_k3"] / measured[step]["aqn/reached_k3"]) ** 0.25
+        expected = sigmas[step] * min(max(change, 0.5), 2)
+        assert abs(sigmas[step + 1] - expected) < 1e-9 and sigmas[step + 1] != sigmas[step]

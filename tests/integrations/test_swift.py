@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
-from tests.integrations.programs import run_program, with_tokenizer
+from tests.integrations.programs import (
+    assert_a_target_is_followed,
+    run_program,
+    with_tokenizer,
+)
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = os.environ.get("MS_SWIFT")
@@ -18,13 +22,16 @@ PACKAGES = os.environ.get("MS_SWIFT")
 @pytest.mark.full
 @pytest.mark.skipif(not PACKAGES, reason="MS_SWIFT names no folder with ms-swift")
 @pytest.mark.parametrize(
-    "words, of, tensors",
-    [((), "weights", 25), (("--vllm_enable_lora", "true"), "adapters", 8)],
+    "words, of, tensors, kind",
+    [
+        ((), "weights", 25, "exponential"),
+        (("--vllm_enable_lora", "true"), "adapters", 8, "target"),
+    ],
     ids=["merged", "adapters"],
 )
-def test_five_steps(tmp_path, words, of, tensors):
+def test_five_steps(tmp_path, words, of, tensors, kind):
     report = tmp_path / "noise"
-    settings = {"report": str(report), "noise": {"num_stages": 3}}
+    settings = {"report": str(report), "noise": {"kind": kind, "num_stages": 3}}
     run_program(
         ROOT / "tests/integrations/swift_run.py",
         tmp_path,
@@ -40,6 +47,9 @@ def test_five_steps(tmp_path, words, of, tensors):
     assert faults(rows) == []
     noise = [row for row in rows if row["event"] == "noise"]
     assert [row["step"] for row in noise] == [0, 1, 2, 3, 4]
-    assert [row["aqn/sigma"] for row in noise] == pytest.approx([0, 0, 0.05, 0.05, 0.0005])
+    if kind == "target":
+        assert_a_target_is_followed(rows)
+    else:
+        assert [row["aqn/sigma"] for row in noise] == pytest.approx([0, 0, 0.05, 0.05, 0.0005])
     arrived = [row["tensors"] for row in rows if row["event"] == "arrival" and row["of"] == of]
     assert arrived[-4:] == [tensors] * 4

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
-from tests.integrations.programs import run_program, with_tokenizer
+from tests.integrations.programs import (
+    assert_a_target_is_followed,
+    run_program,
+    with_tokenizer,
+)
 
 pytest.importorskip("trl")
 ROOT = Path(__file__).parents[2]
@@ -37,6 +41,18 @@ def test_five_steps(tmp_path, family, norms, tensors):
     command = [sys.executable, "-m", "mindspeed_qerl.integrations.report", str(folder / "noise")]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert f"{tensors} of {tensors} weights" in shown and "picture: " in shown
+
+
+@pytest.mark.full
+def test_a_target_is_followed_by_trls_own_log_probs(tmp_path):
+    model, folder = with_tokenizer("qwen3", tmp_path / "model"), tmp_path / "trl"
+    run_program(PROGRAM, tmp_path, model, folder, "target", PYTHONPATH=str(ROOT))
+    rows = read_lines(folder / "noise")
+    assert_a_target_is_followed(rows)
+    history = json.loads((folder / "trained.json").read_text())["history"]
+    for row, logged in zip((row for row in rows if row["event"] == "measured"), history):
+        ratio = logged["sampling/importance_sampling_ratio/mean"]  # of all its tokens
+        assert (row["mismatch/k3"] > 1e-6) == (row["step"] >= 2) == (abs(ratio - 1) > 1e-6)
 
 
 @pytest.mark.full

@@ -1,8 +1,8 @@
 """Five steps of TRL's GRPOTrainer with vLLM in its process, on a CPU:
 
-    python trl_colocated.py MODEL FOLDER noise|off|without
+    python trl_colocated.py MODEL FOLDER noise|target|off|without
 
-`noise`: AQN, and an evaluation in the middle; `off`: the proof of arrival alone; `without`: TRL as
+`noise`: AQN, and an evaluation in the middle; `target`: its sigma follows a target; `off`: the proof of arrival alone; `without`: TRL as
 it is. What was sampled and trained is left in FOLDER/trained.json.
 """
 
@@ -22,6 +22,13 @@ from trl.generation import vllm_generation
 from mindspeed_qerl.integrations.trl import add_noise
 from tests.integrations.programs import check_log_probs, keep_weights, norms_of
 
+LOGGED = (
+    "loss",
+    "reward",
+    "grad_norm",
+    "completions/mean_length",
+    "sampling/importance_sampling_ratio/mean",
+)
 QUESTIONS = [{"prompt": f"tom has {i % 9 + 1} apples"} for i in range(64)]
 
 
@@ -62,6 +69,9 @@ def main(model: str, folder: Path, mode: str) -> None:
     )
     if mode == "noise":
         add_noise(trainer, report=f"{folder}/noise", noise={"num_stages": 3})
+    elif mode == "target":
+        noise = {"kind": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3}
+        add_noise(trainer, report=f"{folder}/noise", noise=noise)
     elif mode == "off":
         add_noise(trainer, report=f"{folder}/noise", noise=None)
     llm, before = trainer.vllm_generation.llm, norms_of(trainer.model)
@@ -93,7 +103,7 @@ def main(model: str, folder: Path, mode: str) -> None:
         assert noisy_steps == {2, 3, 4} and evaluations
         check_noisy_answers(trainer, served, model)
     history = [
-        {name: row[name] for name in ("loss", "reward", "grad_norm", "completions/mean_length")}
+        {name: row[name] for name in LOGGED}
         for row in trainer.state.log_history
         if "loss" in row
     ]
