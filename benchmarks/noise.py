@@ -3,6 +3,8 @@ policy that samples and the one that is trained.
 
     # about 6 minutes on 2 cores; draws docs/images/noise_{precision,kl,routing}.png
     python benchmarks/noise.py
+    # what runs with aqn=target reached; draws docs/images/noise_target.png
+    python benchmarks/noise.py --target NAME=RUN_DIRECTORY ...
 
 First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights
 of 1, in both dtypes: measured standard deviation of (noisy - clean) over nominal. Second: two runs
@@ -295,12 +297,51 @@ def routing(image: Path) -> None:
     print(image)
 
 
+def target(runs: dict[str, Path], image: Path) -> None:
+    """Asked and reached k3 of each run by step, and sigma; prints reached / asked by stage."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    print("| model | " + " | ".join(map(str, range(1, 10))) + " |\n" + "|---" * 10 + "|")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(4 * len(runs), 5), layout="constrained")
+        grid = figure.subplots(2, len(runs), sharex="col", sharey="row", squeeze=False)
+        for (name, run), (distances, sigmas) in zip(runs.items(), grid.T):
+            rows = [row for row in read_jsonl(run / "metrics.jsonl") if "aqn/reached_k3" in row]
+            steps = [row["step"] for row in rows]
+            asked, reached = (
+                np.array([row[f"aqn/{what}_k3"] for row in rows]) for what in ("target", "reached")
+            )
+            stages = np.array([row["aqn/stage"] for row in rows])
+            shares = [
+                np.exp(np.log(reached[stages == stage] / asked[stages == stage]).mean())
+                for stage in range(1, 10)
+            ]
+            print(f"| {name} | " + " | ".join(f"{share:.2f}" for share in shares) + " |")
+            distances.semilogy(steps, asked, color=BLUE, label="target")
+            distances.semilogy(steps, reached, ".-", color=RED, label="reached")
+            distances.set(title=name)
+            sigmas.semilogy(steps, [row["aqn/sigma"] for row in rows], ".-", color=GREEN)
+            sigmas.set(xlabel="training step")
+        grid[0, 0].set(ylabel="k3, nats per token")
+        grid[1, 0].set(ylabel="sigma")
+        grid[0, 0].legend()
+        figure.savefig(image, dpi=130)
+    print(image)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
-    images = parser.parse_args().images
+    parser.add_argument("--target", nargs="+", metavar="NAME=RUN_DIRECTORY")
+    arguments = parser.parse_args()
+    images = arguments.images
+    if arguments.target:
+        named = (each.partition("=") for each in arguments.target)
+        target({name: Path(run) for name, _, run in named}, images / "noise_target.png")
+        return
     precision(images / "noise_precision.png")
     growth(images / "noise_kl.png")
     routing(images / "noise_routing.png")
