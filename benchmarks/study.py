@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -73,8 +74,8 @@ def first_pair(question: str) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Study:
     """Cells by name with their overrides; comparisons (cell, baseline cell, measure); by name of a
-    measure other than "accuracy", the run's own after its last step, arguments of
-    tools/evaluate.py; the effect it asks about, in accuracy; what questions that depend on each
+    measure other than "accuracy", the run's own after its last step, and "groups with signal", of its
+    training, arguments of tools/evaluate.py; the effect it asks about, in accuracy; what questions that depend on each
     other have in common; what all cells are runs of.
     """
 
@@ -112,6 +113,40 @@ def crossed(values: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         for value, overrides in values.items()
         for aqn in ("off", "qerl")
     }
+
+
+# What every noise study of the real model shares.
+SMOLLM2: dict[str, Any] = {
+    "group": str,  # every question stands for itself
+    "config": "grpo_smollm2_135m_gsm8k_cpu",
+    "model": "models/smollm2_135m_gsm8k",  # docs/evaluation.md
+    "overrides": (
+        "task.train_file=data/gsm8k_two_steps/train_chat.parquet",
+        "task.test_file=data/gsm8k_two_steps/test_chat.parquet",
+        "megatron_training.train_iters=20",
+        "megatron_training.save_interval=20",
+        "generate_config.sampling_config.max_tokens=96",
+        "rl_config.verifier_function=[gsm8k]",
+        "rl_config.verifier_weight=[1.0]",
+        # In most groups no answer is right: of up to 16, 4 that have a signal are trained.
+        "megatron_training.global_batch_size=8",
+        "rl_config.filter_groups_enable=true",
+        "rl_config.filter_groups_train_batch_size=4",
+        "rl_config.filter_groups_max_batches=2",
+        "eval.every=20",
+        "eval.n_problems=326",
+        "eval.samples_per_problem=4",
+        "eval.temperature=1.0",
+    ),
+}
+EXPLORED = ("pass@1", "pass@16", "groups with signal")
+# The target by a pilot that no study has (docs/results.md).
+MEASURED_NOISE = {"off": ("aqn=off",), "qerl": ("aqn=qerl",), "target": ("aqn=target",)}
+
+
+def against_off(*cells: str) -> tuple[tuple[str, str, str], ...]:
+    """Comparisons of `cells` with "off", in each measure of a study of noise."""
+    return tuple((cell, "off", measure) for cell in cells for measure in EXPLORED)
 
 
 STUDIES = {
@@ -156,32 +191,25 @@ STUDIES = {
         ),
         {"sixteen": ("--samples", "16")},
     ),
+    "target": Study(
+        "Does noise of a measured strength help?",
+        MEASURED_NOISE,
+        against_off("qerl", "target"),
+        {"sixteen": ("--samples", "16")},
+    ),
     "real": Study(
         "Does AQN help a real model, SmolLM2-135M after a warm-up?",
         {"AQN off": ("aqn=off",), "AQN on": ("aqn=qerl",)},
         (("AQN on", "AQN off", "accuracy"),),
         effect=0.01,
-        group=str,  # every question stands for itself
-        config="grpo_smollm2_135m_gsm8k_cpu",
-        model="models/smollm2_135m_gsm8k",  # docs/evaluation.md
-        overrides=(
-            "task.train_file=data/gsm8k_two_steps/train_chat.parquet",
-            "task.test_file=data/gsm8k_two_steps/test_chat.parquet",
-            "megatron_training.train_iters=20",
-            "megatron_training.save_interval=20",
-            "generate_config.sampling_config.max_tokens=96",
-            "rl_config.verifier_function=[gsm8k]",
-            "rl_config.verifier_weight=[1.0]",
-            # In most groups no answer is right: of up to 16, 4 that have a signal are trained.
-            "megatron_training.global_batch_size=8",
-            "rl_config.filter_groups_enable=true",
-            "rl_config.filter_groups_train_batch_size=4",
-            "rl_config.filter_groups_max_batches=2",
-            "eval.every=20",
-            "eval.n_problems=326",
-            "eval.samples_per_problem=4",
-            "eval.temperature=1.0",
-        ),
+        **SMOLLM2,
+    ),
+    "real_target": Study(
+        "Does noise of a measured strength help a real model?",
+        MEASURED_NOISE,
+        against_off("qerl", "target"),
+        {"sixteen": ("--samples", "16")},
+        **SMOLLM2,
     ),
 }
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # right answers of one question
@@ -233,7 +261,9 @@ class Data:
         self.save()
 
     def values(self, cell: str, measure: str, seeds: list[str]) -> np.ndarray:
-        """[seeds, groups of questions]."""
+        """[seeds, groups of questions]; of groups with signal, which are training's, [seeds, 1]."""
+        if measure == "groups with signal":
+            return np.array([[self.cells[cell][seed]["signal"]] for seed in seeds])
         evaluation, k = (
             ("sixteen", int(measure[5:])) if measure.startswith("pass@") else (measure, 1)
         )
@@ -356,11 +386,9 @@ def run_cell(
                 stdout=subprocess.DEVNULL,
             )
         evaluated[evaluation] = right_answers(read_jsonl(file), max(run.scores))
-    entropy = [
-        round(row["entropy/mean"], 4)
-        for row in read_jsonl(directory.metrics_file)
-        if "entropy/mean" in row
-    ]
+    rows = read_jsonl(directory.metrics_file)
+    entropy = [round(row["entropy/mean"], 4) for row in rows if "entropy/mean" in row]
+    signal = np.mean([row["reward/groups_with_signal"] for row in rows])
     data = hashlib.sha256(json.dumps(run.data, sort_keys=True).encode()).hexdigest()[:12]
     found = {
         "model": weights,
@@ -369,6 +397,7 @@ def run_cell(
         "start": round(float(np.mean(list(run.scores[0].values()))), 4),
         "accuracy": right_answers(answers, max(run.scores)),
         "entropy": [entropy[0], entropy[-1]],
+        "signal": round(float(signal), 4),
         **evaluated,
     }
     return found, [row["question"] for row in answers if row["step"] == 0]

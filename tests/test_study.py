@@ -224,7 +224,13 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
     for file, rows in (
         ("eval_answers.jsonl", answers),
         ("evaluations/sixteen/answers.jsonl", answers),
-        ("metrics.jsonl", [{"step": 1, "entropy/mean": 0.5}, {"step": 2, "entropy/mean": 0.25}]),
+        (
+            "metrics.jsonl",
+            [
+                {"step": 1, "entropy/mean": 0.5, "reward/groups_with_signal": 0.5},
+                {"step": 2, "entropy/mean": 0.25, "reward/groups_with_signal": 0.25},
+            ],
+        ),
     ):
         (run.path / file).parent.mkdir(parents=True, exist_ok=True)
         (run.path / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -250,6 +256,7 @@ def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
         "code": "0123456",
         "start": 0.5,
         "entropy": [0.5, 0.25],
+        "signal": 0.375,
         "accuracy": {"samples": 2, "right": "2"},
         "sixteen": {"samples": 2, "right": "2"},
     }

@@ -275,12 +275,13 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     logprobs = -torch.rand(3, 2, length, generator=generator)
     mask = torch.tensor([[True, True, True], [True, False, False]])
     advantages = torch.tensor([1.0, -1.0])
-    policy = logprobs[0].requires_grad_()
-    whole = LossInputs(policy, *logprobs[1:].detach(), advantages, mask).without_padding()
+    policy, old, rollout = logprobs
+    policy.requires_grad_()
+    whole = LossInputs(policy, old, rollout, advantages, mask).without_padding()
 
     def called(rows: slice) -> torch.Tensor:
-        parts = (value[rows] if value is not None else None for value in vars(whole).values())
-        per_token, of_tokens = function(LossInputs(*parts), algorithm)
+        part = {name: value[rows] for name, value in vars(whole).items() if value is not None}
+        per_token, of_tokens = function(LossInputs(**part), algorithm)
         shape = mask[rows].shape
         for what, values in {"the loss": per_token, **of_tokens}.items():
             if values.shape != shape or not values[mask[rows]].isfinite().all():

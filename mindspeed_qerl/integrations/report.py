@@ -104,9 +104,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
         if row["event"] != "arrival" and not row["rank"]:
             steps.setdefault(row["step"], {}).update(row)
     drawn = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
-    kept = [
-        {name: row[name] for name in row if name.startswith(drawn)} for row in steps.values()
-    ]
+    kept = [{name: row[name] for name in row if name.startswith(drawn)} for row in steps.values()]
     return write_plots(columns_of(kept), {"step": []}, folder, str(folder)) if steps else []
 
 

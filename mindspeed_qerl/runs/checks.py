@@ -303,9 +303,7 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 class StepChecks:
     """The checks of one run, step by step; keeps the noise so far, and the warnings given."""
 
-    def __init__(
-        self, recipe: Recipe, routed: bool, earlier: Iterable[Mapping[str, float]]
-    ):
+    def __init__(self, recipe: Recipe, routed: bool, earlier: Iterable[Mapping[str, float]]):
         """routed: the model has experts. earlier: metrics of the steps before, of a run that is
         resumed.
         """

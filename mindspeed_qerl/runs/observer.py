@@ -46,8 +46,9 @@ class RunObserver:
     Every method that raises, raises EngineError.
 
     Attributes:
-        noise: by what it goes; None: there is none. is_proved: whether every LoRA target was seen to move the rollout engine's weights as it
-            should. checks: of the metrics, over the whole run.
+        noise: what it is in each step; None: a run without. is_proved: whether every LoRA target
+            was seen to move the rollout engine's weights as it should. checks: of the metrics, over
+            the whole run.
     """
 
     def __init__(

@@ -209,7 +209,7 @@ def test_the_weights_of_a_correction_are_trls(method, mode, bounds):
         "old_per_token_logps": inputs.old_logprobs,
         "sampling_per_token_logps": inputs.rollout_logprobs,
     }
-    exec(trls_correction(), known)
+    exec(trls_correction(), known)  # noqa: S102
     expected = known["vllm_importance_sampling_ratio"].expand(inputs.mask.shape)
     weights, _ = correction_weights(
         inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction
@@ -222,9 +222,9 @@ def trls_correction():
     from trl.trainer import grpo_trainer
 
     for node in ast.walk(ast.parse(Path(grpo_trainer.__file__).read_text())):
-        if isinstance(node, ast.If) and "vllm_importance_sampling_mode in" in ast.unparse(node):
-            if ast.unparse(node.test).startswith("self.use_vllm and"):
-                return compile(ast.Module([node], []), "trl", "exec")
+        text = ast.unparse(node) if isinstance(node, ast.If) else ""
+        if text.startswith("if self.use_vllm and") and "importance_sampling_mode in" in text:
+            return compile(ast.Module([node], []), "trl", "exec")
     raise AssertionError("TRL computes its weights elsewhere")
 
 

@@ -229,7 +229,9 @@ def test_k1_and_k3_estimate_the_same_divergence():
         assert sum(p * k for p, k in zip(sampled.exp().tolist(), each)) == pytest.approx(exact)
 
 
-@pytest.mark.parametrize("method", ["token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"])
+@pytest.mark.parametrize(
+    "method", ["token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"]
+)
 def test_weights_of_a_correction_have_no_gradient(method):
     """Not even where the policy before the update is the one that is trained, with its gradient."""
     inputs = micro_batch()

@@ -1,10 +1,8 @@
-"""docs/aqn.md: each Python example prints what the text block below it shows."""
+"""docs/aqn.md: the Python example prints what the text block below it shows."""
 
 import re
 import subprocess
 import sys
-
-import pytest
 
 from tests import ROOT
 
@@ -21,7 +19,6 @@ def run(code):
     return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("example", range(2))
-def test_example_prints_what_the_page_shows(example):
-    code, shown = EXAMPLES[example]
+def test_the_example_prints_what_the_page_shows():
+    [(code, shown)] = EXAMPLES
     assert run(code) == shown

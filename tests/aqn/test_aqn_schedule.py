@@ -68,9 +68,7 @@ def test_first_stage_is_off_and_ends_are_hit(kind, num_stages):
     if num_stages > 1:
         assert schedule.sigma(first_stage) == pytest.approx(0.1)
     if num_stages > 2:
-        assert schedule.sigma(59) == pytest.approx(
-            0.1 if kind in ("constant", "target") else 0.001
-        )
+        assert schedule.sigma(59) == pytest.approx(0.1 if kind in ("constant", "target") else 0.001)
     assert schedule.sigma(10_000) == schedule.sigma(59)
 
 
@@ -134,9 +132,9 @@ def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, e
             )
             period = restart_every or total_steps
             hit = {step % period * num_stages // period for step in range(total_steps)} - {0}
-            of_stages = dict.fromkeys(("constant", "target"), set(range(1, num_stages))).get(
-                kind, {1 if start > end or num_stages == 2 else num_stages - 1}
-            )
+            of_stages = {1 if start > end or num_stages == 2 else num_stages - 1}
+            if kind in ("constant", "target"):
+                of_stages = set(range(1, num_stages))
             warned = skipped_strongest_noise(schedule)
             assert (warned is None) == (num_stages == 1 or bool(hit & of_stages))
             if restart_every is None and kind not in ("constant", "target") and num_stages > 2:

@@ -5,6 +5,7 @@ besides; and what a resumed run reads again.
 import json
 import math
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_within_ten_steps_it_is_within_a_tenth_of_the_target_and_stays(
     assert all(abs(each - distance) < 0.1 * distance for each in reached[10:])
     # from one side: it never passes the target
     gaps = [math.log(sigma / RIGHT) * (1 if start > 1 else -1) for sigma, _ in seen]
-    assert all(before >= after >= -1e-9 for before, after in zip(gaps, gaps[1:]))
+    assert all(before >= after >= -1e-9 for before, after in pairwise(gaps))
     told = [metrics[f"aqn/reached_{measure}"] for _, metrics in seen]
     expected = reached if measure == "k3" else [math.exp(-each) for each in reached]
     assert told == pytest.approx(expected)
@@ -79,7 +80,7 @@ def test_within_ten_steps_it_is_within_a_tenth_of_the_target_and_stays(
 def test_a_steeper_response_does_not_make_it_oscillate(power):
     seen = followed(schedule(10 * RIGHT), lambda _, sigma: response(sigma, power))
     sigmas = [sigma for sigma, _ in seen]
-    assert all(before >= after >= RIGHT * (1 - 1e-9) for before, after in zip(sigmas, sigmas[1:]))
+    assert all(before >= after >= RIGHT * (1 - 1e-9) for before, after in pairwise(sigmas))
 
 
 @pytest.mark.parametrize("measure, target", [("k3", 0.01), ("effective_sample_size", 0.99)])
@@ -140,9 +141,7 @@ def test_estimates_of_chance_move_it_little():
 
 
 def test_noise_that_nothing_shows_grows_to_its_bound():
-    seen = followed(
-        schedule(1e-3, sigma_max=0.5), lambda *_: response(0.0) | {"mismatch/k3": 0.0}
-    )
+    seen = followed(schedule(1e-3, sigma_max=0.5), lambda *_: response(0.0) | {"mismatch/k3": 0.0})
     sigmas = [sigma for sigma, _ in seen]
     assert sigmas[1] == MOST_CHANGE * sigmas[0] and sigmas[-1] == 0.5
     seen = followed(schedule(0.1, sigma_min=0.09), lambda _, sigma: response(10 * sigma))
@@ -168,7 +167,9 @@ def test_what_was_written_makes_the_same_sigma_to_the_last_bit():
     controller = NoiseController(schedule(target_kinds=("input", "final"), end=0.002))
     for step in range(STEPS):
         level = controller.level(step)
-        values = response(level.sigma * draw.uniform(0.5, 2), sensitivity=draw.random(), rounding=0.01)
+        values = response(
+            level.sigma * draw.uniform(0.5, 2), sensitivity=draw.random(), rounding=0.01
+        )
         lines.append(json.dumps(values | controller.measured(step, values)))
         sigmas.append(level.sigma)
     for after in range(STEPS):

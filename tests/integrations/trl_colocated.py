@@ -2,8 +2,8 @@
 
     python trl_colocated.py MODEL FOLDER noise|target|off|without
 
-`noise`: AQN, and an evaluation in the middle; `target`: its sigma follows a target; `off`: the proof of arrival alone; `without`: TRL as
-it is. What was sampled and trained is left in FOLDER/trained.json.
+`noise`: AQN, and an evaluation in the middle; `target`: its sigma follows a target; `off`: the
+proof of arrival alone; `without`: TRL as it is. What was sampled and trained is left in FOLDER/trained.json.
 """
 
 import json
@@ -103,9 +103,7 @@ def main(model: str, folder: Path, mode: str) -> None:
         assert noisy_steps == {2, 3, 4} and evaluations
         check_noisy_answers(trainer, served, model)
     history = [
-        {name: row[name] for name in LOGGED}
-        for row in trainer.state.log_history
-        if "loss" in row
+        {name: row[name] for name in LOGGED} for row in trainer.state.log_history if "loss" in row
     ]
     adapters = {name: w for name, w in trainer.model.named_parameters() if "lora_" in name}
     sums = {name: w.double().sum().item() for name, w in adapters.items()}
