@@ -13,6 +13,7 @@ from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
+from tests import ROOT
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 
 
@@ -339,6 +340,14 @@ def test_every_rule_has_an_example_and_a_source():
     )
     for rule in RULES:
         assert source.fullmatch(rule.source), rule
+
+
+def test_the_page_lists_every_rule():
+    page = (ROOT / "docs" / "layouts.md").read_text()
+    for rule in RULES:
+        repository, path = rule.source.split(" ")
+        file = path.rpartition("/")[2]
+        assert f"\n- {rule.demand} ({repository} `{file}`)\n" in page, rule.name
 
 
 def test_the_local_engine_has_the_rules_that_hold_for_any_megatron():
