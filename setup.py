@@ -39,6 +39,7 @@ setup(
     package_data={
         "mindspeed_qerl.ascend": ["contract.yaml"],
         "mindspeed_qerl.configs": ["**/*.yaml"],
+        "mindspeed_qerl.families": ["models.yaml"],
         "mindspeed_qerl.layout": ["launches.yaml", "rules.yaml"],
         "mindspeed_qerl.preflight": ["checks.yaml"],
         "mindspeed_qerl.recipe": ["keys.yaml"],

@@ -160,7 +160,6 @@ class Family:
         experts: every layer routes tokens to experts. shared_expert: and has one for all tokens,
             with a gate.
         own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.
-        named: shapes known by name, for planning without the model.
         conversion, adaptor: None if the NPU engine cannot run the family.
         megatron: arguments of Megatron that the family needs besides. extra_arguments: the same
             where MindSpeed-RL has no key for them.
@@ -173,7 +172,6 @@ class Family:
     experts: bool = False
     shared_expert: bool = False
     own_head_dim: bool = False
-    named: tuple[ModelShape, ...] = ()
     conversion: Conversion | None = None
     adaptor: Adaptor | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
