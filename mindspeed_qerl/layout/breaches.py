@@ -25,11 +25,9 @@ def vocabulary_is_vllms(plan: Plan) -> bool:
     return plan.rows != plan.vllm_rows
 
 
-def layers_by_pp(plan: Plan) -> str | None:
-    layers, pp = plan.shape.num_hidden_layers, plan.layout.pp
-    if plan.layout.num_layer_list:
-        return None
-    return indivisible("layers", layers, f"PP {pp} (or give num_layer_list)", pp)
+def layers_by_pp(plan: Plan) -> bool:
+    is_left_over = plan.shape.num_hidden_layers % plan.layout.pp > 0
+    return is_left_over and not plan.layout.num_layer_list
 
 
 def layer_list_has_a_number_for_each_stage(plan: Plan) -> str | None:
