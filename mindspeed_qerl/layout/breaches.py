@@ -74,10 +74,6 @@ def shared_backbone_has_one_chunk(plan: Plan) -> bool:
     return plan.share_backbone and plan.layout.layers_per_virtual_stage is not None
 
 
-def shared_backbone_has_adapters(plan: Plan) -> bool:
-    return plan.share_backbone and not plan.lora
-
-
 def context_parallel_heads(plan: Plan) -> bool:
     return plan.layout.cp > 1 and plan.layout.cp_algorithm == ULYSSES
 
@@ -96,10 +92,6 @@ def context_parallel_algorithm(plan: Plan) -> bool:
 
 def dense_model_without_ep(plan: Plan) -> bool:
     return plan.layout.ep > 1 and not plan.shape.moe
-
-
-def experts_are_whole(plan: Plan) -> bool:
-    return plan.shape.moe and not plan.layout.tp_extend_ep
 
 
 def experts_need_sequence_parallelism(plan: Plan) -> bool:
@@ -163,14 +155,6 @@ def shared_expert_is_summed(plan: Plan) -> bool:
 
 def two_ranks(plan: Plan) -> bool:
     return plan.layout.world == 1
-
-
-def answers_fit_vllm(plan: Plan) -> bool:
-    return plan.batch.seq_length > plan.batch.max_model_len
-
-
-def prompts_fit_the_scheduler(plan: Plan) -> bool:
-    return plan.batch.max_num_batched_tokens < plan.batch.max_model_len
 
 
 # ---- batch ----
@@ -264,14 +248,6 @@ def update_takes_every_answer(plan: Plan) -> str | None:
             "trained on"
         )
     return indivisible("answers of a training rank", share, by, size)
-
-
-def removed_padding_resets_the_mask(plan: Plan) -> bool:
-    return plan.batch.use_remove_padding and not plan.batch.reset_attention_mask
-
-
-def dynamic_batches_need_removed_padding(plan: Plan) -> bool:
-    return plan.batch.use_dynamic_bsz and not plan.batch.use_remove_padding
 
 
 def removed_padding_varies_in_a_pipeline(plan: Plan) -> bool:

@@ -24,6 +24,8 @@ class Rule:
     source: str
     message: str = ""
     multiple: Sequence[Sequence[str]] = ()
+    needs: Sequence[str] = ()
+    at_most: Sequence[str] = ()
 
     def broken_by(self, plan: Plan) -> str | None:
         """One sentence with the numbers if the plan breaks it."""
@@ -34,6 +36,14 @@ class Rule:
         for what, number, *sizes in self.multiple:
             if sentence := _no_multiple(plan, what, number, sizes):
                 return sentence
+        if self.needs:
+            first, second = attrgetter(*self.needs)(plan)
+            if second or not first:
+                return None
+        if self.at_most:
+            number, most = attrgetter(*self.at_most)(plan)
+            if number <= most:
+                return None
         return self.message.format(plan=plan)
 
 
