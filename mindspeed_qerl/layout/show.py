@@ -167,17 +167,14 @@ def print_comparison(
     console: Console, compared: Mapping[str, tuple[Memory, list[Phase]]], terms: Terms
 ) -> None:
     """Seconds of each phase of several plans beside each other, and their memory."""
-    times = {name: phases for name, (_, phases) in compared.items()}
-    names = dict.fromkeys(phase.name for phases in times.values() for phase in phases)
     table = _table_of_sums("seconds of an iteration", "sum")
-    for name, phases in times.items():
+    rows: dict[str, dict[str, str]] = {}  # name of a phase -> plan -> its seconds
+    for name, (_, phases) in compared.items():
         table.add_column(name, justify="right", footer=span(total(phases, terms)))
-    for name in names:
-        cells = []
-        for phases in times.values():
-            same = [phase for phase in phases if phase.name == name]
-            cells.append(span(total(same, terms)) if same else "")
-        table.add_row(name, *cells)
+        for phase in phases:
+            rows.setdefault(phase.name, {})[name] = span(total([phase], terms))
+    for phase_name, seconds in rows.items():
+        table.add_row(phase_name, *(seconds.get(name, "") for name in compared))
     console.print(table)
     peaks = [f"{name} {memory.peak / GB:.0f}" for name, (memory, _) in compared.items()]
     console.print(f"GB at the fullest moment outside the rollout: {', '.join(peaks)}")

@@ -8,10 +8,8 @@ host is not published for a 910C, and is a range.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -44,7 +42,9 @@ DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
 # of TP and of experts in a layer's forward pass, as `groups` has them
 COLLECTIVES = {"training": (4, 2), "rollout": (2, 2)}
-ALIKE = {"qwen3": "qwen2", "llama": "qwen2"}  # families that are sent the same but for a norm
+# {family: {kind of pass: launches in a layer, and outside the layers}}, and what tensor parallelism
+# adds in a layer
+COUNTED = yaml.safe_load(LAUNCHES.read_text())
 
 
 @dataclass(frozen=True)
@@ -184,21 +184,11 @@ def groups(plan: Plan) -> dict[str, dict[str, int]]:
     return {"training": training, "rollout": rollout}
 
 
-@cache
-def _counted() -> dict[str, dict[str, Any]]:
-    """{family: {kind of pass: launches in a layer, and outside the layers}}, and what tensor
-    parallelism adds in a layer.
-    """
-    return yaml.safe_load(LAUNCHES.read_text())
-
-
 class _Rank:
     def __init__(self, memory: Memory, terms: Terms):
         self.memory, self.plan, self.work = memory, memory.plan, terms.work
         self.between, self.shape = terms.between, memory.plan.shape
-        kind = self.shape.model_type
-        self._launches = _counted()[ALIKE.get(kind, kind)]
-        self._tensor_parallel = _counted()["tensor_parallel"]
+        self._launches = COUNTED[self.shape.model_type]
 
     def _seconds(
         self, side: str, flops: float, bytes: float, collectives: float, sent: float
@@ -216,7 +206,7 @@ class _Rank:
         """Of a step of vLLM's or of a micro-batch: in a layer, and outside the layers."""
         layer, outside = self._launches[kind]
         if tp > 1:
-            layer += self._tensor_parallel.get(kind, 0)
+            layer += COUNTED["tensor_parallel"].get(kind, 0)
         return layer, outside
 
     # ---- vLLM ----
@@ -228,11 +218,10 @@ class _Rank:
     def evaluation(self) -> Phase:
         """An iteration's share of it."""
         problems, every = self.work.problems / self.plan.layout.infer_dp, self.work.every
-        steps = [self._prefill(problems), self._decode(problems)]
-        launches, device, alone = (
-            sum(getattr(phase, name) for phase in steps) for name in ("launches", "device", "alone")
-        )
-        return Phase("evaluation", launches / every, device / every, alone=alone / every)
+        prefill, decode = self._prefill(problems), self._decode(problems)
+        launches = (prefill.launches + decode.launches) / every
+        device = (prefill.device + decode.device) / every
+        return Phase("evaluation", launches, device, alone=decode.alone / every)
 
     def _prefill(self, answers: float) -> Phase:
         plan, shape, tp = self.plan, self.shape, self.plan.layout.infer_tp
