@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,13 +134,16 @@ def whole_checkpoints(checkpoints: Path) -> list[int]:
     ]
 
 
-def rank_folder(tensor: int, pipeline: int, expert: int, *, pp: int, ep: int) -> str:
-    """The folder of one rank's file in Megatron's checkpoints
-    (training/checkpointing.py:get_checkpoint_name).
+def rank_folders(tp: int, pp: int, ep: int) -> dict[tuple[int, int, int], str]:
+    """The folder of each rank's file in Megatron's checkpoints, by its tensor, pipeline and expert
+    rank (training/checkpointing.py:get_checkpoint_name).
     """
-    stage = f"_{pipeline:03d}" if pp > 1 else ""
-    experts = f"_{expert:03d}" if ep > 1 else ""
-    return f"mp_rank_{tensor:02d}{stage}{experts}"
+    folders = {}
+    for tensor, stage, expert in product(range(tp), range(pp), range(ep)):
+        stages = f"_{stage:03d}" if pp > 1 else ""
+        experts = f"_{expert:03d}" if ep > 1 else ""
+        folders[tensor, stage, expert] = f"mp_rank_{tensor:02d}{stages}{experts}"
+    return folders
 
 
 def forget_shared_memory() -> None:

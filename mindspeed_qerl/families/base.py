@@ -160,7 +160,6 @@ class Family:
         experts: every layer routes tokens to experts. shared_expert: and has one for all tokens,
             with a gate.
         own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.
-        named: shapes known by name, for planning without the model.
         conversion, adaptor: None if the NPU engine cannot run the family.
         megatron: arguments of Megatron that the family needs besides. extra_arguments: the same
             where MindSpeed-RL has no key for them.
@@ -173,7 +172,6 @@ class Family:
     experts: bool = False
     shared_expert: bool = False
     own_head_dim: bool = False
-    named: tuple[ModelShape, ...] = ()
     conversion: Conversion | None = None
     adaptor: Adaptor | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
@@ -235,29 +233,34 @@ class Family:
             stated["shared_expert_intermediate_size"] = 0
         return checked(ModelShape, stated, " in config.json")
 
-    def megatron_arguments(self, shape: ModelShape) -> dict[str, Any]:
-        """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds
-        another model with a default of its own.
-        """
-        arguments = dict(
-            use_mcore_models=True,
+    def _layers(self, shape: ModelShape) -> dict[str, Any]:
+        """What Megatron's arguments and its TransformerConfig call by the same name."""
+        return dict(
             num_layers=shape.num_hidden_layers,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,
-            group_query_attention=True,
             num_query_groups=shape.num_key_value_heads,
             kv_channels=shape.head_dim,
             add_qkv_bias=self.qkv_bias,
             qk_layernorm=self.qk_norm,
+            normalization="RMSNorm",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+
+    def megatron_arguments(self, shape: ModelShape) -> dict[str, Any]:
+        """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds
+        another model with a default of its own.
+        """
+        arguments = self._layers(shape) | dict(
+            use_mcore_models=True,
+            group_query_attention=True,
             disable_bias_linear=True,
             swiglu=True,
-            normalization="RMSNorm",
             norm_epsilon=shape.rms_norm_eps,
             position_embedding_type="rope",
             rotary_base=_whole(shape.rope_theta),
             untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
         )
         if not self.experts:
             return arguments | dict(
@@ -279,22 +282,12 @@ class Family:
         """The fields of megatron-core's TransformerConfig that describe the model."""
         from torch.nn.functional import silu
 
-        config = dict(
-            num_layers=shape.num_hidden_layers,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_attention_heads,
-            num_query_groups=shape.num_key_value_heads,
-            kv_channels=shape.head_dim,
+        config = self._layers(shape) | dict(
             ffn_hidden_size=shape.intermediate_size or shape.moe_intermediate_size,
             gated_linear_unit=True,
             activation_func=silu,
-            normalization="RMSNorm",
             layernorm_epsilon=shape.rms_norm_eps,
-            qk_layernorm=self.qk_norm,
             add_bias_linear=False,
-            add_qkv_bias=self.qkv_bias,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
         )
         if self.experts:
             config |= dict(

@@ -7,7 +7,7 @@ model_executor/models/qwen2_moe.py names it `mlp.shared_expert.*` and its gate
 parameter `gate_weight`.
 """
 
-from mindspeed_qerl.families.base import Adaptor, Conversion, Family, ModelShape
+from mindspeed_qerl.families.base import Adaptor, Conversion, Family
 from mindspeed_qerl.families.qwen2 import OPTIONS
 
 SPEC = ("mindspeed_llm.tasks.models.spec.qwen2_moe_spec", "layer_spec")
@@ -30,26 +30,5 @@ QWEN2_MOE = Family(
             ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate"),
         ),
         corrections=((".gate_weight.weight", ".gate_weight"),),
-    ),
-    named=(
-        ModelShape(
-            "qwen15_moe_a2_7b",
-            "qwen2_moe",
-            24,
-            2048,
-            16,
-            16,
-            128,
-            0,
-            151936,
-            1e6,
-            False,
-            8192,
-            60,
-            4,
-            1408,
-            5632,
-            False,
-        ),
     ),
 )

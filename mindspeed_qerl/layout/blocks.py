@@ -41,11 +41,12 @@ def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -
                 f"{key} = {format!r}: the model's {name} = {width} is no multiple of its blocks of "
                 f"{block} inputs; int8_w8a8 and fp8 take any width"
             )
-            yield Fault("unsupported", message, key)
         elif name in shared and tp > 1 and width % (block * tp):
             message = (
                 f"{key} = {format!r} with generate_config.infer_tensor_parallel_size = {tp}: a "
                 f"rank's part of the model's {name} = {width} is no multiple of its blocks of "
                 f"{block} inputs; set a smaller size"
             )
-            yield Fault("unsupported", message, key)
+        else:
+            continue
+        yield Fault("unsupported", message, key)

@@ -98,10 +98,16 @@ def print_layouts(console: Console, ranked: Sequence[Memory], terms: Terms) -> N
     console.print(LEGEND, highlight=False, style="dim")
 
 
+def _table_of_sums(first: str, sums: str) -> Table:
+    """A table whose columns end in their sums, with its first column."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
+    table.add_column(first, footer=sums, no_wrap=True)
+    return table
+
+
 def print_memory(console: Console, memory: Memory) -> None:
     """Each part of the fullest rank's memory at each moment, GB, and below how it comes about."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
-    table.add_column("GB of one rank", footer=f"sum, of {memory.capacity / GB:.0f}", no_wrap=True)
+    table = _table_of_sums("GB of one rank", f"sum, of {memory.capacity / GB:.0f}")
     for moment in MOMENTS:
         total = f"{memory.total(moment) / GB:.1f}"
         table.add_column(moment, justify="right", footer=total, no_wrap=True)
@@ -128,8 +134,7 @@ def print_time(console: Console, memory: Memory, terms: Terms, iterations: int |
     """Seconds of an iteration of the slowest rank, phase by phase, and hours of all."""
     phases = iteration(memory, terms)
     sums = total(phases, terms)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
-    table.add_column("seconds of an iteration", footer="sum", no_wrap=True)
+    table = _table_of_sums("seconds of an iteration", "sum")
     table.add_column("launches", justify="right")
     table.add_column("the die", justify="right", footer=f"{sum(p.device for p in phases):.1f}")
     table.add_column("with the host", justify="right", footer=span(sums))
@@ -162,18 +167,14 @@ def print_comparison(
     console: Console, compared: Mapping[str, tuple[Memory, list[Phase]]], terms: Terms
 ) -> None:
     """Seconds of each phase of several plans beside each other, and their memory."""
-    times = {name: phases for name, (_, phases) in compared.items()}
-    names = dict.fromkeys(phase.name for phases in times.values() for phase in phases)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, show_footer=True)
-    table.add_column("seconds of an iteration", footer="sum", no_wrap=True)
-    for name, phases in times.items():
+    table = _table_of_sums("seconds of an iteration", "sum")
+    rows: dict[str, dict[str, str]] = {}  # name of a phase -> plan -> its seconds
+    for name, (_, phases) in compared.items():
         table.add_column(name, justify="right", footer=span(total(phases, terms)))
-    for name in names:
-        cells = []
-        for phases in times.values():
-            same = [phase for phase in phases if phase.name == name]
-            cells.append(span(total(same, terms)) if same else "")
-        table.add_row(name, *cells)
+        for phase in phases:
+            rows.setdefault(phase.name, {})[name] = span(total([phase], terms))
+    for phase_name, seconds in rows.items():
+        table.add_row(phase_name, *(seconds.get(name, "") for name in compared))
     console.print(table)
     peaks = [f"{name} {memory.peak / GB:.0f}" for name, (memory, _) in compared.items()]
     console.print(f"GB at the fullest moment outside the rollout: {', '.join(peaks)}")

@@ -8,10 +8,8 @@ host is not published for a 910C, and is a range.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -22,45 +20,31 @@ from mindspeed_qerl.layout.parts import BF16, Part, size_of, trained
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.weights import rollout_weights, training_weights
 
+# What a die has, and the share of it that is reached: Ascend/msmodeling 84fec85
+# tensor_cast/device.py; training's share: arXiv 2505.04519; latency: an all-reduce of 160 KB on 16
+# dies.
+FLOPS = 353.9e12  # bfloat16, dense, a second
+SHARES = {"training": 0.3, "rollout": 0.7}
+READ = 0.6 * 1.6 * 2**40  # bytes a second of its memory
+NETWORK = 196e9  # bytes a second to other dies of the box
+NETWORK_SHARE = 0.7
+COPIED = 8e9  # bytes a second from and to the host's pageable memory; assumed
+LATENCY = 15e-6  # seconds of a collective, however small
+# kind of hardware -> bytes a second to the dies of another box
+HARDWARE = {
+    "910C": 24.5e9,  # boxes joined by RoCE
+    "910C-supernode": NETWORK,
+    "910B": 25e9,
+}
 LAUNCH = (20e-6, 80e-6)  # seconds of the host for one
 BACKWARD = 2  # times the operations of a forward pass
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
-ALIKE = {"qwen3": "qwen2", "llama": "qwen2"}  # families that are sent the same but for a norm
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """One die and what connects it; the shares say what of a peak is reached.
-
-    Attributes:
-        between: bytes a second to the dies of another box.
-        flops: bfloat16, dense, a second.
-        bandwidth: of its memory, bytes a second.
-        network: to other dies of the box, bytes a second.
-        copies: from and to the host's pageable memory, bytes a second.
-        latency: seconds of a collective, however small.
-    """
-
-    between: float
-    flops: float = 353.9e12
-    bandwidth: float = 1.6 * 2**40
-    network: float = 196e9
-    copies: float = 8e9  # assumed
-    rollout_share: float = 0.7
-    training_share: float = 0.3
-    memory_share: float = 0.6
-    network_share: float = 0.7
-    latency: float = 15e-6
-
-
-# Ascend/msmodeling 84fec85 tensor_cast/device.py; training_share: arXiv 2505.04519; latency: an
-# all-reduce of 160 KB on 16 dies
-HARDWARE = {
-    "910C": Hardware(between=24.5e9),  # boxes joined by RoCE
-    "910C-supernode": Hardware(between=196e9),
-    "910B": Hardware(between=25e9),
-}
+# of TP and of experts in a layer's forward pass, as `groups` has them
+COLLECTIVES = {"training": (4, 2), "rollout": (2, 2)}
+# {family: {kind of pass: launches in a layer, and outside the layers}}, and what tensor parallelism
+# adds in a layer
+COUNTED = yaml.safe_load(LAUNCHES.read_text())
 
 
 @dataclass(frozen=True)
@@ -78,10 +62,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a time is computed for, beside plan and memory."""
+    """What a time is computed for, beside plan and memory; `between`: of HARDWARE."""
 
     work: Work = Work()
-    hardware: Hardware = HARDWARE["910C"]
+    between: float = HARDWARE["910C"]
     launch: tuple[float, float] = LAUNCH
 
 
@@ -156,12 +140,15 @@ def token_flops(shape: ModelShape, context: float) -> float:
 # ---- of a plan ----
 
 
-def layer_collectives(plan: Plan) -> int:
-    """Collectives that a layer's forward pass waits for in training: of TP 2 all-gathers and 2
-    reduce-scatters, of experts 2 all-to-alls.
+def layer_collectives(plan: Plan, side: str = "training") -> int:
+    """Collectives that a layer's forward pass waits for: of TP in training 2 all-gathers and 2
+    reduce-scatters, in the rollout 2 all-reduces; of experts 2 all-to-alls, dispatch and combine.
     """
-    layout = plan.layout
-    return 4 * (layout.tp > 1) + 2 * (plan.shape.moe and layout.tp * layout.ep > 1)
+    collectives = 0
+    for count, size in zip(COLLECTIVES[side], groups(plan)[side].values()):
+        if size > 1:
+            collectives += count
+    return collectives
 
 
 def stage_work(plan: Plan) -> list[float]:
@@ -197,50 +184,32 @@ def groups(plan: Plan) -> dict[str, dict[str, int]]:
     return {"training": training, "rollout": rollout}
 
 
-@cache
-def _counted() -> dict[str, dict[str, Any]]:
-    """{family: {kind of pass: launches in a layer, and outside the layers}}, and what tensor
-    parallelism adds in a layer.
-    """
-    return yaml.safe_load(LAUNCHES.read_text())
-
-
 class _Rank:
     def __init__(self, memory: Memory, terms: Terms):
         self.memory, self.plan, self.work = memory, memory.plan, terms.work
-        self.hardware, self.shape = terms.hardware, memory.plan.shape
-        kind = self.shape.model_type
-        self._launches = _counted()[ALIKE.get(kind, kind)]
-        self._tensor_parallel = _counted()["tensor_parallel"]
+        self.between, self.shape = terms.between, memory.plan.shape
+        self._launches = COUNTED[self.shape.model_type]
 
     def _seconds(
         self, side: str, flops: float, bytes: float, collectives: float, sent: float
     ) -> float:
         """Of the die in training or in the rollout; it computes and sends one after the other."""
-        hardware = self.hardware
-        share = hardware.training_share if side == "training" else hardware.rollout_share
-        computing = flops / hardware.flops / share
-        reading = bytes / hardware.bandwidth / hardware.memory_share
+        computing = flops / FLOPS / SHARES[side]
+        reading = bytes / READ
         width = self.plan.layout.node_width
         is_across = any(width % size for size in groups(self.plan)[side].values())
-        network = hardware.between if is_across else hardware.network
-        sending = collectives * hardware.latency + sent / network / hardware.network_share
+        network = self.between if is_across else NETWORK
+        sending = collectives * LATENCY + sent / network / NETWORK_SHARE
         return max(computing, reading) + sending
 
+    def _launches_of(self, kind: str, tp: int) -> tuple[int, int]:
+        """Of a step of vLLM's or of a micro-batch: in a layer, and outside the layers."""
+        layer, outside = self._launches[kind]
+        if tp > 1:
+            layer += COUNTED["tensor_parallel"].get(kind, 0)
+        return layer, outside
+
     # ---- vLLM ----
-
-    def _rollout_collectives(self) -> int:
-        """Of one layer: all-reduces of TP, dispatch and combine of experts."""
-        layout = self.plan.layout
-        group = layout.infer_tp * layout.infer_ep
-        return 2 * (layout.infer_tp > 1) + 2 * (self.shape.moe and group > 1)
-
-    def _layer_launches(self, kind: str) -> int:
-        """Of a step of vLLM's."""
-        layer = self._launches[kind][0]
-        if self.plan.layout.infer_tp > 1 and kind != "graph":
-            layer += self._tensor_parallel[kind]
-        return layer
 
     def rollout(self) -> list[Phase]:
         answers = self.plan.batch.answers / self.plan.layout.infer_dp
@@ -249,31 +218,29 @@ class _Rank:
     def evaluation(self) -> Phase:
         """An iteration's share of it."""
         problems, every = self.work.problems / self.plan.layout.infer_dp, self.work.every
-        steps = [self._prefill(problems), self._decode(problems)]
-        launches, device, alone = (
-            sum(getattr(phase, name) for phase in steps) for name in ("launches", "device", "alone")
-        )
-        return Phase("evaluation", launches / every, device / every, alone=alone / every)
+        prefill, decode = self._prefill(problems), self._decode(problems)
+        launches = (prefill.launches + decode.launches) / every
+        device = (prefill.device + decode.device) / every
+        return Phase("evaluation", launches, device, alone=decode.alone / every)
 
     def _prefill(self, answers: float) -> Phase:
-        plan, shape = self.plan, self.shape
+        plan, shape, tp = self.plan, self.shape, self.plan.layout.infer_tp
         tokens = answers * self.work.prompt
         passes = ceil(tokens / plan.batch.max_num_batched_tokens)
-        flops = tokens * token_flops(shape, self.work.prompt / 2) / plan.layout.infer_tp
-        collectives = passes * shape.num_hidden_layers * self._rollout_collectives()
-        sent = shape.num_hidden_layers * self._rollout_collectives() * tokens
-        sent *= shape.hidden_size * BF16
+        flops = tokens * token_flops(shape, self.work.prompt / 2) / tp
+        collectives = shape.num_hidden_layers * layer_collectives(plan, "rollout")
+        sent = collectives * tokens * shape.hidden_size * BF16
         weights = passes * sum(rollout_weights(plan)) * BF16
-        device = self._seconds("rollout", flops, weights, collectives, sent)
-        launches = shape.num_hidden_layers * self._layer_launches("prefill")
-        launches += self._launches["prefill"][1]
+        device = self._seconds("rollout", flops, weights, passes * collectives, sent)
+        layer, outside = self._launches_of("prefill", tp)
+        launches = shape.num_hidden_layers * layer + outside
         return Phase("prefill", passes * launches, device)
 
     def _decode(self, answers: float) -> Phase:
         """As many steps as the longest answer has tokens, and those that answers wait for a place of
         the others; in the mean step as many sequences as there are tokens for.
         """
-        plan, shape, layout = self.plan, self.shape, self.plan.layout
+        plan, shape, tp = self.plan, self.shape, self.plan.layout.infer_tp
         tokens = self.work.prompt + self.work.longest
         most = int(self.memory.kv_cache / self.memory.kv_token / tokens)
         most = min(self.memory.settings.max_num_seqs, most)
@@ -285,14 +252,15 @@ class _Rank:
         bytes = dense + experts * self._experts_met(alive)
         bytes = bytes * BF16 + alive * context * self.memory.kv_token
         flops = token_flops(shape, context) + 2 * shape.hidden_size * shape.vocab_size
-        flops *= alive / layout.infer_tp
-        collectives = shape.num_hidden_layers * self._rollout_collectives()
+        flops *= alive / tp
+        collectives = shape.num_hidden_layers * layer_collectives(plan, "rollout")
         sent = collectives * alive * shape.hidden_size * BF16
         step = self._seconds("rollout", flops, bytes, collectives, sent)
         kind = "decode" if self.memory.settings.enforce_eager or most > LARGEST else "graph"
         # what samples and prepares the next step; each sequence draws by a seed of its own
-        alone = self._launches[kind][1] + alive
-        launches = shape.num_hidden_layers * self._layer_launches(kind) + alone
+        layer, outside = self._launches_of(kind, tp)
+        alone = outside + alive
+        launches = shape.num_hidden_layers * layer + alone
         return Phase("decode", steps * launches, steps * step, alone=steps * alone)
 
     def _experts_met(self, alive: float) -> float:
@@ -326,17 +294,10 @@ class _Rank:
         sent = collectives * tokens / layout.tp * shape.hidden_size * BF16
         return self._seconds("training", flops, 0, collectives * micro_batches, sent)
 
-    def _training_launches(self, kind: str) -> tuple[int, int]:
-        """Of a micro-batch: in a layer, and outside."""
-        layer, outside = self._launches[kind]
-        if self.plan.layout.tp > 1:
-            layer += self._tensor_parallel[kind]
-        return layer, outside
-
     def reference(self) -> Phase:
         batch = self.plan.batch
         micro_batches = self._micro_batches(batch.ref_forward, batch.ref_max_packing_token_size)
-        layer, outside = self._training_launches("forward")
+        layer, outside = self._launches_of("forward", self.plan.layout.tp)
         launches = micro_batches * (max(self.plan.layers) * layer + outside)
         device = self._device(1, micro_batches)
         return self._waiting("reference", launches, device, micro_batches)
@@ -350,8 +311,8 @@ class _Rank:
             recomputed = min(settings.recompute_num_layers or layers, layers)
         tokens = batch.update_max_packing_token_size
         micro_batches = batch.epochs * self._micro_batches(batch.micro_batch_size, tokens)
-        layer, outside = self._training_launches("update")
-        forward, _ = self._training_launches("forward")
+        layer, outside = self._launches_of("update", plan.layout.tp)
+        forward, _ = self._launches_of("forward", plan.layout.tp)
         launches = layers * layer - (layers - recomputed) * forward + outside
         passes = 1 + recomputed / layers + BACKWARD - plan.lora
         device = self._device(batch.epochs * passes, micro_batches)
@@ -360,13 +321,13 @@ class _Rank:
 
     def _reduction(self) -> float:
         """Seconds to sum the gradients of all ranks, of one update."""
-        plan, hardware = self.plan, self.hardware
+        plan = self.plan
         if plan.layout.world == 1:
             return 0.0
         _, gradients, _ = trained(plan, self.memory.settings, self.memory.stage)
-        network = hardware.network if plan.layout.nodes == 1 else hardware.between
+        network = NETWORK if plan.layout.nodes == 1 else self.between
         updates = plan.batch.epochs * max(1, plan.share // max(plan.mini_share, 1))
-        return updates * 2 * gradients.bytes / network / hardware.network_share
+        return updates * 2 * gradients.bytes / network / NETWORK_SHARE
 
     def _waiting(self, name: str, launches: float, device: float, micro_batches: float) -> Phase:
         """With what a rank waits for its pipeline."""
@@ -387,5 +348,5 @@ class _Rank:
         copied = size_of(weights) * settings.offload_train_param
         copied += gradients.bytes * settings.offload_train_grad
         copied += optimizer.bytes * settings.offload_train_optimizer
-        device = self._seconds("training", 0, moved, 0, sent) + 2 * copied / self.hardware.copies
+        device = self._seconds("training", 0, moved, 0, sent) + 2 * copied / COPIED
         return Phase("sync", plan.shape.num_hidden_layers * self._launches["sync"][0], device)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folder
+from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folders
 from mindspeed_qerl.families import ModelShape, shape_of_arguments
 from mindspeed_qerl.families.tensors import ROW, ParameterMapping, mappings
 
@@ -264,9 +264,7 @@ def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
             f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such "
             "adapters cannot be read"
         )
-    folders = {
-        rank: rank_folder(*rank, pp=sizes[1], ep=sizes[2]) for rank in product(*map(range, sizes))
-    }
+    folders = rank_folders(*sizes)
     if left_over := sorted(set(there) - set(folders.values())):
         raise ValueError(
             f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove "

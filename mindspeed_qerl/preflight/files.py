@@ -5,14 +5,13 @@ Megatron's format.
 import re
 import shlex
 from contextlib import suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.common.files import TRACKER, rank_folder
+from mindspeed_qerl.common.files import TRACKER, rank_folders
 from mindspeed_qerl.families.checkpoint import whole_files
 from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.parts import BF16
@@ -211,9 +210,8 @@ def base_weights(case: Case) -> Check:
     layout, paths = plan.layout, (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
     files = {path.parent.name: path for path in paths}
     shares = {}  # bytes of a rank's file
-    for tp, pp, ep in product(range(layout.tp), range(layout.pp), range(layout.ep)):
-        folder = rank_folder(tp, pp, ep, pp=layout.pp, ep=layout.ep)
-        shares[folder] = BF16 * sum(training_weights(plan, pp))
+    for (_, stage, _), folder in rank_folders(layout.tp, layout.pp, layout.ep).items():
+        shares[folder] = BF16 * sum(training_weights(plan, stage))
     wanted = f"TP {layout.tp} PP {layout.pp} EP {layout.ep} needs {len(shares)} files"
     if files.keys() != shares.keys():
         return failed(

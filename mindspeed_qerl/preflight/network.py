@@ -23,10 +23,11 @@ BASE = "HCCL_IF_BASE_PORT"
 
 def fault_of_address(name: str, value: str, nodes: int) -> str:
     """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can.
-    MASTER_ADDR may be a name: only Ray connects to it.
+    Upstream's servers listen at tcp://ADDRESS, which takes no IPv6. MASTER_ADDR may be a name: only
+    Ray connects to it.
 
     >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
-    "NODE_ADDR=fd00::5 must be an IPv4 address: upstream's servers listen at tcp://ADDRESS"
+    'NODE_ADDR=fd00::5 must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no spaces, no name'
     """
     host = re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value)
     if name == "MASTER_ADDR" and host:
@@ -34,13 +35,12 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
             return ""
         value = "127.0.0.1"
     try:
-        address = ipaddress.ip_address(value)
+        address = ipaddress.IPv4Address(value)
     except ValueError:
         return (
-            f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no port, no spaces, no name"
+            f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no "
+            "spaces, no name"
         )
-    if address.version != 4:
-        return f"{name}={value} must be an IPv4 address: upstream's servers listen at tcp://ADDRESS"
     if address.is_unspecified or address.is_multicast:
         return f"{name}={value} is the address of no machine"
     if nodes > 1 and address.is_loopback:

@@ -19,6 +19,7 @@ implementations of MX choose other scales.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -26,15 +27,6 @@ E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127.0
 # floor(log2) of the largest element, by which OCP MX lowers a block's exponent
 E4M3_EXPONENT, E2M1_EXPONENT = 8, 2
 E8M0_RANGE = (2.0**-127, 2.0**127)  # of scales, which have no sign and no mantissa
-
-
-def to_int8(x: torch.Tensor) -> torch.Tensor:
-    """The nearest whole number, ties to even, from -127 to 127.
-
-    >>> to_int8(torch.tensor([0.5, 1.5, -200.0]))
-    tensor([   0.,    2., -127.])
-    """
-    return x.round().clamp(-INT8_MAX, INT8_MAX)
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -80,13 +72,13 @@ def quantize_int8(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Te
 def int8_and_scale(
     x: torch.Tensor, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole numbers of `quantize_int8`, in float32, and the scales [..., 1].
+    """The whole numbers of `quantize_int8`, from -127 to 127 in float32, and the scales [..., 1].
 
     >>> int8_and_scale(torch.tensor([[254.0, 3.0]]))
     (tensor([[127.,   2.]]), tensor([[2.]]))
     """
     scale = (_amax(x) if amax is None else amax) / INT8_MAX
-    return to_int8(_divide(x.float(), scale)), scale
+    return _divide(x.float(), scale).round().clamp(-INT8_MAX, INT8_MAX), scale
 
 
 def quantize_fp8(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
@@ -165,10 +157,6 @@ class Format:
     amax: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-def _mxfp8(x: torch.Tensor) -> torch.Tensor:
-    return quantize_mx(x, to_e4m3, E4M3_EXPONENT)
-
-
 def _amax(x: torch.Tensor) -> torch.Tensor:
     """[..., n] -> float32 [..., 1]."""
     return x.abs().amax(-1, keepdim=True).float()
@@ -179,11 +167,12 @@ def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax().float()
 
 
+_mxfp8 = partial(quantize_mx, element=to_e4m3, exponent=E4M3_EXPONENT)
 FORMATS = {
     "int8_w8a8": Format(quantize_int8, quantize_int8, _amax),
-    "fp8": Format(lambda weight: quantize_fp8(weight, rows=128), quantize_fp8),
+    "fp8": Format(partial(quantize_fp8, rows=128), quantize_fp8),
     "mxfp8": Format(_mxfp8, _mxfp8),
-    "mxfp4": Format(lambda weight: quantize_mx(weight, to_e2m1, E2M1_EXPONENT), None),
+    "mxfp4": Format(partial(quantize_mx, element=to_e2m1, exponent=E2M1_EXPONENT), None),
     "nvfp4": Format(quantize_nvfp4, None, _amax_of_tensor),
 }
 

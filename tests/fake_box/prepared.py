@@ -4,10 +4,9 @@ shapes and sizes, and holes in place of weights, which take no room on the disk.
 
 import json
 import zipfile
-from itertools import product
 from pathlib import Path
 
-from mindspeed_qerl.common.files import TRACKER, rank_folder
+from mindspeed_qerl.common.files import TRACKER, rank_folders
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.weights import model_parameters, training_weights
 from mindspeed_qerl.recipe.compose import compose
@@ -32,8 +31,8 @@ def prepare(name, folder, nodes=1, rows=ROWS):
     write_base(
         models / Path(recipe.model.load).name,
         {
-            rank_folder(tp, pp, ep, pp=it.pp, ep=it.ep): stages[pp]
-            for tp, pp, ep in product(range(it.tp), range(it.pp), range(it.ep))
+            folder: stages[stage]
+            for (_, stage, _), folder in rank_folders(it.tp, it.pp, it.ep).items()
         },
     )
     packed = data / "gsm8k" / model.name / Path(recipe.task.data_path).name

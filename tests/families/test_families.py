@@ -76,7 +76,6 @@ def test_transformers_and_vllm_know_the_family_by_the_same_names(family):
 
     assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] == FAMILIES[family].architecture
     assert FAMILIES[family].architecture in ModelRegistry.get_supported_archs()
-    assert all(shape.model_type == family for shape in FAMILIES[family].named)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
