@@ -43,6 +43,7 @@ setup(
         "mindspeed_qerl.layout": ["launches.yaml", "rules.yaml"],
         "mindspeed_qerl.preflight": ["checks.yaml"],
         "mindspeed_qerl.recipe": ["keys.yaml"],
+        "mindspeed_qerl.runs": ["plots.yaml", "plots.mplstyle"],
         "mindspeed_qerl.emulation": [
             "stand_ins/**/*"
         ],  # packages of other names, for emulation.environment

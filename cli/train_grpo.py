@@ -17,7 +17,7 @@ if __name__ == "__main__":  # a file of a checkout
     use_checkout()
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.recipe import compose, describe
+from mindspeed_qerl.recipe import compose
 
 EXAMPLES = """exit status: 0 finished, 1 stopped by a failure, 2 refused, 130 interrupted
 
@@ -89,9 +89,9 @@ def main() -> int:
     try:
         if args.help or not args.config_name:
             usage = parser.format_help() if args.help else parser.format_usage()
-            about = describe.list_of_configs(args.config_dir)
+            about = compose.list_of_configs(args.config_dir)
             if args.config_name:
-                about = describe.text_of_config(*chosen)
+                about = compose.text_of_config(*chosen)
             if args.help:
                 print(f"{usage}\n{about}")
                 return 0
@@ -101,7 +101,7 @@ def main() -> int:
             return 2
         if args.keys is not None:
             print(
-                describe.list_of_keys(args.config_name, args.keys, args.overrides, args.config_dir)
+                compose.list_of_keys(args.config_name, args.keys, args.overrides, args.config_dir)
             )
             return 0
         if args.multirun:

@@ -11,8 +11,7 @@ import yaml
 
 from mindspeed_qerl.common import entry
 from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose
-from mindspeed_qerl.recipe.describe import list_of_keys
+from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, list_of_keys
 from tests import ROOT
 
 TINY = "grpo_tiny_moe_cpu"

@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def warm_up(arguments: argparse.Namespace) -> tuple[float, float]:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from mindspeed_qerl.demo.supervised import fit, mean_loss, padded
+        from mindspeed_qerl.demo.supervised import fit, padded
 
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         chosen = random.Random(f"warm-up {arguments.seed}").sample(
@@ -82,17 +83,24 @@ def warm_up(arguments: argparse.Namespace) -> tuple[float, float]:
                 for start in range(0, len(of), size)
             ]
 
+        @torch.no_grad()
+        def mean_loss(model) -> float:
+            """Nats a token of the held-out solutions."""
+            model.eval()
+            losses = [model(input_ids=ids, labels=labels).loss.item() for ids, labels in held_out]
+            return statistics.fmean(losses)
+
         training, held_out = (
             batches(pairs[: arguments.examples]),
             batches(pairs[arguments.examples :]),
         )
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-        before = mean_loss(model, held_out)
+        before = mean_loss(model)
         losses = fit(model, training, len(training), arguments.learning_rate, arguments.bfloat16)
         model.save_pretrained(making)
         tokenizer.save_pretrained(making)
         written = AutoModelForCausalLM.from_pretrained(making, dtype=torch.float32)
-        after = mean_loss(written, held_out)
+        after = mean_loss(written)
         if not after < before:  # it may be nan
             raise ConfigError(
                 f"the loss of {HELD_OUT} held-out solutions is {before:.3f} nats a token before "

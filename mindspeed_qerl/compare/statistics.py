@@ -16,6 +16,8 @@ POWER = 0.8
 MOST_SEEDS = 10_000
 MANY = 10**9  # questions, where Student's quantiles are the normal's
 
+Variance = tuple[float, float]  # and of how many it is
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -56,9 +58,7 @@ def estimate(values: np.ndarray) -> Estimate:
             of_questions - (rest**2).sum() / ((seeds - 1) * (questions - 1)) / values.size, 0.0
         )
 
-    half = partial(
-        _half_width, of_seeds=of_seeds, seeds=seeds, of_questions=of_questions, questions=questions
-    )
+    half = partial(_half_width, (of_seeds, seeds), (of_questions, questions))
     least = 1e-12
     if mean == 0:
         p = 1.0
@@ -71,12 +71,10 @@ def estimate(values: np.ndarray) -> Estimate:
     )
 
 
-def _half_width(
-    p: float, of_seeds: float, seeds: float, of_questions: float, questions: int
-) -> float:
+def _half_width(seeds: Variance, questions: Variance, p: float) -> float:
     """Half the width of the interval that 1 - p of the cases are in."""
     squares = 0.0
-    for variance, count in ((of_seeds, seeds), (of_questions, questions)):
+    for variance, count in (seeds, questions):
         if variance:
             squares += variance * stdtrit(count - 1, p / 2) ** 2
     return math.sqrt(squares)
@@ -87,9 +85,8 @@ def effect_shown(seen: Estimate, seeds: float, limit: float) -> float:
     if seeds and questions vary as they were seen to.
     """
     of_seeds = seen.of_seeds * seen.seeds / seeds
-    return sum(
-        _half_width(p, of_seeds, seeds, seen.of_questions, MANY) for p in (limit, 2 * (1 - POWER))
-    )
+    half = partial(_half_width, (of_seeds, seeds), (seen.of_questions, MANY))
+    return half(limit) + half(2 * (1 - POWER))
 
 
 def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = None) -> int | None:

@@ -24,6 +24,7 @@ from mindspeed_qerl.demo.word_problems import (
     Problem,
     answer_kind,
     pair_of,
+    worded,
     wrong_answer,
 )
 
@@ -52,7 +53,7 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
         problem = _random_steps(pairs, length, rng)
     name, other = rng.sample(NAMES, 2)
     sentences = [rng.choice(STARTS), *(rng.choice(STEPS[op]) for op, _ in problem.steps)]
-    question = _word(sentences, name, other, rng.choice(OBJECTS), problem)
+    question = _tell(sentences, name, other, rng.choice(OBJECTS), problem)
     return replace(problem, question=question)
 
 
@@ -105,19 +106,15 @@ def all_wordings() -> list[str]:
     for op, name, objects, number in product(STEPS, NAMES, OBJECTS, (1, MAX_OPERAND)):
         problem = Problem("", number, ((op, number),))
         texts += [
-            f"{_word([start, step], name, name, objects, problem)}\n{problem.answer}"
+            f"{_tell([start, step], name, name, objects, problem)}\n{problem.answer}"
             for start, step in product(STARTS, STEPS[op])
         ]
     return texts
 
 
-def _word(sentences: list[str], name: str, other: str, objects: str, problem: Problem) -> str:
-    # The first number carries the noun ("1 apple", "3 apples"), the others stand alone.
-    noun = objects.removesuffix("s") if problem.first == 1 else objects
-    start, *steps = sentences
-    told = [start.format(name=name, a=f"{problem.first} {noun}")]
-    told += [
-        step.format(name=name, other=other, b=number)
-        for step, (_, number) in zip(steps, problem.steps)
-    ]
-    return " ".join([*told, ASKED.format(objects=objects, name=name)])
+def _tell(sentences: list[str], name: str, other: str, objects: str, problem: Problem) -> str:
+    numbers = [number for _, number in problem.steps]
+    told = []
+    for sentence, number in zip([*sentences, ASKED], [0, *numbers, 0]):  # no number but in a step
+        told.append(worded(sentence, name, other, objects, problem.first, number))
+    return " ".join(told)

@@ -3,7 +3,6 @@ models of the quickstart and the studies begin with.
 """
 
 from collections.abc import Iterable, Sequence
-from statistics import fmean
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -27,15 +26,6 @@ def padded(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad: 
         for prompt, completion in zip(prompts, completions)
     ]
     return pad_sequence(rows, True, pad), pad_sequence(labels, True, -100)
-
-
-@torch.no_grad()
-def mean_loss(model, batches: Iterable[Batch]) -> float:
-    """Nats per labelled token, averaged over `batches`."""
-    model.eval()
-    return fmean(
-        model(input_ids=input_ids, labels=labels).loss.item() for input_ids, labels in batches
-    )
 
 
 def fit(

@@ -117,7 +117,7 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
     low, high = rng.choice(pairs)
     a, b = (high, low) if op == "-" or rng.random() < 0.5 else (low, high)
     name, other = rng.sample(NAMES, 2)
-    question = _word(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b)
+    question = worded(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b)
     return Problem(question, a, ((op, b),))
 
 
@@ -187,13 +187,14 @@ def all_wordings() -> Iterator[str]:
     """
     for op, name, objects, number in product(TEMPLATES, NAMES, OBJECTS, (1, MAX_OPERAND)):
         for template in TEMPLATES[op]:
-            question = _word(template, name, name, objects, number, number)
+            question = worded(template, name, name, objects, number, number)
             yield f"{question}\n{Problem(question, number, ((op, number),)).answer}"
     yield "The answer is 0123456789"
 
 
-def _word(template: str, name: str, other: str, objects: str, a: int, b: int) -> str:
-    # The first number carries the noun ("1 apple", "3 apples"), the second stands alone ("and Ben
-    # has 4").
+def worded(template: str, name: str, other: str, objects: str, a: int, b: int) -> str:
+    """A sentence in words. The first number carries the noun ("1 apple", "3 apples"), the others
+    stand alone ("and Ben has 4").
+    """
     noun = objects.removesuffix("s") if a == 1 else objects
     return template.format(name=name, other=other, objects=objects, a=f"{a} {noun}", b=b)

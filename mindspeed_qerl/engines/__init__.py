@@ -11,6 +11,7 @@ from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.keys import ENGINES
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.runs.description import DataFiles
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
@@ -31,7 +32,7 @@ class Engine(Protocol):
         nothing.
         """
 
-    def data_files(self, recipe: Recipe) -> Mapping[str, Path | str]:
+    def data_files(self, recipe: Recipe) -> DataFiles:
         """The files that a run reads, by label: their hashes go into the run directory."""
 
     def versions(self) -> dict[str, Any]:

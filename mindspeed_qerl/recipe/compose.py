@@ -1,5 +1,5 @@
-"""A config by its name: where configs lie, the files that one is made of, and what Hydra resolves
-it to.
+"""A config by its name: where configs lie, the files that one is made of, what Hydra resolves it
+to, and what `cli/train_grpo.py` prints about configs.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.recipe.overrides import PATHS, hydra_override, quoted
+from mindspeed_qerl.recipe.overrides import PATHS, at, hydra_override, quoted
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"  # of an installation
@@ -82,13 +82,6 @@ def config_files(config_dir: str | None) -> dict[str, Path]:
     return files
 
 
-def config_parts(name: str, overrides: Iterable[str], config_dir: str | None) -> list[Path]:
-    """The files that a config is made of, and those that overrides choose: the config first."""
-    name = name.removesuffix(".yaml")
-    with _hydra(name, config_dir) as folders:
-        return _files(name, _hydra_overrides(name, overrides, folders), folders)
-
-
 def _files(name: str, words: list[str], folders: list[Path]) -> list[Path]:
     """The files of config `name` with overrides in Hydra's form, the config first."""
     files = []
@@ -133,6 +126,44 @@ def _with_paths(config: dict[str, Any], above: str = "") -> dict[str, Any]:
                 )
             config[key] = os.path.expanduser(value)
     return config
+
+
+# ---- what the command prints ----
+
+
+def list_of_configs(config_dir: str | None) -> str:
+    """Each config in a line with the comment that it begins with."""
+    files = config_files(config_dir)
+    width = max(map(len, files), default=0)
+    lines = ["configs:"]
+    for name, file in sorted(files.items()):
+        first = file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        lines.append(f"  {name:{width}}  {first.lstrip('# ')}")
+    return "\n".join(lines)
+
+
+def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) -> str:
+    """The text of a config and of every file that it, or an override, is made of: its own first."""
+    name = name.removesuffix(".yaml")
+    with _hydra(name, config_dir) as folders:
+        files = _files(name, _hydra_overrides(name, overrides, folders), folders)
+    return "\n".join(f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in files)
+
+
+def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: str | None) -> str:
+    """The keys of a section: those that the config sets with their values, and the names of the
+    others; without a section the names of the sections. ConfigError if there is no such section.
+    """
+    from mindspeed_qerl.recipe.reader import known_keys
+
+    known = known_keys()
+    if not section:
+        return f"--keys SECTION, of: {', '.join(known)}"
+    if section not in known:
+        raise ConfigError(unknown("section", section, known))
+    values = at(section, compose(name, overrides, config_dir)) or {}
+    others = ", ".join(sorted(known[section] - values.keys()))
+    return f"{yaml.safe_dump({section: values}, sort_keys=False)}# not set: {others}"
 
 
 # ---- Hydra ----

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.common.errors import Fault
-from mindspeed_qerl.recipe.overrides import at
+from mindspeed_qerl.recipe.overrides import Config, at
 
 # each with its room, which has the modules `limits` and `engine` (engines/__init__.py)
 ENGINES = {"local": "local", "mindspeed_rl": "ascend"}
@@ -64,7 +64,7 @@ class Values:
         config: a resolved config; a section that is missing or no mapping has no values.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Config):
         self.config = config
         training, actor = self.section("megatron_training"), self.section("actor_config")
         name = actor.get("model", training.get("model"))
@@ -77,7 +77,7 @@ class Values:
                 self.megatron |= values
                 self._places |= dict.fromkeys(values, place)
 
-    def section(self, path: str) -> Mapping[str, Any]:
+    def section(self, path: str) -> Config:
         """The section at a dotted path, "" for the top level."""
         section = at(path, self.config)
         return section if isinstance(section, Mapping) else {}
@@ -92,7 +92,7 @@ class Values:
         return f"{section}.{name}".lstrip("."), self.section(section).get(name)
 
 
-def check(config: Mapping[str, Any], engine: str) -> tuple[list[Fault], list[str]]:
+def check(config: Config, engine: str) -> tuple[list[Fault], list[str]]:
     """What `engine` makes of upstream's keys in a resolved config.
 
     Returns:

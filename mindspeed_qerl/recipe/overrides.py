@@ -9,6 +9,8 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
 
+Config = Mapping[str, Any]  # as YAML gives it, resolved
+
 # What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does
 # not lead here.
 SYNONYMS = {
@@ -43,7 +45,7 @@ PATHS = {
 }
 
 
-def nearest(key: str, known: Mapping[str, Collection[str]], config: Mapping[str, Any]) -> str:
+def nearest(key: str, known: Mapping[str, Collection[str]], config: Config) -> str:
     """The known key that an unknown one may stand for: one that `config` sets, and of the same
     section, if there are several; "" if none is near.
 
@@ -71,7 +73,7 @@ def nearest(key: str, known: Mapping[str, Collection[str]], config: Mapping[str,
     return ""
 
 
-def at(path: str, config: Mapping[str, Any]) -> Any:
+def at(path: str, config: Config) -> Any:
     """The value at a dotted path, the config itself at ""; None where there is none."""
     value: Any = config
     for step in filter(None, path.split(".")):

@@ -14,7 +14,7 @@ from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.recipe.conflicts import conflicts
 from mindspeed_qerl.recipe.keys import TABLE, Values
-from mindspeed_qerl.recipe.overrides import at, nearest
+from mindspeed_qerl.recipe.overrides import Config, at, nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
@@ -52,14 +52,14 @@ class Found:
             raise ConfigError(*self.faults)
 
 
-def read_recipe(raw: Mapping[str, Any]) -> Recipe:
+def read_recipe(raw: Config) -> Recipe:
     """The Recipe of a resolved config; ConfigError with one line for every fault."""
     recipe, found = read(raw)
     found.raise_faults()
     return recipe
 
 
-def read(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
+def read(raw: Config) -> tuple[Recipe, Found]:
     """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field
     at fault has its default.
     """
@@ -115,7 +115,7 @@ def key_of(part: Any, name: str) -> str | None:
     return f"{part.section}.{name}" if hasattr(part, "section") else None
 
 
-def _unknown_names(raw: Mapping[str, Any]) -> Iterator[Fault]:
+def _unknown_names(raw: Config) -> Iterator[Fault]:
     """Faults of keys and models that nobody knows, and of sections that are none."""
     known = {"": TOP_LEVEL, **known_keys()}
     for section in ("model", *known):

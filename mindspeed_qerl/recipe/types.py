@@ -54,27 +54,26 @@ class Batch:
     `max_model_len` of a config that leaves them out are the longest prompt and answer.
     """
 
+    section: ClassVar[str] = "rl_config"
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
-    mini_batch_size: Size = key(
-        "rl_config.mini_batch_size", default_factory=lambda batch: batch["global_batch_size"]
-    )
+    mini_batch_size: Size = Field(default_factory=lambda batch: batch["global_batch_size"])
     samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
     micro_batch_size: Size = key("megatron.micro_batch_size", 1)
-    actor_forward_micro_batch_size: Size | None = key("rl_config.actor_forward_micro_batch_size")
-    ref_forward_micro_batch_size: Size | None = key("rl_config.ref_forward_micro_batch_size")
-    epochs: Size = key("rl_config.epochs", 1)  # passes over the answers of one iteration
+    actor_forward_micro_batch_size: Size | None = None
+    ref_forward_micro_batch_size: Size | None = None
+    epochs: Size = 1  # passes over the answers of one iteration
     # the keys DISPATCH; None: upstream's default
-    dispatch: Mapping[str, Size | None] = Field(default_factory=dict)
-    guarantee_order: bool = key("rl_config.guarantee_order", True)
+    dispatch: Mapping[str, Size | None] = key(None, default_factory=dict)
+    guarantee_order: bool = True
     seq_length: Size = key("megatron.seq_length", 2560)
     max_model_len: Size = key("generate_config.max_model_len", 2560)
     max_num_batched_tokens: Size = key("generate_config.max_num_batched_tokens", 8192)
-    use_remove_padding: bool = key("rl_config.use_remove_padding", False)
-    use_dynamic_bsz: bool = key("rl_config.use_dynamic_bsz", False)
+    use_remove_padding: bool = False
+    use_dynamic_bsz: bool = False
     # tokens of a micro-batch of dynamic size
-    update_max_packing_token_size: Size = key("rl_config.update_max_packing_token_size", 4096)
-    actor_max_packing_token_size: Size = key("rl_config.actor_max_packing_token_size", 4096)
-    ref_max_packing_token_size: Size = key("rl_config.ref_max_packing_token_size", 4096)
+    update_max_packing_token_size: Size = 4096
+    actor_max_packing_token_size: Size = 4096
+    ref_max_packing_token_size: Size = 4096
     reset_attention_mask: bool = key("megatron.reset_attention_mask", False)
     no_pad_to_seq_lengths: bool = key("megatron.no_pad_to_seq_lengths", False)
 

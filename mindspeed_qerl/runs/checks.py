@@ -12,6 +12,9 @@ import numpy as np
 from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
+from mindspeed_qerl.runs.metrics import Metrics
+
+Movement = Mapping[str, Mapping[str, Any]]  # norms and errors by LoRA target (`sync_faults`)
 
 # k3 between two correct implementations, noise off, nats per token (measured:
 # docs/troubleshooting.md, Wrong numbers).
@@ -99,7 +102,7 @@ def mismatch_warning(k3: float, noise: float, dtype: str, other_arithmetic: bool
     )
 
 
-def loss_fault(metrics: Mapping[str, float], algorithm: Algorithm) -> str | None:
+def loss_fault(metrics: Metrics, algorithm: Algorithm) -> str | None:
     """Whether `loss/total`, of the tensor that backward got, is the sum of its parts with their
     coefficients.
 
@@ -213,7 +216,7 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
     return noise_share_fault(seen) if len(seen) >= NOISY_STEPS else None
 
 
-def noise_of(rows: Iterable[Mapping[str, float]]) -> list[tuple[float, float]]:
+def noise_of(rows: Iterable[Metrics]) -> list[tuple[float, float]]:
     """(expected, measured) standard deviation of each step that had noise, of its metrics."""
     noisy = [row for row in rows if row.get("aqn/expected_std")]
     return [(row["aqn/expected_std"], row["aqn/measured_std"]) for row in noisy]
@@ -233,7 +236,7 @@ def noise_share_fault(seen: Sequence[tuple[float, float]]) -> str | None:
     )
 
 
-def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def sync_faults(movement: Movement) -> list[str]:
     """The targets whose weights in the rollout engine are not base + (alpha / r) B A, a sentence
     for each.
 
@@ -256,7 +259,7 @@ def sync_faults(movement: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def is_sync_shown(movement: Mapping[str, Mapping[str, Any]]) -> bool:
+def is_sync_shown(movement: Movement) -> bool:
     """Whether every target moved far enough for its arrival to show; arguments: `sync_faults`."""
     return all(
         entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()
@@ -303,7 +306,7 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 class StepChecks:
     """The checks of one run, step by step; keeps the noise so far, and the warnings given."""
 
-    def __init__(self, recipe: Recipe, routed: bool, earlier: Iterable[Mapping[str, float]]):
+    def __init__(self, recipe: Recipe, routed: bool, earlier: Iterable[Metrics]):
         """routed: the model has experts. earlier: metrics of the steps before, of a run that is
         resumed.
         """
@@ -314,7 +317,7 @@ class StepChecks:
     def check(
         self,
         step: int,
-        values: Mapping[str, float],
+        values: Metrics,
         tokens: int,
         routes: int = 0,
         noise: NoiseLevel | None = None,
@@ -353,7 +356,7 @@ class StepChecks:
         self.warned |= new.keys()
         return list(new.values())
 
-    def _bound(self, values: Mapping[str, float], level: NoiseLevel) -> str | None:
+    def _bound(self, values: Metrics, level: NoiseLevel) -> str | None:
         """A warning of a target that sigma cannot reach within its bounds."""
         noise = self.recipe.noise
         measure = noise.target_measure
@@ -366,7 +369,7 @@ class StepChecks:
             "bound allows (aqn.sigma_min, aqn.sigma_max)"
         )
 
-    def _uneven(self, values: Mapping[str, float]) -> str | None:
+    def _uneven(self, values: Metrics) -> str | None:
         """A warning of uneven importance weights, with noise on and no correction to apply them."""
         correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
         sigma = values.get("aqn/sigma")

@@ -11,6 +11,7 @@ from mindspeed_qerl.families.fingerprint import weights_digest
 # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
 LABEL_LENGTH = 80
 SEEDS = ("seed", "megatron_training.seed")
+DataFiles = Mapping[str, Path | str]  # by label: "train", "test", "model/..."
 
 
 def label_of(overrides: Sequence[str]) -> str:
@@ -32,7 +33,7 @@ def label_of(overrides: Sequence[str]) -> str:
     return "_".join(words)[:LABEL_LENGTH]
 
 
-def describe_data(data_files: Mapping[str, Path | str]) -> dict[str, dict[str, str]]:
+def describe_data(data_files: DataFiles) -> dict[str, dict[str, str]]:
     """Absolute path and sha256 of each data file; of a folder with weights the digest of these
     (fingerprint.py). FileNotFoundError for one that is missing.
     """

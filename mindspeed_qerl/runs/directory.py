@@ -31,7 +31,7 @@ import yaml
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import hold, json_text, whole_checkpoints, write_whole
-from mindspeed_qerl.runs.description import describe_data, differences
+from mindspeed_qerl.runs.description import DataFiles, describe_data, differences
 from mindspeed_qerl.runs.versions import own_versions
 
 ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
@@ -67,7 +67,7 @@ class RunDirectory:
         config: dict,
         command: list[str],
         seed: int,
-        data_files: Mapping[str, Path],
+        data_files: DataFiles,
         label: str = "",
         versions: Mapping[str, Any] = {},
     ) -> Self:
@@ -129,7 +129,7 @@ class RunDirectory:
         *,
         config: dict,
         command: list[str],
-        data_files: Mapping[str, Path],
+        data_files: DataFiles,
         may_change: Iterable[str] = (),
         versions: Mapping[str, Any] = {},
     ) -> Self:
@@ -176,7 +176,7 @@ class RunDirectory:
             changed.pop(key, None)
         return list(changed.values())
 
-    def other_data(self, data_files: Mapping[str, Path | str]) -> list[str]:
+    def other_data(self, data_files: DataFiles) -> list[str]:
         """A line for each of the files that is not what the run was started with; of the model, if
         it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
@@ -203,9 +203,7 @@ class RunDirectory:
         return None
 
     @classmethod
-    def finished(
-        cls, parent: Path, *, config: dict, data_files: Mapping[str, Path | str]
-    ) -> Self | None:
+    def finished(cls, parent: Path, *, config: dict, data_files: DataFiles) -> Self | None:
         """The newest run below `parent` that finished with `config` and these data.
         FileNotFoundError for a file that is missing.
         """

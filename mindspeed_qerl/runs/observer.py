@@ -10,9 +10,9 @@ from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.runs.checks import StepChecks, is_sync_shown, sync_faults
+from mindspeed_qerl.runs.checks import Movement, StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
+from mindspeed_qerl.runs.metrics import Metrics, MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 
 WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
@@ -131,7 +131,7 @@ class RunObserver:
             why = "no group had answers of different rewards"
         self.warn(f"step {step} trains nothing: {why}, of {groups} groups")
 
-    def stepped(self, step: int, values: Mapping[str, float], tokens: int, routes: int = 0) -> None:
+    def stepped(self, step: int, values: Metrics, tokens: int, routes: int = 0) -> None:
         """Write the metrics of a step (1-based), then check them.
 
         Args:
@@ -154,9 +154,7 @@ class RunObserver:
         is_due = not self.is_proved or step % run.prove_every == 0 or step == run.train_iters
         return is_due and bool(self.recipe.lora.targets)
 
-    def proved(
-        self, step: int, movement: Mapping[str, Mapping[str, Any]], unlike: Collection[str] = ()
-    ) -> None:
+    def proved(self, step: int, movement: Movement, unlike: Collection[str] = ()) -> None:
         """Write what the adapters did to the rollout engine's weights, then check that it is
         (alpha / r) B A.
 
@@ -195,7 +193,7 @@ class RunObserver:
     def evaluated(
         self,
         step: int,
-        result: Mapping[str, float],
+        result: Metrics,
         answers: Sequence[dict[str, Any]],
         seconds: float,
         sigma: float = 0.0,

@@ -12,28 +12,16 @@ from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
+import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
-STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "legend.edgecolor": "none",
-    "legend.framealpha": 0.8,
-    "legend.fontsize": 9,
-    "lines.linewidth": 1.8,
-}
+HERE = Path(__file__)
+STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
-TIMES = {f"time/{part}": part for part in ("rollout", "reward", "logprobs", "update", "sync")}
 
 Columns = dict[str, list[float]]
 
@@ -48,84 +36,9 @@ class Panel(NamedTuple):
     above: float = -math.inf  # what is not is left out; on a log axis 0 has no place
 
 
-PICTURES = {
-    "learning": (Panel("Training reward", "mean reward", {"reward/mean": ""}),),
-    "exploration": (
-        Panel("Noise (no line: off)", "sigma", {"aqn/sigma": ""}, is_log=True, above=0),
-        Panel(
-            "Entropy of the trained policy's tokens",
-            "nats",
-            {"entropy/mean": "all tokens", "entropy/first_tokens": "first tokens of an answer"},
-        ),
-        Panel(
-            "Groups whose answers' rewards differ", "fraction", {"reward/groups_with_signal": ""}
-        ),
-        Panel("Gradient norm, before clipping", "norm", {"grad_norm": ""}),
-        Panel("Length of an answer", "tokens", {"response/length_mean": ""}),
-    ),
-    "noise": (
-        Panel(
-            "Noise on the rollout model's RMSNorm weights (no line: off)",
-            "standard deviation",
-            {"aqn/expected_std": "nominal", "aqn/measured_std": "measured, of (noisy - clean)"},
-            is_log=True,
-            above=0,
-        ),
-        Panel(
-            "Weights that the noise changed (the rest: noise lost in rounding)",
-            "fraction",
-            {"aqn/changed_fraction": ""},
-            above=0,
-        ),
-        Panel(
-            "What the noise does to the policy (KL, rounding taken off)",
-            "nats per token",
-            {"aqn/target_k3": "target", "aqn/reached_k3": "reached"},
-            is_log=True,
-            above=0,
-        ),
-        Panel(
-            "What the noise leaves of the tokens, rounding taken off",
-            "effective sample size",
-            {
-                "aqn/target_effective_sample_size": "target",
-                "aqn/reached_effective_sample_size": "reached",
-            },
-        ),
-    ),
-    "mismatch": (
-        Panel(
-            "KL between rollout and training policy",
-            "nats per token",
-            {"mismatch/k1": "|k1|", "mismatch/k3": "k3"},
-            is_log=True,
-            above=0,
-        ),
-        Panel(
-            "|rollout - training| probability of the sampled token",
-            "probability",
-            {"mismatch/max_abs_prob_diff": "max", "mismatch/mean_abs_prob_diff": "mean"},
-            is_log=True,
-            above=0,
-        ),
-    ),
-    "routing": (
-        Panel(
-            "Replayed choices of experts that the trainer would have made otherwise",
-            "fraction",
-            {"routing/flipped": ""},
-        ),
-    ),
-    "time": (
-        Panel(
-            "Time of a step and of its parts, above a millisecond",
-            "seconds",
-            TIMES | {"time/step": "step"},
-            is_log=True,
-            above=1e-3,
-        ),
-    ),
-}
+# each picture's panels, from above
+_ROWS = yaml.safe_load(HERE.with_suffix(".yaml").read_text(encoding="utf-8"))
+PICTURES = {name: [Panel(**row) for row in rows] for name, rows in _ROWS.items()}
 
 
 def write_plots(columns: Columns, evals: Columns, folder: Path, title: str) -> list[Path]:

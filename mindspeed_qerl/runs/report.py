@@ -20,7 +20,7 @@ from rich.markdown import Markdown
 
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
-from mindspeed_qerl.runs.plots import TIMES, Columns, finite, write_plots
+from mindspeed_qerl.runs.plots import Columns, finite, write_plots
 
 FACTS = {"engine_start_seconds": "seconds to start", "train_seconds": "seconds in all"}
 METRICS = (
@@ -29,7 +29,11 @@ METRICS = (
     "routing/replayed_tokens",
     "routing/flipped",
     "quantization/weight_error",
-    *TIMES,
+    "time/rollout",
+    "time/reward",
+    "time/logprobs",
+    "time/update",
+    "time/sync",
     "time/step",
 )
 NOISE = {

@@ -14,7 +14,7 @@ from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_nu
 from mindspeed_qerl.tasks.packed import rows_of_labels
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rewards import load_reward, try_rewards
-from mindspeed_qerl.tasks.rows import Row, read_rows
+from mindspeed_qerl.tasks.rows import Row, Rows, read_rows
 
 # What to do where a file of a task is missing.
 MAKE_DATA = (
@@ -46,7 +46,7 @@ def unknown_rewards(verifiers: Iterable[tuple[str, float]]) -> list[Fault]:
     return faults
 
 
-def check_task(task: recipe.Task, train: Sequence[Row] | None) -> Found:
+def check_task(task: recipe.Task, train: Rows | None) -> Found:
     """Of a task whose files are there, before anything heavy starts.
 
     Args:
@@ -59,7 +59,7 @@ def check_task(task: recipe.Task, train: Sequence[Row] | None) -> Found:
 
 
 def check_rows(
-    train: Sequence[Row], test: Sequence[Row], verifiers: Sequence[str], allow_overlap: bool = False
+    train: Rows, test: Rows, verifiers: Sequence[str], allow_overlap: bool = False
 ) -> Found:
     """Of the rows that are trained on and tested with, for rewards of the names `verifiers`."""
     found = Found()

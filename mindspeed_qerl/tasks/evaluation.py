@@ -16,13 +16,13 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     extract_with_rule,
 )
 from mindspeed_qerl.tasks.rewards import score
-from mindspeed_qerl.tasks.rows import Row
+from mindspeed_qerl.tasks.rows import Rows
 
 Z_95 = 1.959964  # of the standard normal, two-sided
 
 
 def evaluate_answers(
-    rows: Sequence[Row], texts: Sequence[str], truncated: Sequence[bool], n: int, verifier: str
+    rows: Rows, texts: Sequence[str], truncated: Sequence[bool], n: int, verifier: str
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """The score of `n` answers to each row, by the reward called `verifier`.
 

@@ -40,7 +40,7 @@ from typing import Any
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
 from mindspeed_qerl.tasks.prompts import chat_ids, check_vocabulary, load_tokenizer
-from mindspeed_qerl.tasks.rows import Row, read_rows, row_of
+from mindspeed_qerl.tasks.rows import Row, Rows, read_rows, row_of
 
 MAGIC = b"MMIDIDX\0\0"
 INT32 = 4  # DType.int32, indexed_dataset.py:416
@@ -90,7 +90,7 @@ def convert_packed(
     return _pack(Path(output), splits, {}, tokenizer)
 
 
-def pack_rows(rows: Sequence[Row], data_path: str | Path, tokenizer: str | Path) -> PackedSplit:
+def pack_rows(rows: Rows, data_path: str | Path, tokenizer: str | Path) -> PackedSplit:
     """Write the rows of a task for `data_path`:
     {data_path}_packed_{input_ids,labels}_document.{bin,idx} and {data_path}_rows.jsonl, the columns
     of each row, which the labels count. Earlier ones are replaced; errors, and what happens then,
@@ -106,7 +106,7 @@ def pack_rows(rows: Sequence[Row], data_path: str | Path, tokenizer: str | Path)
 
 def _pack(
     output: Path,
-    splits: Mapping[str, tuple[Sequence[Row], Sequence[str]]],
+    splits: Mapping[str, tuple[Rows, Sequence[str]]],
     others: dict[str, bytes],
     tokenizer_dir: str | Path,
 ) -> list[PackedSplit]:
@@ -166,7 +166,7 @@ def read_packed_rows(data_path: str | Path) -> list[Row] | None:
     return read_rows(path) if path.exists() else None
 
 
-def rows_of_labels(labels: Sequence[str], packed: Sequence[Row] | None) -> list[Row]:
+def rows_of_labels(labels: Sequence[str], packed: Rows | None) -> list[Row]:
     """The row of each decoded label. Without `packed` rows it is what the label says, its answer.
 
     ConfigError if a label is empty, or counts no row.

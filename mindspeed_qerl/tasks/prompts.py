@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.tasks.rows import Row, read_rows
+from mindspeed_qerl.tasks.rows import Row, Rows, read_rows
 
 
 class Prompts:
@@ -76,7 +76,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         ) from error
 
 
-def check_vocabulary(tokenizer: Any, rows: Sequence[Row], prompts: Sequence[Sequence[int]]) -> None:
+def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
     """ConfigError names the first row with a token that the model beside the tokenizer has no
     embedding of.
     """

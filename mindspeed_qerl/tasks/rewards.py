@@ -21,7 +21,7 @@ import numpy as np
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
-from mindspeed_qerl.tasks.rows import Row
+from mindspeed_qerl.tasks.rows import Row, Rows
 
 Reward = Callable[..., Any]
 # Other libraries' forms: the parameter that each is known by, and what else it is given besides the
@@ -48,7 +48,7 @@ def load_reward(name: str) -> Reward:
 
 
 def score(
-    verifiers: Sequence[tuple[str, float]], responses: Sequence[str], rows: Sequence[Row]
+    verifiers: Sequence[tuple[str, float]], responses: Sequence[str], rows: Rows
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The weighted sum of several rewards.
 
@@ -82,7 +82,7 @@ def score(
     return total, scores
 
 
-def try_rewards(verifiers: Sequence[tuple[str, float]], rows: Sequence[Row]) -> None:
+def try_rewards(verifiers: Sequence[tuple[str, float]], rows: Rows) -> None:
     """Call the rewards on two of the rows, before anything heavy starts: with a row's answer as
     response, and with an empty one. All rows are looked through for the columns that they take.
     """
@@ -91,9 +91,7 @@ def try_rewards(verifiers: Sequence[tuple[str, float]], rows: Sequence[Row]) -> 
     score(verifiers, [rows[0].answer, ""], [rows[0], rows[-1]])
 
 
-def call_reward(
-    name: str, reward: Reward, responses: Sequence[str], rows: Sequence[Row]
-) -> np.ndarray:
+def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Rows) -> np.ndarray:
     """float64 [N]: what `reward` gives for N responses; NaN where one of TRL's form gives None,
     which leaves a row to the others. RewardError if it raises, or gives no finite number for one.
     """
@@ -125,7 +123,7 @@ def call_reward(
     return scores
 
 
-def _form_of(name: str, reward: Reward, rows: Sequence[Row]) -> tuple[str, list[str]]:
+def _form_of(name: str, reward: Reward, rows: Rows) -> tuple[str, list[str]]:
     """Whose form `reward` has, and the parameters that it is called with by name (none: by
     position). RewardError if it has none of the forms, or takes what the rows do not have.
     """
@@ -162,7 +160,7 @@ def _call(
     form: str,
     parameters: Sequence[str],
     responses: Sequence[str],
-    rows: Sequence[Row],
+    rows: Rows,
 ) -> Any:
     """What `reward` returns for copies of what there is, by the parameters of `_form_of`."""
     columns = [copy.deepcopy(row.columns) for row in rows]

@@ -16,7 +16,7 @@ imports in a bare Python.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -28,6 +28,7 @@ from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order
 # What the model's own turns are called: by OpenAI, Gemma and ShareGPT.
 MODEL_ROLES = ("assistant", "model", "gpt")
+Columns = dict[str, Any]  # of a row, by name
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,11 @@ class Row:
     prompt: str | None
     question: str
     answer: str
-    columns: dict[str, Any]
+    columns: Columns
     where: str = ""
+
+
+Rows = Sequence[Row]
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -67,7 +71,7 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
-def row_of(columns: dict[str, Any], where: str = "") -> Row:
+def row_of(columns: Columns, where: str = "") -> Row:
     """The `Row` of a row's columns; ValueError names the column that is missing or wrong.
 
     >>> row_of({"prompt": "2+2?", "answer": 4, "level": 1}).messages
@@ -101,7 +105,7 @@ def row_of(columns: dict[str, Any], where: str = "") -> Row:
     return Row(messages, prompt, question, answer, columns, where)
 
 
-def _gold(columns: dict[str, Any]) -> str:
+def _gold(columns: Columns) -> str:
     """The answer of a row as text; ValueError if there is none."""
     values = {name: columns.get(name) for name in GOLDS}
     reward_model = columns.get("reward_model")
@@ -144,7 +148,7 @@ def _check_messages(messages: Any) -> None:
         )
 
 
-def check_text(row: dict[str, Any], column: str) -> str:
+def check_text(row: Columns, column: str) -> str:
     """`row[column]`; ValueError unless it is a text that is not blank."""
     if column not in row:
         raise ValueError(f"column {column!r} is missing; the row has {', '.join(row)}")
@@ -157,7 +161,7 @@ def check_text(row: dict[str, Any], column: str) -> str:
     return text
 
 
-def numbered_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def numbered_rows(path: Path) -> Iterator[tuple[str, Columns]]:
     """(where it stands, its columns) for each row of a .jsonl or .parquet file; ConfigError if it
     cannot be read.
     """
@@ -177,7 +181,7 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{number}", row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Columns]]:
     import pyarrow
     import pyarrow.parquet
 

@@ -13,7 +13,6 @@ from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
-from tests import ROOT
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 
 

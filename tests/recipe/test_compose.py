@@ -4,11 +4,12 @@ entry; paths are what is configured.
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, config_parts
+from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, text_of_config
 from mindspeed_qerl.recipe.overrides import PATHS
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
@@ -130,7 +131,8 @@ def test_own_values_come_last(own_configs, defaults, is_refused):
 def test_the_parts_that_the_command_line_chooses_count(own_configs):
     (own_configs / "mine.yaml").write_text(f"defaults: [{TINY}, _self_]\n")
     (own_configs / "aqn" / "bare.yaml").write_text("enabled: false\n")
-    files = config_parts("mine", ["aqn=bare"], None)
+    text = text_of_config("mine", ["aqn=bare"], None)
+    files = [Path(line[5:]) for line in text.splitlines() if line.startswith("---- ")]
     assert files[0] == own_configs / "mine.yaml" and CONFIGS / f"{TINY}.yaml" in files
     assert own_configs / "aqn" / "bare.yaml" in files and CONFIGS / "aqn" / "qerl.yaml" not in files
 

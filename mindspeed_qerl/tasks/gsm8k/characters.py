@@ -7,6 +7,7 @@ of TeX.
 
 import re
 import unicodedata
+from functools import cache
 
 # A superscript, a fraction sign, a digit in a circle: unreadable, as is what it touches.
 ODD = "\0"
@@ -31,26 +32,20 @@ _SAME_AS = {character: plain for plain, characters in _SAME.items() for characte
 _OF_CATEGORY = {"No": ODD, "Nl": ODD, "Z": " ", "Cf": "'", "Sc": "$", "P": ";"}
 
 
-class _Characters(dict):
-    """For `str.translate`: what a character beyond ASCII is read as; it fills as they come."""
-
-    def __missing__(self, code: int) -> str:
-        character = chr(code)
-        category = unicodedata.category(character)
-        if character in _SAME_AS:
-            read = _SAME_AS[character]
-        elif category == "Nd":
-            read = str(unicodedata.decimal(character))
-        elif category[0] == "L":
-            read = character
-        else:
-            read = _OF_CATEGORY.get(category, _OF_CATEGORY.get(category[0], UNKNOWN))
-        self[code] = read
-        return read
+@cache
+def _plain(character: str) -> str:
+    """What a character beyond ASCII is read as."""
+    category = unicodedata.category(character)
+    if character in _SAME_AS:
+        return _SAME_AS[character]
+    if category == "Nd":
+        return str(unicodedata.decimal(character))
+    if category[0] == "L":
+        return character
+    return _OF_CATEGORY.get(category, _OF_CATEGORY.get(category[0], UNKNOWN))
 
 
-_CHARACTERS = _Characters()
-_FOREIGN = re.compile(r"[^\x00-\x7f]+")
+_FOREIGN = re.compile(r"[^\x00-\x7f]")
 _SPACES = re.compile("  +")
 _SPACE_COMMAND = r"(?:(?:thin|med|thick|neg|en|hair|nobreak)?space|q?quad)(?![a-zA-Z]) ?"
 # Each alternative begins with a character of its own, so the search goes by these.
@@ -72,7 +67,7 @@ _POWER = re.compile(rf"([^\W\d_][)}}\]$]{{0,3}})(?:\^[-+]?[0-9]++(?![a-zA-Z])|{O
 def normalise(text: str) -> str:
     """Digits, signs and spaces in ASCII, single spaces, no powers of units."""
     if not text.isascii():
-        text = _FOREIGN.sub(lambda run: run[0].translate(_CHARACTERS), text)
+        text = _FOREIGN.sub(lambda character: _plain(character[0]), text)
     text = text.replace("\t", " ")
     if "\\" in text or "{" in text or "~" in text:
         text = _TEX.sub(lambda sign: _TEX_SIGNS.get(sign[0], " "), text)
