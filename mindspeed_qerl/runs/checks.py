@@ -12,7 +12,7 @@ import numpy as np
 from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
-from mindspeed_qerl.runs.metrics import Metrics
+from mindspeed_qerl.runs.metrics import MetricsRow
 
 Movement = Mapping[str, Mapping[str, Any]]  # norms and errors by LoRA target (`sync_faults`)
 
@@ -102,7 +102,7 @@ def mismatch_warning(k3: float, noise: float, dtype: str, other_arithmetic: bool
     )
 
 
-def loss_fault(metrics: Metrics, algorithm: Algorithm) -> str | None:
+def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
     """Whether `loss/total`, of the tensor that backward got, is the sum of its parts with their
     coefficients.
 
@@ -216,7 +216,7 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
     return noise_share_fault(seen) if len(seen) >= NOISY_STEPS else None
 
 
-def noise_of(rows: Iterable[Metrics]) -> list[tuple[float, float]]:
+def noise_of(rows: Iterable[MetricsRow]) -> list[tuple[float, float]]:
     """(expected, measured) standard deviation of each step that had noise, of its metrics."""
     noisy = [row for row in rows if row.get("aqn/expected_std")]
     return [(row["aqn/expected_std"], row["aqn/measured_std"]) for row in noisy]
@@ -306,7 +306,7 @@ def impossible(logprobs: np.ndarray) -> np.ndarray:
 class StepChecks:
     """The checks of one run, step by step; keeps the noise so far, and the warnings given."""
 
-    def __init__(self, recipe: Recipe, routed: bool, earlier: Iterable[Metrics]):
+    def __init__(self, recipe: Recipe, routed: bool, earlier: Iterable[MetricsRow]):
         """routed: the model has experts. earlier: metrics of the steps before, of a run that is
         resumed.
         """
@@ -317,7 +317,7 @@ class StepChecks:
     def check(
         self,
         step: int,
-        values: Metrics,
+        values: MetricsRow,
         tokens: int,
         routes: int = 0,
         noise: NoiseLevel | None = None,
@@ -356,7 +356,7 @@ class StepChecks:
         self.warned |= new.keys()
         return list(new.values())
 
-    def _bound(self, values: Metrics, level: NoiseLevel) -> str | None:
+    def _bound(self, values: MetricsRow, level: NoiseLevel) -> str | None:
         """A warning of a target that sigma cannot reach within its bounds."""
         noise = self.recipe.noise
         measure = noise.target_measure
@@ -369,7 +369,7 @@ class StepChecks:
             "bound allows (aqn.sigma_min, aqn.sigma_max)"
         )
 
-    def _uneven(self, values: Metrics) -> str | None:
+    def _uneven(self, values: MetricsRow) -> str | None:
         """A warning of uneven importance weights, with noise on and no correction to apply them."""
         correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
         sigma = values.get("aqn/sigma")

@@ -65,7 +65,7 @@ from typing import Any, Self
 from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
-Metrics = Mapping[str, float]  # by name
+MetricsRow = Mapping[str, float]  # by name
 
 WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
 
@@ -117,7 +117,7 @@ class MetricsWriter:
         if self._wandb:
             self._wandb.finish()
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: MetricsRow) -> None:
         """Write the metrics of training step `step` (1-based, increasing). Values are numbers or
         0-d arrays and tensors.
         """
@@ -126,7 +126,9 @@ class MetricsWriter:
         self._run.reached(step)
         self._log_scalars(step, row)
 
-    def log_eval(self, step: int, result: Metrics, answers: Sequence[dict[str, Any]] = ()) -> None:
+    def log_eval(
+        self, step: int, result: MetricsRow, answers: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """Write one evaluation made after `step` updates (0: before training), and its answers, one
         dict per problem.
         """

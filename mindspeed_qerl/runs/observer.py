@@ -12,7 +12,7 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.checks import Movement, StepChecks, is_sync_shown, sync_faults
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import Metrics, MetricsWriter, read_jsonl
+from mindspeed_qerl.runs.metrics import MetricsRow, MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 
 WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
@@ -131,7 +131,7 @@ class RunObserver:
             why = "no group had answers of different rewards"
         self.warn(f"step {step} trains nothing: {why}, of {groups} groups")
 
-    def stepped(self, step: int, values: Metrics, tokens: int, routes: int = 0) -> None:
+    def stepped(self, step: int, values: MetricsRow, tokens: int, routes: int = 0) -> None:
         """Write the metrics of a step (1-based), then check them.
 
         Args:
@@ -193,7 +193,7 @@ class RunObserver:
     def evaluated(
         self,
         step: int,
-        result: Metrics,
+        result: MetricsRow,
         answers: Sequence[dict[str, Any]],
         seconds: float,
         sigma: float = 0.0,

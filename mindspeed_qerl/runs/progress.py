@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
-from mindspeed_qerl.runs.metrics import Metrics
+from mindspeed_qerl.runs.metrics import MetricsRow
 
 # the ETA follows the pace of these, so that a slow first step does not spoil it for long
 RECENT_STEPS = 20
@@ -46,7 +46,7 @@ class Progress:
         if self._step == 0 and not self._console.is_terminal:
             self.message(f"{self._title} | {text} ...")
 
-    def step(self, step: int, metrics: Metrics) -> None:
+    def step(self, step: int, metrics: MetricsRow) -> None:
         """Training step `step` (1-based) is done."""
         now, total = time.monotonic(), self._total
         if not self._stamps:
@@ -66,7 +66,7 @@ class Progress:
         words += [f"{pace:.2f} s/step", f"ETA {left}"]
         self.message(" | ".join(words))
 
-    def evaluated(self, step: int, result: Metrics) -> None:
+    def evaluated(self, step: int, result: MetricsRow) -> None:
         """An evaluation after `step` updates is done."""
         accuracy = f"accuracy {result['accuracy']:.3f} ± {result['standard_error']:.3f}"
         self._accuracy = f"{accuracy} at {step}"
