@@ -3,8 +3,8 @@ and writes to a log file of its own; a failed call names the process that died.
 """
 
 import contextlib
+import importlib
 import os
-import pkgutil
 import signal
 import sys
 import time
@@ -43,24 +43,25 @@ def _errors_in_log() -> Iterator[None]:
     """
     try:
         yield
+    except (RuntimeError, ConfigError) as error:
+        traceback.print_exc()
+        raise RuntimeError(str(error)) from None
     except Exception as error:  # noqa: BLE001  any may come, and a KeyError's message is a key
         traceback.print_exc()
-        is_sentence = isinstance(error, RuntimeError | ConfigError)
-        text = str(error) if is_sentence else f"{type(error).__name__}: {error}"
-        raise RuntimeError(text) from None
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 @ray.remote
 class _Host:
     """An object in a process of its own, and calls forwarded to it."""
 
-    def build(self, cls: str, log_file: str, arguments: dict) -> int:
+    def build(self, module: str, name: str, log_file: str, arguments: dict) -> int:
         """Make the object; returns the process id."""
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         with _errors_in_log():
-            self.target = pkgutil.resolve_name(cls)(**arguments)
+            self.target = getattr(importlib.import_module(module), name)(**arguments)
         return os.getpid()
 
     def call(self, method: str, *arguments):
@@ -69,14 +70,14 @@ class _Host:
 
 
 class Worker:
-    """A handle on one process, in which the class `cls`, "module:name", is built after
-    `environment` is set; only its name travels, so imports happen there. name: what messages call
-    it.
+    """A handle on one process, in which the class `cls` of `module` is built, after `environment`
+    is set; only names travel, so imports happen there. name: what messages call it.
     """
 
     def __init__(
         self,
         name: str,
+        module: str,
         cls: str,
         log_file: Path,
         environment: dict[str, str],
@@ -87,7 +88,7 @@ class Worker:
             num_cpus=1, runtime_env={"env_vars": environment}
         )
         self.actor = remote.remote()
-        self.built = self.actor.build.remote(cls, str(log_file), arguments)
+        self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> "ray.ObjectRef[Result]":
         """Start `method`, of the object's class, in the process. References among the arguments are
@@ -189,7 +190,8 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             ranks.append(
                 Worker(
                     f"rank {rank}",
-                    "mindspeed_qerl.local.rank:TrainRank",
+                    "mindspeed_qerl.local.rank",
+                    "TrainRank",
                     logs / f"rank{rank}.log",
                     _environment(scratch, world),
                     recipe=recipe,
@@ -199,7 +201,8 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             )
         rollout = Worker(
             "rollout engine",
-            "mindspeed_qerl.local.rollout:RolloutEngine",
+            "mindspeed_qerl.local.rollout",
+            "RolloutEngine",
             logs / "rollout.log",
             _environment(scratch, 1),
             model_dir=recipe.model.path,
