@@ -149,3 +149,21 @@ def test_a_resumed_run_knows_the_noise_of_its_steps(observer, tmp_path):
     rows.write_text('{"step": 1, "aqn/expected_std": 0.0}\n' + noise + "\n")
     resumed = RunObserver(recipe, SimpleNamespace(metrics_file=rows), None, None, epoch=7)
     assert resumed.checks.noise == [(0.05, 0.04)]
+
+
+def test_a_resumed_run_follows_its_target_as_if_it_had_not_stopped(observer):
+    """One stage of one step without noise, then four that follow; read again after each step."""
+    noise = Noise(enabled=True, schedule="target", num_stages=5, target_kinds=("input", "final"))
+    unbroken = observer(noise)
+    unbroken.checks.check = lambda *_: []
+    for step in range(1, 6):
+        level = unbroken.noise_level(step)
+        seen = {"mismatch/k3": (0.3 + step / 10) * level.sigma**2 + 1e-4}
+        unbroken.stepped(step, seen | {"mismatch/sensitivity": 0.5, "aqn/sigma": level.sigma}, 1)
+        files = SimpleNamespace(metrics_file=unbroken.run.metrics_file)
+        resumed = RunObserver(unbroken.recipe, files, None, None, epoch=7)
+        assert resumed.noise_level(step + 1) == unbroken.noise_level(step + 1)
+    rows = read_jsonl(unbroken.run.metrics_file)
+    assert ["aqn/reached_k3" in row for row in rows] == [False, True, True, True, True]
+    assert len({row["aqn/sigma"] for row in rows}) > 3
+    assert observer().noise_level(1) is None
