@@ -109,11 +109,16 @@ class QeRLTrainer(RayGRPOTrainer):
         self.observer.begin(self.on_ranks("count_adapters"))
         if self.recipe.noise.enabled:
             self.observer.noise_targets(self.on_ranks("noise_targets")[0])
-            self.on_ranks("set_noise", self.observer.noise_level(self.step + 1))
+            self._set_noise()
         if self.step == 0:
             self._evaluate()
         super().fit(data_iters)
         self.observer.end()
+
+    def _set_noise(self) -> None:
+        """How much noise the next step has."""
+        if level := self.observer.noise_level(self.step + 1):
+            self.on_ranks("set_noise", level)
 
     def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """What `method` of the worker returns on each rank."""
@@ -306,8 +311,7 @@ class QeRLTrainer(RayGRPOTrainer):
             parts = dict(chain.from_iterable(squares.items() for squares in ranks))
             values |= weight_errors((name, squares) for (name, _), squares in parts.items())
         self.observer.stepped(iteration, values, self.tokens, self.routes)
-        if self.recipe.noise.enabled:
-            self.on_ranks("set_noise", self.observer.noise_level(iteration + 1))
+        self._set_noise()
         if self.observer.wants_proof(iteration):
             movements, unlike = zip(*self.on_ranks("prove"))
             self.observer.proved(iteration, join(movements), {*chain(*unlike)})

@@ -14,6 +14,7 @@ from mindspeed_rl.utils.pad_process import (
     remove_padding_tensor_dict_to_dict,
 )
 
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend.observer import TokenObserver
 from mindspeed_qerl.ascend.trainer import QeRLTrainer, to_our_names
 from mindspeed_qerl.common.errors import EngineError
@@ -97,6 +98,7 @@ def make(monkeypatch):
         observer = object.__new__(TokenObserver)
         vars(observer).update(
             ends={EOS},
+            noise=None,
             tokenizer=SimpleNamespace(decode=str),
             progress=SimpleNamespace(message=said.append),
             written=[],
@@ -207,6 +209,18 @@ def test_a_step_that_trains_nothing_says_so(batch, options, why, make):
     assert said == [f"Warning: step 7 trains nothing: {why}"]
     values, tokens = logged(trainer)
     assert "loss/total" not in values and tokens == 0
+
+
+def test_the_ranks_are_told_the_noise_of_the_next_step_once_this_one_was_reported(make):
+    trainer, _, _ = make(answers(LIKE))
+    of_step = {8: NoiseLevel(stage=1, sigma=0.1)}
+    told, logged_with = [], logged(trainer)
+    trainer.observer.noise_level = lambda step: of_step.get(step)
+    trainer.observer.stepped = lambda *_: told.append("stepped")
+    trainer.actor_worker.execute_sync_command = lambda *call: told.append(call) or [{}]
+    trainer.log_metrics({}, 7)
+    assert told[-2:] == ["stepped", ("set_noise", NoiseLevel(stage=1, sigma=0.1))]
+    assert logged_with[1] == 0  # a run without noise tells nobody
 
 
 def test_the_error_of_quantised_weights_counts_each_part_once(make):
