@@ -145,7 +145,7 @@ def probe_classes():
             # the noise of step 1, where it is on: the policy that samples is not the one that is
             # trained
             apply = self.inference_model.injector.apply
-            self.inference_model.injector.apply = lambda step: apply(step + 1)
+            self.inference_model.injector.apply = lambda step, level=None: apply(step + 1)
             self.seen["rollouts"] = []
             rollout, sample = self.inference_model, self.inference_model.sample
 
