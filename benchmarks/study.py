@@ -140,7 +140,6 @@ SMOLLM2: dict[str, Any] = {
     ),
 }
 EXPLORED = ("pass@1", "pass@16", "groups with signal")
-# The target by a pilot that no study has (docs/results.md).
 MEASURED_NOISE = {"off": ("aqn=off",), "qerl": ("aqn=qerl",), "target": ("aqn=target",)}
 
 

@@ -272,12 +272,15 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     name, length = algorithm.loss_mode, 3
     function = policy_loss(name)
     generator = torch.Generator().manual_seed(0)
-    logprobs = -torch.rand(3, 2, length, generator=generator)
+    drawn = torch.rand(5, 2, length, generator=generator)
+    policy, old, rollout, reference = -drawn[:4]
+    policy.requires_grad_()
     mask = torch.tensor([[True, True, True], [True, False, False]])
     advantages = torch.tensor([1.0, -1.0])
-    policy, old, rollout = logprobs
-    policy.requires_grad_()
-    whole = LossInputs(policy, old, rollout, advantages, mask).without_padding()
+    whole = LossInputs(policy, old, rollout, advantages, mask, entropy=drawn[4])
+    if algorithm.loss_has_kl:
+        whole = replace(whole, reference_logprobs=reference)
+    whole = whole.without_padding()
 
     def called(rows: slice) -> torch.Tensor:
         part = {name: value[rows] for name, value in vars(whole).items() if value is not None}

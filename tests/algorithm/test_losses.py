@@ -288,6 +288,10 @@ def reinforce(inputs, algorithm):
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     return -ratio * inputs.advantages[:, None], {"ratio": ratio}
 
+def by_entropy_and_reference(inputs, algorithm):
+    weight = inputs.entropy.detach() + (inputs.logprobs - inputs.reference_logprobs).detach()
+    return -weight * inputs.logprobs * inputs.advantages[:, None], {}
+
 class Clipped:
     def __call__(self, inputs, algorithm):
         from mindspeed_qerl.algorithm.losses import vanilla
@@ -335,6 +339,13 @@ def test_ones_own_loss_is_trained_with_its_metrics(own):
     advantages = inputs.advantages[:, None].expand(inputs.mask.shape)[inputs.mask]
     assert total.item() == pytest.approx(-(ratio * advantages).sum().item())
     assert metrics["policy_loss/ratio"].value() == pytest.approx(ratio.mean().item())
+
+
+def test_a_loss_is_tried_with_what_it_gets_in_training(own):
+    name = "own_losses:by_entropy_and_reference"
+    try_policy_loss(Algorithm(loss_mode=name, kl_coefficient=0.1))
+    with pytest.raises(ConfigError, match="NoneType"):  # no reference, as in training
+        try_policy_loss(of_mode(name))
 
 
 def test_a_class_that_calls_ours_is_ours(own):
