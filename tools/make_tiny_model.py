@@ -1,5 +1,6 @@
-"""Make the starting point of the local runs from nothing: model, tokenizer and word problems. About
-a minute on 2 quiet cores.
+"""Make the starting point of local runs from nothing: model, tokenizer and word problems; a minute
+or two. That of the quickstart, models/tiny_qwen3_moe, comes with the repository: made anew, on
+another kind of processor, it has other floats.
 
 The directory holds a Hugging Face model (transformers and vLLM load it), data/train_chat.parquet
 and data/test_chat.parquet (one-step word problems; the test problems use operand pairs that nothing

@@ -145,8 +145,8 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
     file = Path(path) / "config.json"
     if not file.is_file():
         fix = (
-            "Give a Hugging Face model directory; the quickstart's is made by `python "
-            "tools/make_tiny_model.py --output models/tiny_qwen3_moe`"
+            "Give a Hugging Face model directory, from where you are; the quickstart's, "
+            "models/tiny_qwen3_moe, is in the repository"
         )
         yield Fault("model", NO_MODEL.format(path), key, fix)
         return

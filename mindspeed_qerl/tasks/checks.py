@@ -18,9 +18,8 @@ from mindspeed_qerl.tasks.rows import Row, Rows, read_rows
 
 # What to do where a file of a task is missing.
 MAKE_DATA = (
-    "Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`, or for the "
-    "quickstart `python tools/make_tiny_model.py --output models/tiny_qwen3_moe`; of your own: "
-    "docs/own_task.md"
+    "Make it with `python tools/convert_gsm8k.py --input DIR_OR_HUB_NAME --output DIR`; the "
+    "quickstart's is in the repository; of your own: docs/own_task.md"
 )
 
 

@@ -2,9 +2,11 @@ import json
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from mindspeed_qerl.common.files import sha256
 from mindspeed_qerl.demo import tiny_model, word_problems
 from mindspeed_qerl.demo.tiny_model import Recipe
 from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
@@ -12,6 +14,8 @@ from mindspeed_qerl.tasks.gsm8k.verifier import score
 from mindspeed_qerl.tasks.rows import read_rows
 
 QUICK = Recipe(steps=2, batch_size=4, train_problems=30, test_problems=20)
+QUICKSTART = Path(__file__).parents[2] / "models" / "tiny_qwen3_moe"
+WEIGHTS = "69472fa3cda49ab92422aa6d4d3fe5609ca942c9baafdad05f93651e167e4e1a"  # what results are of
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +162,60 @@ def test_loss_is_on_the_completion_only():
 def test_large_variant_has_about_ten_million_parameters():
     tokenizer = tiny_model.build_tokenizer()
     assert 9e6 < tiny_model.build_model(tokenizer, "large").num_parameters() < 11e6
+
+
+def shares(directory: Path) -> tuple[float, float]:
+    """Of transformers' answers to 400 held-out problems at temperature 1: right and in the right
+    form; in the right form.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    rows = read_rows(directory / "data" / "test_chat.parquet")[:400]
+    prompts = tokenizer([row.prompt for row in rows], padding=True, return_tensors="pt")
+    torch.manual_seed(0)
+    ids = model.generate(**prompts, do_sample=True, top_k=0, max_new_tokens=24)
+    answers = tokenizer.batch_decode(
+        ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
+    )
+    right = [
+        score(answer, row.columns["answer"], method="strict") for answer, row in zip(answers, rows)
+    ]
+    return sum(right) / len(right), sum("####" in answer for answer in answers) / len(answers)
+
+
+def compare_with_the_quickstarts(directory: Path) -> None:
+    """Everything but the weights is the same in `directory`; file for file, apart from how parquet
+    was written.
+    """
+    names = {file.relative_to(QUICKSTART) for file in QUICKSTART.rglob("*") if file.is_file()}
+    assert names == {file.relative_to(directory) for file in directory.rglob("*") if file.is_file()}
+    for name in names:
+        if name.suffix == ".parquet":
+            theirs, ours = read_rows(QUICKSTART / name), read_rows(directory / name)
+            assert [row.columns for row in theirs] == [row.columns for row in ours]
+        elif name.suffix != ".safetensors":
+            assert (QUICKSTART / name).read_bytes() == (directory / name).read_bytes(), name
+
+
+def test_the_quickstarts_model_is_of_todays_recipe(tmp_path, monkeypatch):
+    """Words, tokenizer, shape and problems as the code makes them; the weights everybody starts
+    from, half way to knowing how to answer.
+    """
+    monkeypatch.setattr(tiny_model, "train_supervised", lambda *_: None)
+    tiny_model.make_tiny_model(tmp_path / "model", Recipe())
+    compare_with_the_quickstarts(tmp_path / "model")
+    assert sha256(QUICKSTART / "model.safetensors") == WEIGHTS
+    right, form = shares(QUICKSTART)
+    assert right == pytest.approx(0.24, abs=0.05)
+    assert form == pytest.approx(1 - MIXTURE["bare"], abs=0.08)
+
+
+@pytest.mark.full  # two minutes: all 700 steps
+def test_made_anew_it_is_the_quickstarts_but_for_rounding(tmp_path):
+    tiny_model.make_tiny_model(tmp_path / "model", Recipe())
+    compare_with_the_quickstarts(tmp_path / "model")
+    if sha256(tmp_path / "model" / "model.safetensors") != WEIGHTS:  # another kind of processor
+        assert shares(tmp_path / "model") == pytest.approx(shares(QUICKSTART), abs=0.08)
