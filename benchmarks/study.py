@@ -140,7 +140,13 @@ SMOLLM2: dict[str, Any] = {
     ),
 }
 EXPLORED = ("pass@1", "pass@16", "groups with signal")
-MEASURED_NOISE = {"off": ("aqn=off",), "qerl": ("aqn=qerl",), "target": ("aqn=target",)}
+MEASURED_NOISE = {
+    "off": ("aqn=off",),
+    "qerl": ("aqn=qerl",),
+    # Of k3 targets 0.001, 0.01, 0.03 and 0.1, that with the most groups with signal in one run of
+    # the deep model with seed 101. All ended at a tenth.
+    "target": ("aqn=target", "aqn.target_start=0.1", "aqn.target_end=0.01"),
+}
 
 
 def against_off(*cells: str) -> tuple[tuple[str, str, str], ...]:
