@@ -3,31 +3,34 @@ cores, in one run.
 
     # see it run: the tiny size, one round of 1 + 2 steps, about 1 minute
     python benchmarks/step.py --quick
-    # both sizes, two rounds of 2 + 5 steps, about 20 minutes
+    # two sizes, two rounds of 2 + 5 steps, about 20 minutes
     python benchmarks/step.py
+    python benchmarks/step.py --size smollm2 --rounds 1    # needs `make real-model`
     python benchmarks/step.py --size large --prompts 32 --rounds 1
     # our update with its metrics and without (metrics_cost.py), 3 minutes
     python benchmarks/step.py --metrics
 
     tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
     large   10M parameters, 8 prompts x 8 answers of 256 tokens
+    smollm2 SmolLM2-135M-Instruct, 4 prompts x 8 answers of 48 tokens
 
-Both sides: the same Qwen3-MoE with random weights, float32, 2 cores, LoRA r=32 alpha=64 on
-attention and all experts, AdamW 2e-4, no KL term, one update per step, the same prompts in the same
-order, the same verifier as reward, answers of exactly the same length (nothing ends an answer
-early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and two Megatron ranks in processes of
-their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with transformers in the
-process that trains, with `grouped_mm` experts, without gradient checkpointing, autocast,
-load-balancing loss or saving; its vLLM mode trains on stale weights on a CPU. "TRL, merged" samples
-with the adapters merged into the weights (PEFT's merge_adapter), as we do; TRL itself merges for
-vLLM only. They take turns, each in fresh processes; the first steps are not counted, the rest give
-medians. OMP_WAIT_POLICY is PASSIVE for all unless it is set: threads that spin for a core another
-program has taken slow TRL twentyfold.
+Both sides: the same Qwen3-MoE with random weights or SmolLM2, float32, 2 cores, LoRA r=32 alpha=64
+on attention and MLP or all experts, AdamW 2e-4, no KL term, one update per step, the same prompts
+in the same order, the same verifier as reward, answers of exactly the same length (nothing ends an
+answer early). Ours is `cli/train_grpo.py` as anyone starts it: vLLM and two Megatron ranks in
+processes of their own, noise (AQN) on, logprobs kept, metrics written. TRL samples with
+transformers in the process that trains, with `grouped_mm` experts, without gradient checkpointing,
+autocast, load-balancing loss or saving. "TRL, merged" samples with the adapters merged into the
+weights (PEFT's merge_adapter), as we do; "TRL, vLLM" with vLLM in the process that trains, in
+bfloat16, as TRL starts it, without the correction that costs it another forward. They take turns,
+each in fresh processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is
+PASSIVE for all unless it is set: threads that spin for a core another program has taken slow TRL
+twentyfold.
 
     rollout    sampling the answers; TRL also decodes them here
     reward     verifier, advantages and the batch
     training   forward, backward and optimizer
-    sync       merged weights into vLLM; TRL samples from the weights it trains
+    sync       merged weights into vLLM; transformers samples from the weights it trains
     other      on our side the hop to the ranks and back
     once       everything outside the steps: imports, engines, our first evaluation, shutdown
 """
@@ -37,6 +40,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -93,18 +97,28 @@ class Measured:
 SIZES = {
     "tiny": Setting("tiny", prompts=32, tokens=24, our_micro_batch=64),
     "large": Setting("large", prompts=8, tokens=256, our_micro_batch=16, trl_micro_batch=16),
+    "smollm2": Setting(
+        "smollm2", prompts=4, tokens=48, our_micro_batch=8, trl_micro_batch=8, warm_up=1, steps=3
+    ),
 }
+SMOLLM2 = REPO / "models" / "smollm2_135m_instruct"
 
 
 def make_model(directory: Path, shape: str) -> int:
-    """Random weights and no end token: every answer gets all its tokens. Returns the number of
-    parameters.
+    """Random weights, or a link to SmolLM2's, the quickstart's problems and no end token: every answer
+    gets all its tokens. Returns the number of parameters.
     """
     from transformers import AutoTokenizer
 
     from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
-    parameters = make_tiny_model(directory, Recipe(shape=shape, steps=0))["parameters"]
+    if shape == "smollm2":
+        shutil.copytree(SMOLLM2, directory, ignore=lambda *_: ["model.safetensors"])
+        (directory / "model.safetensors").symlink_to(SMOLLM2 / "model.safetensors")
+        shutil.copytree(REPO / "models" / "tiny_qwen3_moe" / "data", directory / "data")
+        parameters = 134_515_008
+    else:
+        parameters = make_tiny_model(directory, Recipe(shape=shape, steps=0))["parameters"]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(directory)
@@ -126,6 +140,7 @@ def our_overrides(setting: Setting, model_dir: Path) -> list[str]:
         f"rl_config.mini_batch_size={setting.prompts}",
         f"rl_config.n_samples_per_prompt={GROUP}",
         f"rl_config.max_prompt_length={MAX_PROMPT_TOKENS}",
+        *(["actor_config.expert_model_parallel_size=1"] if setting.shape == "smollm2" else []),
         "rl_config.verifier_function=[gsm8k]",
         f"generate_config.sampling_config.max_tokens={setting.tokens}",
         f"generate_config.max_model_len={MAX_PROMPT_TOKENS + setting.tokens}",
@@ -174,9 +189,10 @@ def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, fl
     ]
 
 
-def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list[dict[str, float]]:
-    """The steps of TRL's GRPOTrainer, which samples with adapters merged or beside the weights;
-    call in a fresh process, its output goes to a file in `work`.
+def run_trl(setting: Setting, model_dir: Path, work: Path, sampler: str) -> list[dict[str, float]]:
+    """The steps of TRL's GRPOTrainer. It samples with transformers, adapters "beside" the weights
+    or "merged" into them, or with "vllm"; call in a fresh process, its output goes to a file in
+    `work`.
     """
     log = os.open(work / "trl.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
@@ -199,13 +215,15 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list
         {"prompt": [rows[i].prompt for i in chosen], "gold": [rows[i].answer for i in chosen]}
     )
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    model.set_experts_implementation("grouped_mm")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    experts = None
+    if setting.shape == "smollm2":
+        targets += ["gate_proj", "up_proj", "down_proj"]
+    else:
+        model.set_experts_implementation("grouped_mm")
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = LoraConfig(
-        r=32,
-        lora_alpha=64,
-        lora_dropout=0.0,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        r=32, lora_alpha=64, lora_dropout=0.0, target_modules=targets, target_parameters=experts
     )
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.add_special_tokens(
@@ -237,7 +255,11 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,
-        use_vllm=False,
+        use_vllm=sampler == "vllm",
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.1,
+        vllm_max_model_length=MAX_PROMPT_TOKENS + setting.tokens,
+        vllm_importance_sampling_correction=False,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
@@ -245,17 +267,17 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list
         seed=SEED,
     )
 
-    seconds, steps = {}, []
+    seconds, steps = {"sync": 0.0}, []
 
     class Timed(GRPOTrainer):
         def _generate(self, *given, **named):
             started = time.perf_counter()
-            if merged:
+            if sampler == "merged":
                 self.model.merge_adapter()
             result = super()._generate(*given, **named)
-            if merged:
+            if sampler == "merged":
                 self.model.unmerge_adapter()
-            seconds["rollout"] = time.perf_counter() - started
+            seconds["rollout"] = time.perf_counter() - started - seconds["sync"]
             return result
 
         def _generate_and_score_completions(self, *given, **named):
@@ -273,9 +295,9 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list
             steps.append(
                 {
                     "rollout": seconds["rollout"],
-                    "reward": seconds["scored"] - seconds["rollout"],
+                    "reward": seconds["scored"] - seconds["rollout"] - seconds["sync"],
                     "training": step - seconds["scored"],
-                    "sync": 0.0,
+                    "sync": seconds["sync"],
                     "step": step,
                 }
             )
@@ -297,16 +319,25 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, merged: bool) -> list
         peft_config=lora,
         callbacks=[Clock()],
     )
+    if sampler == "vllm":
+        sync_weights = trainer.vllm_generation.sync_weights
+
+        def timed_sync():
+            started = time.perf_counter()
+            sync_weights()
+            seconds["sync"] = time.perf_counter() - started
+
+        trainer.vllm_generation.sync_weights = timed_sync
     trainer.train()
     return steps
 
 
 def run_trl_process(
-    setting: Setting, model_dir: Path, work: Path, merged: bool = False
+    setting: Setting, model_dir: Path, work: Path, sampler: str
 ) -> list[dict[str, float]]:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         try:
-            return process.submit(run_trl, setting, model_dir, work, merged).result()
+            return process.submit(run_trl, setting, model_dir, work, sampler).result()
         except Exception as error:
             raise RuntimeError(
                 f"TRL's side failed, {type(error).__name__}: "
@@ -316,8 +347,9 @@ def run_trl_process(
 
 SIDES = {
     "ours": run_ours,
-    "TRL": run_trl_process,
-    "TRL, merged": partial(run_trl_process, merged=True),
+    "TRL": partial(run_trl_process, sampler="beside"),
+    "TRL, merged": partial(run_trl_process, sampler="merged"),
+    "TRL, vLLM": partial(run_trl_process, sampler="vllm"),
 }
 
 
@@ -426,7 +458,7 @@ def main() -> None:
         "--quick", action="store_true", help="see it run: the tiny size, 1 round of 1 + 2 steps"
     )
     parser.add_argument(
-        "--size", nargs="+", choices=SIZES, default=list(SIZES), help="which sizes (default: all)"
+        "--size", nargs="+", choices=SIZES, default=["tiny", "large"], help="(default: tiny large)"
     )
     parser.add_argument(
         "--rounds",

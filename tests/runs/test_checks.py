@@ -35,6 +35,8 @@ NORMAL = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=Fal
     [
         (2e-13, {}, None),
         (1.1e-6, {}, "stale sync"),
+        (1.13e-6, {"routed": True}, None),  # one token of 4,480 met another expert
+        (4.5e-4, {"routed": True}, "in float32 at most 0.0001"),  # a sync one step stale
         (math.nan, {}, "nan nats"),
         (7.7e-3, {"other_arithmetic": True}, None),
         (1.9e-3, {"dtype": "bfloat16"}, None),
