@@ -22,10 +22,10 @@ processes of their own, noise (AQN) on, logprobs kept, metrics written. TRL samp
 transformers in the process that trains, with `grouped_mm` experts, without gradient checkpointing,
 autocast, load-balancing loss or saving. "TRL, merged" samples with the adapters merged into the
 weights (PEFT's merge_adapter), as we do; "TRL, vLLM" with vLLM in the process that trains, in
-bfloat16, as TRL starts it, without the correction that costs it another forward. They take turns,
-each in fresh processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is
-PASSIVE for all unless it is set: threads that spin for a core another program has taken slow TRL
-twentyfold.
+bfloat16, as TRL starts it, without the correction that costs it another forward: timed alone, since
+on a CPU its samples may be of stale weights. They take turns, each in fresh processes; the first
+steps are not counted, the rest give medians. OMP_WAIT_POLICY is PASSIVE for all unless it is set:
+threads that spin for a core another program has taken slow TRL twentyfold.
 
     rollout    sampling the answers; TRL also decodes them here
     reward     verifier, advantages and the batch
@@ -111,13 +111,15 @@ def digits(responses: list[str], answers: list[str], rows: list[dict]) -> list[f
 
 def make_model(directory: Path, shape: str) -> int:
     """Random weights, or a link to SmolLM2's, the quickstart's problems and no end token: every answer
-    gets all its tokens. Returns the number of parameters.
+    gets all its tokens. Returns the number of parameters. SystemExit: SmolLM2 was not made.
     """
     from transformers import AutoTokenizer
 
     from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
 
     if shape == "smollm2":
+        if not SMOLLM2.is_dir():
+            raise SystemExit(f"there is no {SMOLLM2}: make real-model")
         shutil.copytree(SMOLLM2, directory, ignore=lambda *_: ["model.safetensors"])
         (directory / "model.safetensors").symlink_to(SMOLLM2 / "model.safetensors")
         shutil.copytree(REPO / "models" / "tiny_qwen3_moe" / "data", directory / "data")
