@@ -1,6 +1,8 @@
 """The processes of a run, when starting them fails: nothing is left behind."""
 
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -60,3 +62,14 @@ def test_a_failure_anywhere_leaves_nothing_behind(
     assert [
         path.name for path in (run.path / "logs").iterdir() if not path.name.endswith(".log")
     ] == []
+
+
+def test_a_rank_imports_no_compiler_before_it_trains():
+    code = (
+        "import sys\nfrom mindspeed_qerl.emulation import cuda_on_cpu\ncuda_on_cpu.install()\n"
+        "import megatron.core.models.gpt.gpt_layer_specs, mindspeed_qerl.local.rank\n"
+        "compilers = {'torch._inductor.compile_fx', 'torch._dynamo.convert_frame', 'transformers'}\n"
+        "assert not compilers & sys.modules.keys(), compilers & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
