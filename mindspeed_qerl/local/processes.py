@@ -3,6 +3,7 @@ and writes to a log file of its own; a failed call names the process that died.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -64,8 +65,11 @@ class _Host:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
+        gc.disable()  # what imports make stays, and to look through it takes a second
         with _errors_in_log():
             self.target = getattr(importlib.import_module(module), name)(**arguments)
+        gc.freeze()
+        gc.enable()
         return os.getpid()
 
     def call(self, method: str, *arguments):
@@ -187,6 +191,21 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
         scratch = private_ray.start(num_cpus=world + 1)
         # A scheduler's stop is an interrupt; Ray's own handler would abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # the first of them, since it takes longest
+        rollout = Worker(
+            "rollout engine",
+            "mindspeed_qerl.local.rollout",
+            "RolloutEngine",
+            logs / "rollout.log",
+            _environment(scratch, 1),
+            model_dir=recipe.model.path,
+            dtype=recipe.model.dtype,
+            max_model_len=recipe.batch.max_model_len,
+            max_num_seqs=recipe.rollout.max_num_seqs,
+            kv_cache_gib=recipe.local.kv_cache_gib,
+            routers=recorded_routers(recipe),
+            quantization=recipe.quantization if recipe.quantization.enabled else None,
+        )
         ranks = []
         for rank in range(world):
             ranks.append(
@@ -202,20 +221,6 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
                     rendezvous=f"file://{scratch}/rendezvous",
                 )
             )
-        rollout = Worker(
-            "rollout engine",
-            "mindspeed_qerl.local.rollout",
-            "RolloutEngine",
-            logs / "rollout.log",
-            _environment(scratch, 1),
-            model_dir=recipe.model.path,
-            dtype=recipe.model.dtype,
-            max_model_len=recipe.batch.max_model_len,
-            max_num_seqs=recipe.rollout.max_num_seqs,
-            kv_cache_gib=recipe.local.kv_cache_gib,
-            routers=recorded_routers(recipe),
-            quantization=recipe.quantization if recipe.quantization.enabled else None,
-        )
         yield Processes(ranks, rollout)
 
 

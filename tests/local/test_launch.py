@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,8 +16,16 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from .conftest import raw_config, recipe_of
 
 
-def unreadable(recipe):
-    raise OSError("config.json is gone")
+def failing_later(environment):
+    """It raises the second time."""
+    results = iter([environment(Path("/tmp"), 1)])
+
+    def second_fails(*_):
+        for result in results:
+            return result
+        raise OSError("no room")
+
+    return second_fails
 
 
 def of_another_class(worker):
@@ -30,7 +39,7 @@ def of_another_class(worker):
     "name, broken, error, message",
     [
         ("Worker", of_another_class(module.Worker), WorkerError, "has no attribute 'NoSuchClass'"),
-        ("recorded_routers", unreadable, OSError, "config.json is gone"),
+        ("_environment", failing_later(module._environment), OSError, "no room"),
     ],
     ids=["in a worker that is built", "between two workers"],
 )
