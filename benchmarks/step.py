@@ -25,8 +25,9 @@ weights (PEFT's merge_adapter), as we do; "TRL, vLLM" with vLLM in the process t
 bfloat16, as TRL starts it, without the correction that costs it another forward: timed alone, since
 on a CPU its samples may be of stale weights, and of SmolLM2 alone, since its sync fails where vLLM
 has packed experts ('Parameter' object has no attribute 'weight_loader'). They take turns, each in
-fresh processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is PASSIVE for all unless it is set:
-threads that spin for a core another program has taken slow TRL twentyfold.
+fresh processes; the first steps are not counted, the rest give medians. OMP_WAIT_POLICY is PASSIVE
+for all unless it is set: threads that spin for a core another program has taken slow TRL
+twentyfold.
 
     rollout    sampling the answers; TRL also decodes them here
     reward     verifier, advantages and the batch
