@@ -68,8 +68,8 @@ def build_model(
     layout: Layout,
     recompute_layers: int,
 ) -> tuple[nn.Module, list[ParameterMapping], range, range]:
-    """Build this rank's part of the model in `model_dir`, of `shape`, and load its weights. megatron-core's
-    parallel state must be that of `layout`.
+    """Build this rank's part of the model in `model_dir`, of `shape`, and load its weights.
+    megatron-core's parallel state must be that of `layout`.
 
     Args:
         recompute_layers: this many layers of the stage keep their input only, and are computed
