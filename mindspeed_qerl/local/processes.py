@@ -3,7 +3,6 @@ and writes to a log file of its own; a failed call names the process that died.
 """
 
 import contextlib
-import gc
 import importlib
 import os
 import signal
@@ -56,20 +55,13 @@ def _errors_in_log() -> Iterator[None]:
 class _Host:
     """An object in a process of its own, and calls forwarded to it."""
 
-    def build(
-        self, module: str, name: str, log_file: str, environment: dict, arguments: dict
-    ) -> int:
+    def build(self, module: str, name: str, log_file: str, arguments: dict) -> int:
         """Make the object; returns the process id."""
-        # not Ray's runtime_env, whose agent has to start before the first worker
-        os.environ.update(environment)
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
-        gc.disable()  # what imports make stays, and to look through it takes a second
         with _errors_in_log():
             self.target = getattr(importlib.import_module(module), name)(**arguments)
-        gc.freeze()
-        gc.enable()
         return os.getpid()
 
     def call(self, method: str, *arguments):
@@ -92,9 +84,11 @@ class Worker:
         **arguments: Any,
     ):
         self.name, self.log_file = name, log_file
-        # Ray's decorator makes `options`
-        self.actor = _Host.options(num_cpus=1).remote()  # type: ignore[attr-defined]
-        self.built = self.actor.build.remote(module, cls, str(log_file), environment, arguments)
+        remote = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
+            num_cpus=1, runtime_env={"env_vars": environment}
+        )
+        self.actor = remote.remote()
+        self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> "ray.ObjectRef[Result]":
         """Start `method`, of the object's class, in the process. References among the arguments are
@@ -183,7 +177,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
     # else Ray warns of what its next version will do
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    world, shape = recipe.layout.world, read_shape(recipe.model.path)
+    world = recipe.layout.world
     with contextlib.ExitStack() as undo:
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         # before the start, which may fail when half of Ray is there
@@ -191,7 +185,20 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
         scratch = private_ray.start(num_cpus=world + 1)
         # A scheduler's stop is an interrupt; Ray's own handler would abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # the first of them, since it takes longest
+        ranks = []
+        for rank in range(world):
+            ranks.append(
+                Worker(
+                    f"rank {rank}",
+                    "mindspeed_qerl.local.rank",
+                    "TrainRank",
+                    logs / f"rank{rank}.log",
+                    _environment(scratch, world),
+                    recipe=recipe,
+                    rank=rank,
+                    rendezvous=f"file://{scratch}/rendezvous",
+                )
+            )
         rollout = Worker(
             "rollout engine",
             "mindspeed_qerl.local.rollout",
@@ -206,21 +213,6 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             routers=recorded_routers(recipe),
             quantization=recipe.quantization if recipe.quantization.enabled else None,
         )
-        ranks = []
-        for rank in range(world):
-            ranks.append(
-                Worker(
-                    f"rank {rank}",
-                    "mindspeed_qerl.local.rank",
-                    "TrainRank",
-                    logs / f"rank{rank}.log",
-                    _environment(scratch, world),
-                    recipe=recipe,
-                    shape=shape,  # to ask transformers for it takes seconds in each process
-                    rank=rank,
-                    rendezvous=f"file://{scratch}/rendezvous",
-                )
-            )
         yield Processes(ranks, rollout)
 
 
