@@ -19,7 +19,7 @@ from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_pena
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import end_tokens, read_shape
-from mindspeed_qerl.local import checkpoint
+from mindspeed_qerl.local import arithmetic, checkpoint
 from mindspeed_qerl.local.batch import Batch, PromptOrder, deal
 from mindspeed_qerl.local.engine import Data
 from mindspeed_qerl.local.processes import Processes, WorkerError, recorded_routers
@@ -62,6 +62,7 @@ class LocalEngine:
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = defaultdict(float)  # of the parts of this iteration
         self.weight_errors: dict[str, float] = {}  # metrics of the last sync
+        arithmetic.settle()
 
     @cached_property
     def ends(self) -> set[int]:

@@ -18,6 +18,7 @@ from mindspeed_qerl.algorithm.losses import denominator
 from mindspeed_qerl.algorithm.metrics import Metric, merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.local import arithmetic
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.local.passes import Passes
@@ -39,6 +40,7 @@ class TrainRank(ShardedAdapters):
     def __init__(self, recipe: Recipe, rank: int, rendezvous: str):
         from mindspeed_qerl.local.model import SkipPrompts, build_model
 
+        arithmetic.settle()
         shape, adam = read_shape(recipe.model.path), recipe.optimizer
         self.recipe, self.routers = recipe, shape.routers
         place = join(recipe.layout, shape.moe, rank, rendezvous)

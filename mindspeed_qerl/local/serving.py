@@ -13,6 +13,7 @@ import torch
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
+from mindspeed_qerl.local import arithmetic
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
 
@@ -49,6 +50,7 @@ def start_vllm(
             they change.
         more: goes to LLM.
     """
+    arithmetic.settle()
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib),
         VLLM_CPU_OMP_THREADS_BIND="nobind",
