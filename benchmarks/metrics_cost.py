@@ -77,12 +77,13 @@ def measure_rank(rank: int, recipe, setting, pairs: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
+    from mindspeed_qerl.families import read_shape
     from mindspeed_qerl.local import passes as module
     from mindspeed_qerl.local.batch import deal
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
-    trainer = TrainRank(recipe, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(recipe, read_shape(recipe.model.path), rank, f"file://{folder}/rendezvous")
     batch = batch_of(setting)
     [rows] = deal(batch.lengths, len(batch), recipe.layout.dp)[rank]
     shards = [batch.rows(rows)]

@@ -129,6 +129,7 @@ def update(recipe, dtype: str, answers: int, rounds: int):
 
     import numpy as np
 
+    from mindspeed_qerl.families import read_shape
     from mindspeed_qerl.local.batch import build_batch
     from mindspeed_qerl.local.rank import TrainRank
 
@@ -142,7 +143,10 @@ def update(recipe, dtype: str, answers: int, rounds: int):
         rng.normal(size=answers),
     )
     with tempfile.TemporaryDirectory() as folder:
-        rank, seconds = TrainRank(recipe, 0, f"file://{folder}/rendezvous"), []
+        rank, seconds = (
+            TrainRank(recipe, read_shape(recipe.model.path), 0, f"file://{folder}/rendezvous"),
+            [],
+        )
         for counted in range(rounds + 1):
             clock = Clock()
             with clock if counted == rounds else contextlib.nullcontext():

@@ -10,6 +10,7 @@ is emulated: an operation that would really need a GPU still raises.
 """
 
 import contextlib
+from unittest.mock import patch
 
 import torch
 
@@ -48,8 +49,11 @@ def install() -> None:
     torch.cuda.synchronize = lambda device=None: None
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    # Of megatron-core's functions for torch.compile none is called without its fusions, and the
+    # decorator imports a compiler: two seconds of each rank's start.
+    with patch.object(torch, "compile", lambda function: function):
+        from megatron.core.tensor_parallel import random
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
     random._get_all_rng_states, random._set_all_rng_states = lambda: (), lambda: None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, family_of, read_shape
+from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import ParameterMapping, mappings
 from mindspeed_qerl.layout.plan import Plan
@@ -62,10 +62,14 @@ class SkipPrompts(nn.Module):
 
 
 def build_model(
-    model_dir: str | Path, dtype: torch.dtype, layout: Layout, recompute_layers: int
+    model_dir: str | Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    layout: Layout,
+    recompute_layers: int,
 ) -> tuple[nn.Module, list[ParameterMapping], range, range]:
-    """Build this rank's part of the model in `model_dir` and load its weights. megatron-core's
-    parallel state must be that of `layout`.
+    """Build this rank's part of the model in `model_dir`, of `shape`, and load its weights.
+    megatron-core's parallel state must be that of `layout`.
 
     Args:
         recompute_layers: this many layers of the stage keep their input only, and are computed
@@ -81,7 +85,6 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    shape = read_shape(model_dir)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     first, last = stage == 0, stage == layout.pp - 1
     counts = Plan(shape, layout).layers

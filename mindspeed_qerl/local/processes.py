@@ -3,6 +3,7 @@ and writes to a log file of its own; a failed call names the process that died.
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -60,8 +61,11 @@ class _Host:
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
+        gc.disable()  # what imports make stays, and to look through it takes a second
         with _errors_in_log():
             self.target = getattr(importlib.import_module(module), name)(**arguments)
+        gc.freeze()
+        gc.enable()
         return os.getpid()
 
     def call(self, method: str, *arguments):
@@ -70,8 +74,9 @@ class _Host:
 
 
 class Worker:
-    """A handle on one process, in which the class `cls` of `module` is built, after `environment`
-    is set; only names travel, so imports happen there. name: what messages call it.
+    """A handle on one process, started in `environment` (OpenMP reads it when it is loaded), in
+    which the class `cls` of `module` is built; only names travel, so imports happen there. name:
+    what messages call it.
     """
 
     def __init__(
@@ -177,7 +182,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
     # else Ray warns of what its next version will do
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    world = recipe.layout.world
+    world, shape = recipe.layout.world, read_shape(recipe.model.path)
     with contextlib.ExitStack() as undo:
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         # before the start, which may fail when half of Ray is there
@@ -185,20 +190,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
         scratch = private_ray.start(num_cpus=world + 1)
         # A scheduler's stop is an interrupt; Ray's own handler would abort.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        ranks = []
-        for rank in range(world):
-            ranks.append(
-                Worker(
-                    f"rank {rank}",
-                    "mindspeed_qerl.local.rank",
-                    "TrainRank",
-                    logs / f"rank{rank}.log",
-                    _environment(scratch, world),
-                    recipe=recipe,
-                    rank=rank,
-                    rendezvous=f"file://{scratch}/rendezvous",
-                )
-            )
+        # the first of them, since it takes longest
         rollout = Worker(
             "rollout engine",
             "mindspeed_qerl.local.rollout",
@@ -213,6 +205,21 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             routers=recorded_routers(recipe),
             quantization=recipe.quantization if recipe.quantization.enabled else None,
         )
+        ranks = []
+        for rank in range(world):
+            ranks.append(
+                Worker(
+                    f"rank {rank}",
+                    "mindspeed_qerl.local.rank",
+                    "TrainRank",
+                    logs / f"rank{rank}.log",
+                    _environment(scratch, world),
+                    recipe=recipe,
+                    shape=shape,  # to ask transformers for it takes seconds in each process
+                    rank=rank,
+                    rendezvous=f"file://{scratch}/rendezvous",
+                )
+            )
         yield Processes(ranks, rollout)
 
 

@@ -17,7 +17,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from mindspeed_qerl.algorithm.losses import denominator
 from mindspeed_qerl.algorithm.metrics import Metric, merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
-from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.local import arithmetic
 from mindspeed_qerl.local.batch import Batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
@@ -34,14 +34,15 @@ class TrainRank(ShardedAdapters):
     data-parallel rank get the same shard, and all shards are of equal size.
 
     Args:
+        shape: of the model in `recipe.model.path`.
         rendezvous: init_method of torch.distributed, for example file:///some/new/file.
     """
 
-    def __init__(self, recipe: Recipe, rank: int, rendezvous: str):
+    def __init__(self, recipe: Recipe, shape: ModelShape, rank: int, rendezvous: str):
         from mindspeed_qerl.local.model import SkipPrompts, build_model
 
         arithmetic.settle()
-        shape, adam = read_shape(recipe.model.path), recipe.optimizer
+        adam = recipe.optimizer
         self.recipe, self.routers = recipe, shape.routers
         place = join(recipe.layout, shape.moe, rank, rendezvous)
         recompute = 0
@@ -49,7 +50,7 @@ class TrainRank(ShardedAdapters):
             recompute = adam.recompute_num_layers or shape.num_hidden_layers
         dtype = getattr(torch, recipe.model.dtype)
         model, table, layers, experts = build_model(
-            recipe.model.path, dtype, recipe.layout, recompute
+            recipe.model.path, shape, dtype, recipe.layout, recompute
         )
         apply_lora(
             model,

@@ -17,6 +17,8 @@ from mindspeed_qerl.local import arithmetic
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
 
+BLOCK = 128  # tokens: the largest of vLLM's on a CPU
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -44,20 +46,23 @@ def start_vllm(
     """vLLM's LLM over token ids.
 
     Args:
-        kv_cache_gib: for the KV cache where there is no accelerator.
+        kv_cache_gib: at most, for the KV cache where there is no accelerator; no more than
+            max_num_seqs of max_model_len fill, since vLLM writes all of it when it starts.
         share_prompts: common prefixes are computed once, in blocks of 32 tokens, the smallest that
             vLLM's CPU attention takes; by the weights of that moment: `reset_prefix_cache` when
             they change.
         more: goes to LLM.
     """
     arithmetic.settle()
-    os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE=str(kv_cache_gib),
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_NO_USAGE_STATS="1",
-    )
+    os.environ.update(VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_NO_USAGE_STATS="1")
     from vllm import LLM
 
+    shape = read_shape(model_dir)
+    if not torch.accelerator.is_available():
+        width = 2 * shape.num_key_value_heads * shape.head_dim * getattr(torch, dtype).itemsize
+        tokens = (max_num_seqs + 1) * (max_model_len + BLOCK)
+        filled = tokens * width * shape.num_hidden_layers
+        more["kv_cache_memory_bytes"] = min(kv_cache_gib * 2**30, filled)
     gc.freeze()  # vLLM collects garbage five times while it starts
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start,
     # the same numbers.
@@ -75,7 +80,7 @@ def start_vllm(
         skip_tokenizer_init=True,
         use_tqdm_on_load=False,
         # which config.json may leave out
-        hf_overrides={"architectures": [family_of(read_shape(model_dir)).architecture]},
+        hf_overrides={"architectures": [family_of(shape).architecture]},
         enable_prefix_caching=share_prompts,
         **more,
     )

@@ -56,6 +56,7 @@ JSON has no NaN or infinity. Such a value is written as null and named:
 into the number.
 """
 
+import importlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -101,12 +102,11 @@ class MetricsWriter:
                 raise FileExistsError(f"{file} exists: a run is written once. Start a new run")
             file.touch()
         self._wandb = _start_wandb(run, wandb) if wandb else None
-        self._tensorboard: Any = None
+        self._tensorboard: Any = None  # until the first row: its torch takes seconds
+        self._starts_tensorboard = tensorboard
+        self._purge_step = None if after is None else after + 1
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge_step = None if after is None else after + 1
-            self._tensorboard = SummaryWriter(run.tensorboard_dir, purge_step=purge_step)
+            importlib.import_module("tensorboard")  # if there is none, an error now
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +142,11 @@ class MetricsWriter:
         _append(self._run.rollouts_file, step, *rollouts)
 
     def _log_scalars(self, step: int, row: dict[str, float]) -> None:
+        if self._starts_tensorboard and not self._tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            folder = self._run.tensorboard_dir
+            self._tensorboard = SummaryWriter(folder, purge_step=self._purge_step)
         if self._tensorboard:
             for name, value in row.items():
                 self._tensorboard.add_scalar(name, value, step)

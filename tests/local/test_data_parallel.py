@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.recipe.types import Correction
 
@@ -98,7 +99,12 @@ def options_rank(rank, config, layouts, folder):
     faulthandler.dump_traceback_later(300, exit=True)  # ranks that wait for each other for ever
     torch.set_num_threads(1)
     trainer, gradients = (
-        TrainRank(config, rank, f"file://{folder}/rendezvous{config.layout.world}"),
+        TrainRank(
+            config,
+            read_shape(config.model.path),
+            rank,
+            f"file://{folder}/rendezvous{config.layout.world}",
+        ),
         [],
     )
     for number, (_, layer) in enumerate(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import rollout
 from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
@@ -135,7 +136,9 @@ def megatron_rank(rank, config, batch, folder):
         return modes[-1][0]
 
     torch.set_num_threads(1)
-    trainer = module.TrainRank(config, 0, f"file://{folder}/rendezvous")
+    trainer = module.TrainRank(
+        config, read_shape(config.model.path), 0, f"file://{folder}/rendezvous"
+    )
     with Scaled([]):
         found = trainer.logprobs(batch)
     module.HardwareErrorMode = start_mode

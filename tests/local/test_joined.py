@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from mindspeed_qerl.families import read_shape
+
 from .conftest import recipe_of, run_ranks
 from .test_megatron import random_batch
 
@@ -57,7 +59,7 @@ def joined_rank(rank, config, folder):
 
     for name in trained:
         setattr(passes, name, watched(name))
-    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
     metrics = [trainer.train([batch], epochs=2)]
     trainer.skip()
     metrics.append(trainer.train([batch], epochs=2))

@@ -1,6 +1,9 @@
 """The processes of a run, when starting them fails: nothing is left behind."""
 
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,8 +16,16 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from .conftest import raw_config, recipe_of
 
 
-def unreadable(recipe):
-    raise OSError("config.json is gone")
+def failing_later(environment):
+    """It raises the second time."""
+    results = iter([environment(Path("/tmp"), 1)])
+
+    def second_fails(*_):
+        for result in results:
+            return result
+        raise OSError("no room")
+
+    return second_fails
 
 
 def of_another_class(worker):
@@ -28,7 +39,7 @@ def of_another_class(worker):
     "name, broken, error, message",
     [
         ("Worker", of_another_class(module.Worker), WorkerError, "has no attribute 'NoSuchClass'"),
-        ("recorded_routers", unreadable, OSError, "config.json is gone"),
+        ("_environment", failing_later(module._environment), OSError, "no room"),
     ],
     ids=["in a worker that is built", "between two workers"],
 )
@@ -60,3 +71,14 @@ def test_a_failure_anywhere_leaves_nothing_behind(
     assert [
         path.name for path in (run.path / "logs").iterdir() if not path.name.endswith(".log")
     ] == []
+
+
+def test_a_rank_imports_no_compiler_before_it_trains():
+    code = (
+        "import sys\nfrom mindspeed_qerl.emulation import cuda_on_cpu\ncuda_on_cpu.install()\n"
+        "import megatron.core.models.gpt.gpt_layer_specs, mindspeed_qerl.local.rank\n"
+        "compilers = {'torch._inductor.compile_fx', 'torch._dynamo.convert_frame', 'transformers'}\n"
+        "assert not compilers & sys.modules.keys(), compilers & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

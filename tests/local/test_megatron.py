@@ -169,7 +169,9 @@ def train_rank(rank, configs, folder):
     torch.set_num_threads(1)
     batch = random_batch()
     for family, config in configs.items():
-        trainer = TrainRank(config, rank, f"file://{folder}/{family}")
+        trainer = TrainRank(
+            config, read_shape(config.model.path), rank, f"file://{folder}/{family}"
+        )
         rows, shard = share_of(rank, batch, config.layout)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
@@ -217,7 +219,7 @@ def resume_rank(rank, config, saved, folder):
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
-    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
     _, shard = share_of(rank, random_batch(), config.layout)
     trainer.restore(saved, SAVED, SAVED)
     torch.save(
@@ -489,7 +491,7 @@ def load_rank(rank, config, folder):
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
-    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
     logprobs = trainer.logprobs(random_batch())
     torch.save((len(trainer.model.decoder.layers), logprobs), f"{folder}/{rank}.pt")
 

@@ -67,6 +67,12 @@ def reference_model(model_dir, weights=None):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+def test_the_kv_cache_holds_every_sequence_and_not_a_gibibyte(engine):
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    assert 16 * 64 < cache.num_gpu_blocks * cache.block_size  # one block is nobody's
+    assert cache.kv_cache_memory_bytes < 2**24
+
+
 @pytest.mark.parametrize(
     "changed, words",
     [

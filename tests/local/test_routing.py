@@ -151,7 +151,9 @@ def replay_rank(rank, configs, folder):
     torch.set_num_threads(1)
     batch = other_routes(random_batch())
     for family, config in configs.items():
-        trainer = TrainRank(config, rank, f"file://{folder}/{family}")
+        trainer = TrainRank(
+            config, read_shape(config.model.path), rank, f"file://{folder}/{family}"
+        )
         rows, shard = share_of(rank, batch, config.layout)
         move_b(trainer)
         factors = deepcopy(trainer.adapter_factors())  # training changes what it names
@@ -389,7 +391,7 @@ def agree_rank(rank, config, batch, folder):
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
-    trainer = TrainRank(config, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
     torch.save(
         (trainer.logprobs(batch), trainer.with_own_routes(replace(batch, routes=None)).routes),
         f"{folder}/found.pt",

@@ -153,7 +153,7 @@ def train_rank(rank, recipe, batch, folder):
     from mindspeed_qerl.local.rank import TrainRank
 
     torch.set_num_threads(1)
-    trainer = TrainRank(recipe, rank, f"file://{folder}/rendezvous")
+    trainer = TrainRank(recipe, read_shape(recipe.model.path), rank, f"file://{folder}/rendezvous")
     before = trainer.logprobs(batch)
     for _ in range(2):  # the first moves B alone, which is zero before it
         trainer.train([batch])

@@ -15,6 +15,7 @@ import torch
 import yaml
 from reference import expert_name, unpacked
 
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.lora.adapters import lora_layers
@@ -33,7 +34,9 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
     )
     adapters = torch.load(folder / "full.pt", weights_only=False)["adapters"]
     dock = torch.load(folder / "experience.pt", weights_only=False)["experience"]
-    trainer = TrainRank(recipe, 0, f"file://{folder}/rendezvous_{dtype}")
+    trainer = TrainRank(
+        recipe, read_shape(recipe.model.path), 0, f"file://{folder}/rendezvous_{dtype}"
+    )
     layers = dict(lora_layers(trainer.model))
     for name, layer in layers.items():
         full, expert = expert_name(name)
