@@ -558,7 +558,7 @@ def tables(data: Data) -> str:
         ]
     if data.most:
         judged = ", ".join(f"{count} ({limit:.1g})" for count, limit in limit_at.items())
-        text += ["", f"Judged after so many seeds, significant below p in brackets: {judged}."]
+        text += ["", f"Judged at so many seeds, significant below p in brackets: {judged}."]
     return "\n".join(text)
 
 
