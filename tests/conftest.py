@@ -1,7 +1,8 @@
 """For all tests: the longest files first, since `make test` divides files among two processes, and
-none should be left for the end; and Ctrl-C.
+none should be left for the end; Ctrl-C; and threads that wait without spinning.
 """
 
+import os
 import signal
 
 LONGEST = (
@@ -14,6 +15,10 @@ LONGEST = (
     "test_rollout",
     "test_quantized",
 )
+
+# Read when torch is loaded. Two processes share the cores: threads that spin for one that another
+# program has taken make some tests tenfold longer.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_configure():
