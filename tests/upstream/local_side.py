@@ -3,8 +3,9 @@
     python local_side.py CONFIG.yaml MODEL FOLDER DTYPE
 
 CONFIG.yaml and FOLDER are a probe's (probe.py), MODEL the Hugging Face model. Written:
-FOLDER/local_DTYPE.pt with the metrics of the iteration, by name, and the gradient of every adapter
-in the first update, by the names of reference.py.
+FOLDER/local_DTYPE.pt with the log-probs before the updates of the tokens that are trained, answer
+by answer, the metrics of the iteration, by name, and the gradient of every adapter in the first
+update, by the names of reference.py.
 """
 
 import sys
@@ -54,6 +55,7 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
         routes,
     )
     batch.mask[[not trained.item() for trained in dock["trained"]]] = False
+    logprobs = torch.from_numpy(trainer.logprobs(batch)[batch.mask])
     gradients, step = {}, trainer.optimizer.step
 
     def keep_gradients():
@@ -79,7 +81,8 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
                 whole.setdefault(full, tuple(map(torch.zeros_like, adapters[full]))), pair
             ):
                 stacked[expert] = part.T
-    torch.save({"metrics": metrics, "gradients": whole}, folder / f"local_{dtype}.pt")
+    found = {"logprobs": logprobs, "metrics": metrics, "gradients": whole}
+    torch.save(found, folder / f"local_{dtype}.pt")
 
 
 if __name__ == "__main__":
