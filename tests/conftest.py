@@ -11,7 +11,7 @@ LONGEST = (
     "test_sweep",
     "test_megatron",
     "test_rehearsal",
-    "test_preflight",
+    "test_box",
     "test_rollout",
     "test_quantized",
 )
