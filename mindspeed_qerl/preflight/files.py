@@ -143,8 +143,9 @@ def converted(case: Case, name: str, key: str) -> Check:
     except (OSError, ValueError) as error:
         folder, model = Path(file).parent, Path(case.recipe.model.path)
         fix = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {quoted(folder)}"
-        if folder.parent == model:  # of the quickstart
-            fix = f"python tools/make_tiny_model.py --output {quoted(model)}"
+        if folder.parent == model:  # of the quickstart, or of the studies
+            deep = " --deep" * (model.name == "steps_qwen3_moe")
+            fix = f"python tools/make_tiny_model.py --output {quoted(model)}{deep}"
         return failed(str(error), fix)
     return passed(f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
 

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
-from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from tests import ROOT
 from tests.fake_box.broken_files import WEIGHTS, write_packed
@@ -159,6 +159,20 @@ def test_data_that_is_not_there(own):
     assert checks["training files"].fix == f"{convert} {more}"
     assert checks["training files"].found.startswith("no file ")
     assert checks["test rows"].fix == convert.replace(str(train.parent), str(test.parent))
+
+
+@pytest.mark.parametrize("name", ["grpo_tiny_moe_cpu", "grpo_steps_moe_cpu"])
+def test_data_that_comes_with_a_model(name, tmp_path):
+    """Without them the command makes the very model that the config names."""
+    config = compose(name)
+    model = Path(config["megatron_training"]["tokenizer_name_or_path"])
+    config["task"] = {"train_file": str(tmp_path / model / "data" / "train.parquet")}
+    config["megatron_training"]["tokenizer_name_or_path"] = str(tmp_path / model)
+    [command] = {check.fix for check in look(config).values() if "make_tiny" in check.fix}
+    output, *options = shlex.split(command.partition("--output ")[2])
+    assert output == str(tmp_path / model)
+    comment = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
+    assert options == (["--deep"] if "make_tiny_model.py --deep" in comment else [])
 
 
 @pytest.mark.parametrize(
