@@ -58,7 +58,7 @@ test: install-dev lint
 test-full: install-dev lint
 	$(PY) -m pytest $(TWO) -m "full or not full"
 	$(PY) tests/local/endurance.py --kills 20
-# The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/architecture.md names the checkouts in DIR). An hour on 2 cores.
+# The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/architecture.md names the checkouts in DIR). Two hours on 2 cores.
 test-upstream: upstream-env
 	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation
 lint: install-dev
