@@ -93,13 +93,6 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
             f"= {granularity!r} with recompute_method = {method!r}: the local engine has 'full' "
             "with 'block'",
         )
-    sizes = {
-        "actor_config.context_parallel_size": layout.cp,
-        "generate_config.infer_tensor_parallel_size": layout.infer_tp,
-    }
-    for key, size in sizes.items():
-        if size > 1:
-            yield _unsupported(key, f"= {size}: the local engine runs it at 1 only")
     if not recipe.lora.targets:
         yield _unsupported(
             "megatron_training.lora_target_modules",

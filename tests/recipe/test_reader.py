@@ -191,7 +191,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         (
             "actor_config.context_parallel_size",
             2,
-            "context_parallel_size = 2: the local engine runs it at 1 only",
+            "context_parallel_size = 2 must be 1: the local engine has no other",
         ),
         (
             "actor_config.expert_model_parallel_size",
@@ -240,7 +240,11 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         ("eval.temperature", 0.0, "(greedy) needs eval.samples_per_problem = 1"),
         ("actor_config.min_lr", 1.0, "must not be below actor_config.min_lr = 1.0"),
         ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
-        ("generate_config.infer_tensor_parallel_size", 2, "the local engine runs it at 1 only"),
+        (
+            "generate_config.infer_tensor_parallel_size",
+            2,
+            "infer_tensor_parallel_size = 2 must be 1: the local engine has no other",
+        ),
         (
             "hardware_error",
             {"gaussian_std": 5},
