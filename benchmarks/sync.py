@@ -190,7 +190,6 @@ def plot(rows: list[dict], path: Path) -> None:
                 color=GREEN,
                 label="memory a rank takes for it, MiB",
             )
-            memory.axhline(64, color=GREEN, linewidth=0.8, alpha=0.5)
             memory.set(ylim=(0, max(160, *(row["rank"] for row in of)) * 1.1), ylabel="MiB")
             memory.grid(visible=False)
         lines = [
