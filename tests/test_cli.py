@@ -117,8 +117,8 @@ def test_parts_of_configs(prefix):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("aqn=loud", "unknown aqn 'loud'. Known: mild, off, qerl, qerl_scripts, strong, target"),
-        ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, qerl_scripts, strong, target"),
+        ("aqn=loud", "unknown aqn 'loud'. Known: mild, off, qerl, qerl_paper, qerl_scripts,"),
+        ("aqn=5", "unknown aqn '5'. Known: mild, off, qerl, qerl_paper, qerl_scripts, strong"),
         ("aqn=off,qerl", "add --multirun"),
         ("seed=1,2", "add --multirun"),
         ("aqn", "'aqn' is not an override: write key=value, without dashes"),

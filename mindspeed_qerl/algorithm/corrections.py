@@ -62,6 +62,6 @@ def correction_weights(
     else:
         name, changed = "masked_fraction", (ratio < correction.floor) | (ratio > correction.cap)
         kept = torch.ones_like(ratio) if correction.method == "geometric_mask" else ratio
-        weights = kept * ~changed
+        weights = torch.where(changed, 0.0, kept)  # a product would make NaN of infinity
     fraction = Mean((changed & counted).sum(), counted.sum())
     return weights.expand(mask.shape), {f"rollout_correction/{name}": fraction}

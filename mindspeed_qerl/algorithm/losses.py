@@ -272,11 +272,11 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     name, length = algorithm.loss_mode, 3
     function = policy_loss(name)
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(5, 2, length, generator=generator)
+    drawn = torch.rand(5, 3, length, generator=generator)
     policy, old, rollout, reference = -drawn[:4]
     policy.requires_grad_()
-    mask = torch.tensor([[True, True, True], [True, False, False]])
-    advantages = torch.tensor([1.0, -1.0])
+    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
+    advantages = torch.tensor([1.0, -1.0, 0.0])  # 0: a group of equal rewards
     whole = LossInputs(policy, old, rollout, advantages, mask, entropy=drawn[4])
     if algorithm.loss_has_kl:
         whole = replace(whole, reference_logprobs=reference)
@@ -297,7 +297,7 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     try:
         together = called(slice(None))
         [gradient] = torch.autograd.grad(together[mask].sum(), policy, retain_graph=True)
-        alone = torch.cat([called(slice(0, 1)), called(slice(1, 2))])
+        alone = torch.cat([called(slice(row, row + 1)) for row in range(3)])
         if not gradient.isfinite().all() or not gradient[mask].any():
             raise ValueError(f"its gradient in the log probabilities is {gradient.tolist()}")
         if not torch.allclose(together[mask], alone[mask], rtol=1e-4):

@@ -15,6 +15,7 @@ MEASURES: tuple[str, ...] = get_args(Measure)
 # weights of 1 in bfloat16 show 0.85 to 1.10 of any sigma above 1.5e-3. Narrow enough for noise of
 # the next stage (0.56 in QeRL's schedule) or twice (1.41).
 LEAST_NOISE, MOST_NOISE = 0.8, 1.25
+LEAST_SIZE = 0.1  # a target below it is one of k3
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class NoiseSchedule:
         target_measure: `mismatch/*` that has the target: "k3", nats per token above 0, or
             "effective_sample_size", in 0..1.
         sigma_min, sigma_max: bounds of the sigma that follows the target.
-        target_kinds: what takes turns, a step each, with a sigma of its own: target names and
+        target_kinds: what takes turns, a rollout each, with a sigma of its own: target names and
             patterns as in targets.py; None is all norms together.
         restart_every: steps after which the whole schedule begins anew, the stage that is off
             included (an epoch, say); T is then this number. None: one schedule over the run.
@@ -108,12 +109,13 @@ class NoiseSchedule:
         if self.target_measure not in MEASURES:
             known = ", ".join(MEASURES)
             raise ValueError(f"unknown target_measure {self.target_measure!r}; known: {known}")
-        most = math.inf if self.target_measure == "k3" else 1.0
+        least, most = (0, math.inf) if self.target_measure == "k3" else (LEAST_SIZE, 1)
         for name, target in (("target_start", self.target_start), ("target_end", self.target_end)):
-            if not 0 < target < most:
+            if not least < target < most:
                 raise ValueError(
-                    f"{name} = {target!r} must be above 0 and below {most:g}, as "
-                    f"{self.target_measure} is; to run without noise, use aqn=off"
+                    f"{name} = {target!r} of {self.target_measure} must be above {least} and below "
+                    f"{most} (k3: 0.01, say, effective_sample_size: 0.98); to run without noise, use "
+                    "aqn=off"
                 )
         if not 0 < self.sigma_min <= self.sigma_start <= self.sigma_max < math.inf:
             raise ValueError(
@@ -156,8 +158,7 @@ class NoiseSchedule:
         ends = (distance(self.target_measure, x) for x in (self.target_start, self.target_end))
         start, end = ends
         target = start * (end / start) ** self._fraction(stage)
-        kind = self.target_kinds[step % len(self.target_kinds)]
-        return NoiseLevel(stage, sigma, of_distance(self.target_measure, target), kind)
+        return NoiseLevel(stage, sigma, of_distance(self.target_measure, target))
 
     def _fraction(self, stage: int) -> float:
         """Of the way from start to end."""

@@ -6,6 +6,7 @@ that distance is measured in each step (`mismatch/*`) and grows as sigma^2 where
 so that sigma can go where the target is.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule, distance, of_
 # up to 4: p is 2 in a smooth model, 1.4 where tokens change experts (docs/results.md).
 GAIN = 0.25
 MOST_CHANGE = 2.0  # of sigma in a step, since one step's estimate has heavy tails
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,6 +37,7 @@ class NoiseController:
 
     schedule: NoiseSchedule
     sigmas: dict[str | None, float] = field(default_factory=dict)  # by kind
+    turn: int = 0  # of which of the target_kinds the next noise is; not every step may have one
     # over the steps without noise that were measured
     off_distance: float = 0.0
     off_sensitivity: float = 0.0
@@ -43,7 +47,8 @@ class NoiseController:
         level = self.schedule.level(step)
         if level.target is None:
             return level
-        return replace(level, sigma=self.sigmas.get(level.kind, level.sigma))
+        kind = self.schedule.target_kinds[self.turn]
+        return replace(level, sigma=self.sigmas.get(kind, level.sigma), kind=kind)
 
     def measured(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """What the noise of `step` did, as metrics; the sigma of later steps follows it.
@@ -53,22 +58,29 @@ class NoiseController:
                 stays as it is.
         """
         level, schedule = self.level(step), self.schedule
-        measure = schedule.target_measure
+        measure, told = schedule.target_measure, {}
+        if level.target is not None:
+            told = {"aqn/turn": float(self.turn)}
+            self.turn = (self.turn + 1) % len(schedule.target_kinds)
         whole = distance(measure, values.get(f"mismatch/{measure}", math.nan))
         sensitivity = values.get("mismatch/sensitivity", math.nan)
         if schedule.kind != "target" or not (math.isfinite(whole) and sensitivity > 0):
-            return {}
+            return told
         if level.target is None:
             self.off_distance += whole
             self.off_sensitivity += sensitivity
             return {}
-        without_noise = 0.0
-        if self.off_sensitivity:
-            without_noise = self.off_distance / self.off_sensitivity * sensitivity
-        reached = max(whole - without_noise, 0.0)
+        if not (self.off_sensitivity or self.sigmas):
+            logger.warning(
+                "AQN: none of the steps without noise had a signal, so that what rounding and the "
+                "rollout's format do counts as noise, and sigma stays too small"
+            )
+        off = self.off_distance / (self.off_sensitivity or 1.0) * sensitivity
+        reached = max(whole - off, 0.0)
         sigma = next_sigma(level.sigma, reached, distance(measure, level.target))
         self.sigmas[level.kind] = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
-        return {
+        return told | {
+            "aqn/without_noise": off,
             f"aqn/target_{measure}": level.target,
             f"aqn/reached_{measure}": of_distance(measure, reached),
         }

@@ -284,7 +284,11 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
 
 def data_files(recipe: Recipe) -> dict[str, str]:
     """The files that a run reads, by label."""
-    files = {**packed_files(recipe), **recipe.data_files, **model_files(recipe.model.path)}
+    files = {
+        **packed_files(recipe),
+        **model_files(recipe.model.path),
+        "test": recipe.task.test_file,
+    }
     rows = Path(f"{recipe.task.data_path}_rows.jsonl")  # of a task of one's own (tasks/packed.py)
     if rows.is_file():
         files["train_rows"] = str(rows)

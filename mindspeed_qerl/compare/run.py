@@ -109,9 +109,6 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     versions = run.read_json("versions.json")
     data = {label: entry["sha256"] for label, entry in run.read_json("data.json").items()}
     comparable = comparable_config(config)
-    # part of what was configured, not of what was learned from
-    if profile := data.pop("aqn_multipliers", None):
-        comparable["aqn.multipliers_file"] = profile
     git = versions["git"] or {}
     code = {"mindspeed_qerl": git.get("commit") or versions["mindspeed_qerl"]}
     code |= versions.get("upstream", {})

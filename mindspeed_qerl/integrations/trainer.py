@@ -39,16 +39,18 @@ def without_noise_in_evaluation(
 def tell_mismatch(
     rollout: WorkerRollout,
     trainer: Any,
-    parts: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    parts: Iterable[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]],
 ) -> None:
     """Tell `rollout` what its noise did, over the answers of all processes.
 
     Args:
-        parts: log-probs of the tokens by vLLM and by the trainer before its update, and their mask,
-            each [answers, length].
+        parts: log-probs of the tokens by vLLM (None: unknown) and by the trainer before its update,
+            and their mask, each [answers, length].
     """
     found = []
     for sampled, trained, mask in parts:
+        if sampled is None:  # ms-swift, where answers and log-probs do not match
+            sampled = torch.full_like(trained, torch.nan)
         known = mask.bool() & sampled.isfinite()  # TRL has NaN where vLLM told nothing
         found.append(mismatch(sampled, trained, known))
     metrics = merge(found)

@@ -6,6 +6,7 @@
 TRL's vLLM server is another process: set MINDSPEED_QERL_ROLLOUT there (vllm.py, the plugin).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from mindspeed_qerl.integrations.settings import read_settings
@@ -39,16 +40,22 @@ def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
     if trainer.vllm_importance_sampling_correction:  # else TRL has no log-probs before its update
         rollout.is_told = True
         score = trainer._generate_and_score_completions
-
-        def score_and_tell(*args: Any, **kwargs: Any) -> Any:
-            batch = score(*args, **kwargs)
-            if trainer.model.training:
-                names = ("sampling_per_token_logps", "old_per_token_logps", "completion_mask")
-                tell_mismatch(rollout, trainer, [tuple(batch[name] for name in names)])
-            return batch
-
-        trainer._generate_and_score_completions = score_and_tell
+        trainer._generate_and_score_completions = telling(score, rollout, trainer)
     generation.generate = without_noise_in_evaluation(
         generation.generate, rollout, trainer, generation.llm
     )
     return rollout
+
+
+def telling(score: Callable[..., Any], rollout: WorkerRollout, trainer: Any) -> Callable[..., Any]:
+    """`score`, TRL's `_generate_and_score_completions`, which tells `rollout` what its noise did."""
+
+    def score_and_tell(*args: Any, **kwargs: Any) -> Any:
+        batch = score(*args, **kwargs)
+        if trainer.model.training:
+            sampled, trained = batch["sampling_per_token_logps"], batch["old_per_token_logps"]
+            own = batch["completion_mask"] * batch.get("tool_mask", 1)  # not a tool's tokens
+            tell_mismatch(rollout, trainer, [(sampled, trained, own)])
+        return batch
+
+    return score_and_tell

@@ -79,6 +79,7 @@ class WorkerRollout:
         self.is_loading = self.is_clean = self.cannot_write = self.is_discarded = False
         if settings.noise is not None:
             select_targets(self.model, settings.targets, settings.exclude)
+            settings.schedule(settings.noise.get("total_steps", 1))  # raises for what it cannot be
         self._wrap(self.model, "load_weights", self._load_weights)
         self._wrap(worker, "add_lora", self._add_lora)
         self._wrap(worker, "sleep", self._sleep)
@@ -229,7 +230,8 @@ class WorkerRollout:
         if schedule.kind == "target" and not self.is_told:
             raise RuntimeError(
                 "noise.kind = 'target' needs the trainer's log-probs, and nobody tells them to this "
-                "vLLM worker: TRL and ms-swift do, with vLLM in their own process (mode colocate)"
+                "vLLM worker: ms-swift does, TRL with vllm_importance_sampling_correction, its "
+                "default, and both with vLLM in their own process (mode colocate)"
             )
         if self.controller is None:
             self.controller = NoiseController(schedule)
@@ -263,6 +265,8 @@ class WorkerRollout:
             step = self.measured_step = self.noise_step
             metrics = self.controller.measured(step, values)
             self._write("measured", step=step, **values, **metrics)
+            if not values["mismatch/sensitivity"] > 0:
+                logger.warning("AQN: no log-prob of this step is known, so that sigma stays")
 
     def _measured_before(self, step: int) -> dict[int, dict[str, float]]:
         """What this rank was told of the steps before, by the lines of a run that is resumed."""

@@ -171,7 +171,8 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
 
 def data_files(recipe: Recipe) -> dict[str, Path | str]:
     """The files that a run reads, by label."""
-    return {"train": recipe.task.train_file, **recipe.data_files, **model_files(recipe.model.path)}
+    task = recipe.task
+    return {"train": task.train_file, "test": task.test_file, **model_files(recipe.model.path)}
 
 
 def versions() -> dict[str, Any]:

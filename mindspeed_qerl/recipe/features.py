@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from mindspeed_qerl.aqn.schedule import Kind, Measure, NoiseSchedule
-from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, key, part
+from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, part
 
 # local/hardware_error.py has the formulas
 HardwareErrorKind = Literal["gaussian", "bf16_blocks"]
@@ -42,11 +42,7 @@ class Noise:
     target_kinds: Names = ()  # of norms, that take turns; (): all together
     # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers: Mapping[Any, Any] | None = None
-    # more of them, YAML or JSON: a measured profile {layer: multiplier}
-    multipliers_file: str | None = None
     seed: int | None = None  # None: the run's
-    # the multipliers of both, as `NoiseInjector` takes them
-    factors: tuple[tuple[str, float], ...] = key(None, ())
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range.

@@ -38,7 +38,6 @@ PATHS = {
     "eplb_token_save_path",
     "train_file",
     "test_file",
-    "multipliers_file",
     "root",
     "resume",
     "models",

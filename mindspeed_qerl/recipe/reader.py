@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
@@ -73,7 +71,7 @@ def read(raw: Config) -> tuple[Recipe, Found]:
     }
     _fill_in(parts, values)
     recipe = Recipe(str(raw.get("engine")), **parts, sections=raw)
-    recipe = replace(recipe, noise=_checked_noise(recipe, found))
+    _check_noise(recipe, found)
     found.faults += conflicts(recipe, values)
     return recipe, found
 
@@ -216,16 +214,14 @@ def _followed(part: Any, values: Values, **follows: Any) -> Any:
 # ---- noise ----
 
 
-def _checked_noise(recipe: Recipe, found: Found) -> Noise:
-    """The noise with its factors; faults for what cannot be, a warning for stages that bfloat16
-    cannot hold.
-    """
-    noise, train_iters = recipe.noise, recipe.run.train_iters
+def _check_noise(recipe: Recipe, found: Found) -> None:
+    """Faults for what cannot be, a warning for stages that bfloat16 cannot hold."""
+    noise = recipe.noise
     if not noise.enabled:
-        return noise
+        return
     try:
-        schedule = noise.noise_schedule(train_iters)
-        factors = _multipliers(noise)
+        schedule = noise.noise_schedule(recipe.run.train_iters)
+        check_multipliers(noise.multipliers or {})
         check_targets(noise.exclude)
         if "auto" in check_targets(noise.target_kinds):
             raise ValueError("target_kinds: 'auto' is no kind of norm; input, post_attention are")
@@ -236,29 +232,16 @@ def _checked_noise(recipe: Recipe, found: Found) -> Noise:
                 )
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
-    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+    except (ValueError, TypeError) as error:
         found.faults.append(Fault("value", f"aqn: {error}", "aqn"))
-        return noise
+        return
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")
     small = [sigma for sigma in schedule.sigmas() if 0 < sigma < BF16_LEAST_SIGMA]
-    if small and recipe.model.dtype == "bfloat16":
+    # a sigma that follows a target makes up for what is lost
+    if small and recipe.model.dtype == "bfloat16" and noise.schedule != "target":
         found.warnings.append(
-            f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of {train_iters} steps, "
-            "where bfloat16 rounds most of it away (docs/aqn.md). Raise aqn.sigma_end to keep it"
+            f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of "
+            f"{recipe.run.train_iters} steps, where bfloat16 rounds most of it away (docs/aqn.md). "
+            "Raise aqn.sigma_end to keep it"
         )
-    return replace(noise, factors=tuple(factors))
-
-
-def _multipliers(noise: Noise) -> list[tuple[str, float]]:
-    """Those of the config and of the file."""
-    factors = check_multipliers(noise.multipliers or {})
-    if noise.multipliers_file:
-        profile = yaml.safe_load(Path(noise.multipliers_file).read_bytes())
-        if not isinstance(profile, Mapping):
-            raise ValueError(
-                f"multipliers_file = {noise.multipliers_file!r} must hold a mapping of layers to "
-                "numbers, such as 0: 1.5"
-            )
-        factors += check_multipliers(profile)
-    return factors

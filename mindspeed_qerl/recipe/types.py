@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
+from mindspeed_qerl.aqn.targets import check_multipliers
 from mindspeed_qerl.recipe.features import (
     MAX_STEPS,
     Correction,
@@ -391,7 +392,7 @@ class Recipe:
             "schedule": noise.noise_schedule(self.run.train_iters, epoch),
             "targets": noise.targets,
             "exclude": noise.exclude,
-            "multipliers": noise.factors,
+            "multipliers": check_multipliers(noise.multipliers or {}),
             "seed": self.run.seed if noise.seed is None else noise.seed,
         }
 
@@ -399,14 +400,6 @@ class Recipe:
     def emulate_npu(self) -> bool:
         """Whether the NPU engine runs on CPUs (emulation/)."""
         return self.run.emulate_npu
-
-    @property
-    def data_files(self) -> dict[str, str]:
-        """The files whose hashes a run keeps, by label, as far as both engines have them."""
-        files = {"test": self.task.test_file}
-        if self.noise.enabled and self.noise.multipliers_file:
-            files["aqn_multipliers"] = self.noise.multipliers_file
-        return files
 
 
 PARTS: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel
+from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel, distance
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 from mindspeed_qerl.runs.metrics import MetricsRow
@@ -362,8 +362,11 @@ class StepChecks:
         """A warning of a target that sigma cannot reach within its bounds."""
         noise = self.recipe.noise
         measure = noise.target_measure
-        reached, bounds = values.get(f"aqn/reached_{measure}"), (noise.sigma_min, noise.sigma_max)
-        if level.target is None or reached is None or level.sigma not in bounds:
+        reached = values.get(f"aqn/reached_{measure}")
+        if level.target is None or reached is None:
+            return None
+        falls_short = distance(measure, reached) < distance(measure, level.target)
+        if level.sigma != (noise.sigma_max if falls_short else noise.sigma_min):
             return None
         return (
             f"sigma is at its bound of {level.sigma:g}, where the noise makes {measure} "

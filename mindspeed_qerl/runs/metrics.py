@@ -40,6 +40,8 @@ in 0..1:
                                      of (noisy - clean) weights
     aqn/target_k3, aqn/reached_k3    what the noise is to do and what it did, nats a token, rounding
                                      taken off; or aqn/target_, aqn/reached_effective_sample_size
+    aqn/without_noise                what was taken off, of k3 or of -log of the size
+    aqn/turn                         which of aqn.target_kinds had the noise, from 0
     quantization/weight_error        ||rounded - synced|| / ||synced|| of the rollout's linear
                                      weights; quantization/weight_error/layer_<number>
     time/rollout, time/reward, time/logprobs, time/update, time/sync

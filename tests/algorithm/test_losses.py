@@ -313,6 +313,10 @@ def raises(inputs, algorithm):
 def infinite(inputs, algorithm):
     return inputs.logprobs / (inputs.logprobs - inputs.logprobs), {}
 
+def by_advantage(inputs, algorithm):
+    advantages = inputs.advantages[:, None]
+    return inputs.logprobs * advantages / advantages.abs(), {}
+
 def only_a_loss(inputs, algorithm):
     return inputs.logprobs
 """
@@ -358,10 +362,11 @@ def test_a_class_that_calls_ours_is_ours(own):
     "name, words",
     [
         ("own_losses:mean_of_the_batch", "depends on the other answers of its micro-batch"),
-        ("own_losses:a_number", "must be finite numbers of shape [batch, length] = [2, 3]"),
+        ("own_losses:a_number", "must be finite numbers of shape [batch, length] = [3, 3]"),
         ("own_losses:no_gradient", "does not require grad"),
         ("own_losses:raises", "AttributeError: 'LossInputs' object has no attribute 'log_probs'"),
         ("own_losses:infinite", "must be finite numbers"),
+        ("own_losses:by_advantage", "must be finite numbers"),  # of a group of equal rewards
         ("own_losses:only_a_loss", "returns (loss, {name: values})"),
         ("own_losses:reinforced", "unknown function 'reinforced', did you mean 'reinforce'?"),
         ("no_losses:f", "loss 'no_losses:f' cannot be loaded"),

@@ -95,6 +95,17 @@ def test_what_rounding_does_without_noise_is_not_the_noises(measure, target):
     assert [sigma for sigma, _ in seen][12:] == pytest.approx([RIGHT] * (len(seen) - 12), rel=0.05)
 
 
+def test_what_was_taken_off_is_told_and_that_nothing_was(caplog):
+    of = schedule(RIGHT)
+    measured = followed(of, lambda _, sigma: response(sigma, rounding=0.1))
+    taken_off = [metrics["aqn/without_noise"] for _, metrics in measured]
+    assert taken_off == pytest.approx([0.03] * len(measured))
+    assert caplog.messages == []
+    unknown = followed(of, lambda step, sigma: response(sigma, rounding=0.1) if step >= 4 else {})
+    assert {metrics["aqn/without_noise"] for _, metrics in unknown} == {0}
+    assert "none of the steps without noise had a signal" in caplog.messages[0]
+
+
 def test_it_follows_a_target_that_decays():
     seen = followed(schedule(target=0.01, end=0.001), lambda _, sigma: response(sigma))
     targets = [metrics["aqn/target_k3"] for _, metrics in seen]
@@ -116,7 +127,7 @@ def test_steps_without_a_signal_change_nothing():
     for step in range(STEPS):
         before = controller.level(step).sigma
         metrics = controller.measured(step, answer(step, before))
-        assert bool(metrics) == (step % 3 == 2 and before > 0)
+        assert ("aqn/reached_k3" in metrics) == (step % 3 == 2 and before > 0)
         sigmas.append(before)
     assert all(sigmas[step] == sigmas[step + 1] for step in range(4, STEPS - 1) if step % 3 < 2)
     assert sigmas[-1] == pytest.approx(RIGHT, rel=0.05)
@@ -148,15 +159,18 @@ def test_noise_that_nothing_shows_grows_to_its_bound():
     assert seen[-1][0] == 0.09
 
 
-def test_kinds_take_turns_with_sigmas_of_their_own():
+@pytest.mark.parametrize("stride", [1, 2, 3], ids="a rollout every {} steps".format)
+def test_kinds_take_turns_with_sigmas_of_their_own(stride):
     weight = {"input": 1.0, "post_attention": 100.0}  # of their squares in the distance
     controller = NoiseController(schedule(target_kinds=("input", "post_attention")))
-    for step in range(STEPS):
+    turns = []
+    for step in range(0, stride * STEPS, stride):
         level = controller.level(step)
         if level.sigma:
             values = response(level.sigma)
             values["mismatch/k3"] *= weight[level.kind]
-            controller.measured(step, values)
+            turns.append(controller.measured(step, values)["aqn/turn"])
+    assert turns[:4] == [0, 1, 0, 1]
     assert controller.sigmas["input"] == pytest.approx(RIGHT, rel=0.05)
     assert controller.sigmas["post_attention"] == pytest.approx(RIGHT / 10, rel=0.05)
 
@@ -191,8 +205,9 @@ def test_other_schedules_go_their_own_way():
 @pytest.mark.parametrize(
     "more, words",
     [
-        ({"target": 0.0}, "target_start = 0.0 must be above 0 and below inf, as k3 is"),
-        ({"target": 1.0, "measure": "effective_sample_size"}, "must be above 0 and below 1"),
+        ({"target": 0.0}, "target_start = 0.0 of k3 must be above 0 and below inf"),
+        ({"target": 1.0, "measure": "effective_sample_size"}, "must be above 0.1 and below 1"),
+        ({"measure": "effective_sample_size"}, "target_start = 0.01 of effective_sample_size"),
         ({"measure": "kl"}, "unknown target_measure 'kl'; known: k3, effective_sample_size"),
         ({"start": 2.0}, "sigma_start = 2.0 must lie between sigma_min = 0.0001"),
         ({"sigma_min": 0.0}, "which is above 0"),

@@ -4,10 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mindspeed_qerl.integrations.report import faults, read_lines
+from mindspeed_qerl.integrations.trl import telling
 from tests.integrations.programs import (
     assert_a_target_is_followed,
     run_program,
@@ -41,6 +44,26 @@ def test_five_steps(tmp_path, family, norms, tensors):
     command = [sys.executable, "-m", "mindspeed_qerl.integrations.report", str(folder / "noise")]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     assert f"{tensors} of {tensors} weights" in shown and "picture: " in shown
+
+
+def test_a_tools_tokens_are_none_of_the_policys():
+    """Around a batch as TRL's `_generate_and_score_completions` returns it: log-prob 0 where a tool
+    spoke.
+    """
+    sampled, own = torch.tensor([[-1.0, 0.0, -2.0]]), torch.tensor([[1, 0, 1]])
+    batch = {
+        "sampling_per_token_logps": sampled,
+        "old_per_token_logps": torch.where(own.bool(), sampled, -5.0),
+        "completion_mask": torch.ones(1, 3).int(),
+        "tool_mask": own,
+    }
+    told = []
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums),
+    )
+    telling(lambda: batch, SimpleNamespace(measured=told.append), trainer)()
+    assert told[0]["mismatch/k3"] == 0
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.settings import Settings, read_settings, settings_of_environment
+from mindspeed_qerl.integrations.trainer import tell_mismatch
 from mindspeed_qerl.integrations.vllm import WorkerRollout
 
 NOISE = {"sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 2, "total_steps": 4}
@@ -120,6 +122,40 @@ def test_a_target_is_followed_and_a_resumed_run_goes_on_with_the_same_bits(tmp_p
     assert "reached" in header and f"{reached[-1]:.3g} of 0.001" in last
     [picture] = report.draw(read_lines(tmp_path / "whole"), tmp_path)
     assert picture.name == "noise.png"
+
+
+def test_what_a_target_was_not_told_is_a_warning(tmp_path, caplog):
+    worker = Worker(Model())
+    settings = Settings(report=str(tmp_path), noise=TARGET | {"target_kinds": []}, first_step=4)
+    rollout = WorkerRollout(worker, settings)
+    rollout.is_told = True
+    for told, words in ((0.2, "steps without noise had a signal"), (math.nan, "sigma stays")):
+        sync(worker, 1.0)
+        worker.execute_model()
+        rollout.measured({"mismatch/k3": 0.01, "mismatch/sensitivity": told})
+        assert words in caplog.text.splitlines()[-1]
+    assert len(caplog.messages) == 2
+
+
+def test_noise_that_cannot_be_is_refused_when_it_is_added(tmp_path):
+    for noise, words in (
+        (TARGET | {"target_measure": "effective_sample_size"}, "target_start = 0.01"),
+        ({"num_stages": 0}, "num_stages = 0"),
+        ({"sigma": 0.1}, "sigma"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            WorkerRollout(Worker(Model()), Settings(report=str(tmp_path), noise=noise))
+
+
+def test_tokens_of_tools_and_unknown_log_probs_are_not_counted():
+    """By two processes, as TRL and ms-swift have them; against k3's formula."""
+    told = []
+    rollout = SimpleNamespace(measured=told.append)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda sums, reduction: 2 * sums))
+    sampled = torch.tensor([[-1.0, -2.0, 0.0], [-1.0, math.nan, -1.0]])
+    trained, own = sampled.nan_to_num() - 0.1, torch.tensor([[1, 1, 0], [1, 1, 0]])
+    tell_mismatch(rollout, trainer, [(sampled, trained, own), (None, trained, own)])
+    assert told[0]["mismatch/k3"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-5)
 
 
 def test_a_target_that_nobody_measures_is_refused(tmp_path):

@@ -89,20 +89,10 @@ def test_noise_that_restarts_each_epoch_counts_the_steps_of_the_rows_that_are_as
     assert sigmas == sigmas[:4] * 10 and sigmas[0] == 0 < sigmas[3] < sigmas[1]
 
 
-def test_a_measured_profile_multiplies_what_the_config_says(raw, tmp_path):
-    file = tmp_path / "profile.json"
-    file.write_text('{"0": 1.5, "1": 0.5}')
-    put(raw, "aqn.multipliers", {"post_attention@0": 2})
-    put(raw, "aqn.multipliers_file", str(file))
-    recipe, _ = checked(raw)
-    assert recipe.noise.factors == (("post_attention@0", 2.0), ("0", 1.5), ("1", 0.5))
-    assert recipe.data_files["aqn_multipliers"] == str(file)  # so its hash is in the run directory
-    file.write_text("{0: 1.5")
-    with pytest.raises(ConfigError, match="aqn: while parsing a flow mapping"):
-        checked(raw)
-    file.write_text('{"0": 1.5}')
-    put(raw, "aqn.enabled", False)
-    assert "aqn_multipliers" not in checked(raw)[0].data_files
+def test_multipliers_reach_the_injector(raw):
+    put(raw, "aqn.multipliers", {"post_attention@0": 2, 1: 0.5})
+    arguments = checked(raw)[0].noise_arguments(epoch=1)
+    assert arguments["multipliers"] == [("post_attention@0", 2.0), ("1", 0.5)]
 
 
 def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
@@ -113,6 +103,9 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
     assert "sigma is below 0.0009 in 8 of 40 steps" in warning
     put(raw, "aqn.sigma_end", 0.001)
     assert checked(raw)[1].warnings == []
+    put(raw, "aqn.schedule", "target")  # of what arrives of the noise
+    put(raw, "aqn.sigma_start", 0.0005)
+    assert checked(raw)[1].warnings == []
 
 
 @pytest.mark.parametrize(
@@ -121,11 +114,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw):
         ("aqn.restart_every", "epochs", "restart_every = 'epochs' must be integers >= 1"),
         ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
         ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3]: Input should be a valid dictionary"),
-        (
-            "aqn.multipliers_file",
-            "/nowhere/profile.json",
-            "No such file or directory: '/nowhere/profile.json'",
-        ),
         ("aqm", {}, "unknown key 'aqm', did you mean 'aqn'"),
         ("megatron_training.learning_rate", 1e-5, "did you mean 'actor_config.lr'"),
         ("beta", 0.1, "did you mean 'rl_config.init_kl_coef'"),

@@ -297,9 +297,12 @@ def test_the_warning_of_uneven_weights_comes_once():
     assert "effective sample size is 40% of the tokens" in warnings[0]
 
 
-@pytest.mark.parametrize("sigma, warned", [(1.0, True), (1e-4, True), (0.5, False)])
-def test_a_target_that_sigma_cannot_reach_is_warned_of_once(sigma, warned):
-    level = NoiseLevel(stage=1, sigma=sigma, target=0.01)
+@pytest.mark.parametrize(
+    "sigma, target, warned",
+    [(1.0, 0.01, True), (1e-4, 0.001, True), (0.5, 0.01, False), (1.0, 0.001, False)],
+)
+def test_a_target_that_sigma_cannot_reach_is_warned_of_once(sigma, target, warned):
+    level = NoiseLevel(stage=1, sigma=sigma, target=target)
     values = NOISY | {
         "aqn/sigma": sigma,
         "aqn/expected_std": sigma,

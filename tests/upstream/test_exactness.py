@@ -63,10 +63,11 @@ RLOO = {
     "rollout_correction": {"method": "sequence_tis"},
 }
 MASKED = {
-    "algorithm": {"mask_truncated_completions": True},
+    "algorithm": {"loss_mode": "dppo_kl", "mask_truncated_completions": True},
     "rl_config.kl_penalty": "kl",
     "rollout_correction": {"method": "geometric_mask", "floor": 0.99, "cap": 1.01},
 }
+OWN = {"algorithm": {"loss_mode": "own_loss:truncated"}}
 CASES = [
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), PLAIN),
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
@@ -75,6 +76,7 @@ CASES = [
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), DR_GRPO),
     ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), MASKED),
     ("qwen2", dict(npus=2, tp=2, infer_tp=1), SAPO),
+    ("qwen2", dict(npus=2, tp=2, infer_tp=1), OWN),
     ("qwen3", dict(npus=2, tp=1, infer_tp=2), RLOO),
     ("qwen3_moe", dict(npus=4, ep=4, infer_ep=4), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), PACKED | REPLAYED),
