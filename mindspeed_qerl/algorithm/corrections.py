@@ -22,7 +22,7 @@ def correction_weights(
     - sequence_tis: min(product of r, cap) for all tokens of an answer: unbiased up to the cap, of
       large variance.
     - sequence_mask: the same product where it is within [floor, cap], 0 outside (masked importance
-      sampling of answers, TRL's default; verl's `rollout_is: sequence` with two thresholds).
+      sampling of answers; verl's `rollout_is: sequence` with two thresholds).
     - icepop: r of each token within [floor, cap], 0 outside (masked importance sampling, Ant's
       Ring-1T, arXiv 2510.18855).
     - geometric_mask: 1 for all tokens of an answer whose geometric mean of r is within

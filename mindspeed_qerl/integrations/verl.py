@@ -4,7 +4,7 @@
         mindspeed_qerl.integrations.verl.NoiseExtension
 
 and MINDSPEED_QERL_ROLLOUT in the environment of Ray's workers. verl samples its validation from
-the same workers, with the noise of the step. Written for verl 0.9.1; no whole run was made yet.
+the same workers, with the noise of the step. Written for verl 0.9.1.
 """
 
 from typing import Any

@@ -452,7 +452,7 @@ def test_the_local_engine_computes_the_same(probe):
     algorithm = probe.options.get("algorithm", {})
     loss_mode = algorithm.get("loss_mode")
     expected = {"loss/total", "loss/kl", "entropy/mean", "mismatch/k3", "grad_norm"}
-    if loss_mode != "sapo":  # which clips nothing
+    if loss_mode not in ("sapo", OWN["algorithm"]["loss_mode"]):  # which clip nothing
         expected.add("clip_fraction_high")
     assert expected < set(compared)
     lengths = probe.experience["response_length"]
@@ -467,7 +467,8 @@ def test_the_local_engine_computes_the_same(probe):
     if algorithm.get("loss_agg_mode") == "seq-mean-token-sum":
         terms = [term * int(length) for term, length in zip(terms, lengths)]
     term = sum(terms) / len(terms)
-    if loss_mode == "dppo_tv":  # whose terms have the log-prob as a factor, and are not clipped
+    # whose terms have the log-prob as a factor, and are not clipped
+    if loss_mode in ("dppo_tv", "dppo_kl", OWN["algorithm"]["loss_mode"]):
         term *= exact["logprobs"].abs().mean().item()
     of_an_answer = compare_token_by_token(probe, exact["logprobs"], rounded["logprobs"])
     share_of_term = 0.01
