@@ -122,6 +122,23 @@ def test_pictures_draw_the_values_of_the_files(made_run, monkeypatch):
     numpy.testing.assert_allclose(bars, ends)
 
 
+@pytest.mark.parametrize("measure", ["k3", "effective_sample_size"])
+def test_a_target_is_drawn_beside_what_was_reached(made_run, monkeypatch, measure):
+    run = made_run(20)
+    drawn = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    columns = columns_of(read_jsonl(run.metrics_file))
+    told = {
+        f"aqn/{what}_{measure}": [0.1 * k for k in columns["step"]]
+        for what in ("target", "reached")
+    }
+    plots.write_plots(columns | told, {"step": []}, run.plots_dir, "a run")
+    *_, panel = drawn[2].axes
+    assert [line.get_label() for line in panel.lines] == ["target", "reached"]
+    for line, values in zip(panel.lines, told.values(), strict=True):
+        numpy.testing.assert_array_equal(line.get_ydata(), values)
+
+
 def test_what_only_looks_fine_is_called_out_and_drawn_without_a_warning(new_run):
     run = new_run()
     off = {"reward/mean": 0.0, "mismatch/k3": 0.0, "aqn/sigma": 0.0, "aqn/stage": 0}
