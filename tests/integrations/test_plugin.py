@@ -15,7 +15,7 @@ from vllm import LLM
 
 if __name__ == "__main__":
     words = {"worker_extension_cls": sys.argv[2]} if len(sys.argv) > 2 else {}
-    llm = LLM(sys.argv[1], max_model_len=128, enforce_eager=True, **words)
+    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, **words)
     llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
 """
 

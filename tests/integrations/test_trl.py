@@ -75,7 +75,8 @@ def test_a_target_is_followed_by_trls_own_log_probs(tmp_path):
     history = json.loads((folder / "trained.json").read_text())["history"]
     for row, logged in zip((row for row in rows if row["event"] == "measured"), history):
         ratio = logged["sampling/importance_sampling_ratio/mean"]  # of all its tokens
-        assert (row["mismatch/k3"] > 1e-6) == (row["step"] >= 2) == (abs(ratio - 1) > 1e-6)
+        # float32 rounds it by 1.2e-6, noise moves it by 0.01 and more
+        assert (row["mismatch/k3"] > 1e-6) == (row["step"] >= 2) == (abs(ratio - 1) > 1e-5), ratio
 
 
 @pytest.mark.full
