@@ -53,9 +53,9 @@ def telling(score: Callable[..., Any], rollout: WorkerRollout, trainer: Any) -> 
     def score_and_tell(*args: Any, **kwargs: Any) -> Any:
         batch = score(*args, **kwargs)
         if trainer.model.training:
-            sampled, trained = batch["sampling_per_token_logps"], batch["old_per_token_logps"]
             own = batch["completion_mask"] * batch.get("tool_mask", 1)  # not a tool's tokens
-            tell_mismatch(rollout, trainer, [(sampled, trained, own)])
+            parts = (batch["sampling_per_token_logps"], batch["old_per_token_logps"], own)
+            tell_mismatch(rollout, trainer, [parts])
         return batch
 
     return score_and_tell

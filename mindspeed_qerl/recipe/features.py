@@ -42,6 +42,7 @@ class Noise:
     target_kinds: Names = ()  # of norms, that take turns; (): all together
     # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers: Mapping[Any, Any] | None = None
+    multipliers_file: None = None  # gone; null in the configs of runs made before
     seed: int | None = None  # None: the run's
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
