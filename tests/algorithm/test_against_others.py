@@ -193,11 +193,11 @@ def test_the_weights_of_a_correction_are_verls(method, is_level, threshold):
 )
 def test_the_weights_of_a_correction_are_trls(method, mode, bounds, is_far):
     """TRL's own statements, out of the middle of the method that samples. is_far: ratios that
-    float32 cannot hold.
+    float64 cannot hold.
     """
-    inputs, correction = batch(dtype=torch.float32), Correction(method, cap=1.3, floor=0.8)
+    inputs, correction = batch(), Correction(method, cap=1.3, floor=0.8)
     if is_far:
-        inputs.rollout_logprobs[0] = -100
+        inputs.rollout_logprobs[0] = -1000
     settings = SimpleNamespace(
         use_vllm=True,
         vllm_importance_sampling_correction=True,
@@ -210,7 +210,7 @@ def test_the_weights_of_a_correction_are_trls(method, mode, bounds, is_far):
         "torch": torch,
         "math": math,
         "tool_mask": None,
-        "completion_mask": inputs.mask.float(),
+        "completion_mask": inputs.mask.double(),
         "old_per_token_logps": inputs.old_logprobs,
         "sampling_per_token_logps": inputs.rollout_logprobs,
     }
@@ -219,7 +219,7 @@ def test_the_weights_of_a_correction_are_trls(method, mode, bounds, is_far):
     weights, _ = correction_weights(
         inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction
     )
-    torch.testing.assert_close(weights[inputs.mask], expected[inputs.mask], rtol=1e-6, atol=0)
+    torch.testing.assert_close(weights[inputs.mask], expected[inputs.mask], rtol=1e-12, atol=0)
     total, gradients = ours(inputs, Algorithm(kl_coefficient=0.0, **CLIP), correction)
     assert total.isfinite() and all(gradient.isfinite().all() for gradient in gradients)
 

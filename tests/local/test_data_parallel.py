@@ -1,6 +1,6 @@
-"""Every option of the loss with one and four data-parallel ranks and micro-batches of several sizes: the
-same losses, metrics and gradients of every adapter. What they should be is in tests/algorithm; here
-the ranks' code joins them.
+"""Every option of the loss with one and four data-parallel ranks and micro-batches of several
+sizes: the same losses, metrics and gradients of every adapter. What they should be is in
+tests/algorithm; here the ranks' code joins them.
 """
 
 import faulthandler
