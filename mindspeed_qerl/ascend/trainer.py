@@ -27,7 +27,7 @@ from mindspeed_qerl.ascend.resume import write_digests, write_position
 from mindspeed_qerl.ascend.routing import COLUMN, row_fault
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
-from mindspeed_qerl.lora.proof import join
+from mindspeed_qerl.lora.proof import arrival_metrics, join
 from mindspeed_qerl.quantization.weights import weight_errors
 from mindspeed_qerl.routing.replay import routing_metrics, total
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible
@@ -310,11 +310,15 @@ class QeRLTrainer(RayGRPOTrainer):
             # several ranks hold the same part
             parts = dict(chain.from_iterable(squares.items() for squares in ranks))
             values |= weight_errors((name, squares) for (name, _), squares in parts.items())
-        self.observer.stepped(iteration, values, self.tokens, self.routes)
-        self._set_noise()
+        proof = None
         if self.observer.wants_proof(iteration):
             movements, unlike = zip(*self.on_ranks("prove"))
-            self.observer.proved(iteration, join(movements), {*chain(*unlike)})
+            proof = join(movements), {*chain(*unlike)}
+            values |= arrival_metrics(proof[0])
+        self.observer.stepped(iteration, values, self.tokens, self.routes)
+        if proof:
+            self.observer.proved(iteration, *proof)
+        self._set_noise()
         self._evaluate()
 
     def save_checkpoint(self, iteration):

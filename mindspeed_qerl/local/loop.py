@@ -34,7 +34,7 @@ from mindspeed_qerl.local.sampled import (
     tokens_to_train,
 )
 from mindspeed_qerl.local.serving import Completion
-from mindspeed_qerl.lora.proof import Movement
+from mindspeed_qerl.lora.proof import Movement, arrival_metrics
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.runs.observer import Rollout, RunObserver
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
@@ -81,7 +81,7 @@ class LocalEngine:
         observer.run.record(processes=processes.pids, engine_start_seconds=seconds)
         done = self.restore() if recipe.run.resume else 0
         self.sync()
-        observer.proved(0, self.movement())
+        observer.proved(done, self.movement())
         if not done:
             self.evaluate(0)
         for step in range(done + 1, recipe.run.train_iters + 1):
@@ -129,6 +129,7 @@ class LocalEngine:
             self.sync()
             if observer.wants_proof(step):
                 movement = self.movement()
+                metrics |= arrival_metrics(movement)
         if noise:
             metrics |= noise.to_metrics()
         metrics |= self.seconds

@@ -24,7 +24,7 @@ from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.local.passes import Passes
 from mindspeed_qerl.local.place import join
 from mindspeed_qerl.local.sharded import ShardedAdapters
-from mindspeed_qerl.lora.adapters import adapters_disabled, apply_lora
+from mindspeed_qerl.lora.adapters import adapters_disabled, add_dither, apply_lora
 from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay, routing_metrics, total
 
@@ -64,6 +64,8 @@ class TrainRank(ShardedAdapters):
             place.tp_size,
         )
         model.to(place.device)
+        if dtype == torch.bfloat16:
+            add_dither(model, table, place.tp_rank, place.tp_size)
         super().__init__(model, table, place)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -193,6 +195,7 @@ class TrainRank(ShardedAdapters):
                 counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
+            self.adapters_changed()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
         merged = self._merge_over_ranks(parts)

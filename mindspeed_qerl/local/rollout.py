@@ -23,6 +23,7 @@ from mindspeed_qerl.local.quantized import QuantizedModel
 from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.lora.held import kernel_tensors, take_apart
 from mindspeed_qerl.lora.proof import Movement, join, movement
+from mindspeed_qerl.lora.rounding import dither_of
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.routing.routes import Routers
 
@@ -219,16 +220,22 @@ class RolloutEngine:
             tensors |= self.quantized.rounded()
         for experts in self.experts:
             tensors |= experts.unpacked()
-        held = self._by_name(tensors)
+        held, multiplied = self._by_name(tensors), {}
         if self.quantized:
             adapters = self._by_name(self.quantized.adapters)
             for name, synced, used, adapter in self.quantized.weights:
-                held[name] = synced + (held[name] - used) + (adapters.get(name, adapter) - adapter)
+                there = adapters.get(name, adapter)
+                multiplied[name] = held[name] + there
+                held[name] = synced + (held[name] - used) + (there - adapter)
         checkpoint, moved = Checkpoint(self.model_dir), []
         for part in factors:
             for name, (target, b, a) in part.items():
-                update = torch.from_numpy(b) @ torch.from_numpy(a)
-                moved.append({target: movement(held[name], checkpoint.read(name), update)})
+                weight, update = held[name], torch.from_numpy(b) @ torch.from_numpy(a)
+                base, pair = checkpoint.read(name).to(weight.dtype), None
+                if self.quantized and name in multiplied:
+                    pair = multiplied[name], self.quantized.weights.rounded(base)
+                dither = dither_of(name, weight.shape)
+                moved.append({target: movement(weight, base, update, dither, pair)})
         return join(moved)
 
     def _by_name(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

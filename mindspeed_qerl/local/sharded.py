@@ -122,6 +122,12 @@ class ShardedAdapters:
                     assert mapping.shared, "a parameter that tensor parallel ranks share"
                     value = mapping.shared.shard(value, self.place.tp_rank, self.place.tp_size)
                 part.copy_(value)
+        self.adapters_changed()
+
+    def adapters_changed(self) -> None:
+        """After an update, or what was read."""
+        for _, layer in self.layers:
+            layer.forget_merged()
 
     def _states(self, layer: LoRALinear) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
         """What a checkpoint holds of a layer, (name, factor, this rank's part): the factors, and

@@ -3,6 +3,11 @@ any layout.
 
     y = W x + (alpha / r) B A x        A: [r, in] Kaiming-uniform, B: [out, r] zero, W frozen
 
+In bfloat16 W x lies on a grid that is wider than what an update adds to it, so that the sum would be
+rounded back to W x. There a layer multiplies with the merged weights that the rollout engine gets
+(rounding.py), whose product sums in float32 and rounds once; gradients go straight through to A and
+B.
+
 `linear_fc1` and `linear_fc2` are the MLP's in a dense model and every expert's own in an MoE model
 (megatron-core's SequentialMLP). The router, the embeddings and the norms are never trained.
 """
@@ -11,12 +16,14 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.families.tensors import ParameterMapping
+from mindspeed_qerl.lora.rounding import dither_of_part, merged
 
 
 class LoRALinear(nn.Module):
@@ -54,6 +61,7 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base_layer, self.name = base, name
         self.scaling, self.adapters_enabled = alpha / r, True
+        self._merged: torch.Tensor | None = None  # since the last update
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
@@ -74,12 +82,22 @@ class LoRALinear(nn.Module):
             parameter.sequence_parallel = self.sequence_parallel and not shared
 
     def forward(self, x: torch.Tensor, *args, **kwargs):
-        output, bias = self.base_layer(x, *args, **kwargs)
-        if self.adapters_enabled:
-            low = nn.functional.linear(x, self.lora_A.to(x.dtype))
-            low = self._communicate(low) if self.tp_size > 1 else low
-            output = output + nn.functional.linear(self.scaling * low, self.lora_B.to(x.dtype))
+        if not self.adapters_enabled:
+            return self.base_layer(x, *args, **kwargs)
+        if self.base_layer.weight.dtype != torch.bfloat16:
+            output, bias = self.base_layer(x, *args, **kwargs)
+            return output + self._update(x), bias
+        weight = {"weight": self.merged_weight()}
+        output, bias = torch.func.functional_call(self.base_layer, weight, (x, *args), kwargs)
+        if torch.is_grad_enabled():
+            output = StraightThrough.apply(output, self._update(x.detach()))
         return output, bias
+
+    def _update(self, x: torch.Tensor) -> torch.Tensor:
+        """(alpha / r) B A x."""
+        low = nn.functional.linear(x, self.lora_A.to(x.dtype))
+        low = self._communicate(low) if self.tp_size > 1 else low
+        return nn.functional.linear(self.scaling * low, self.lora_B.to(x.dtype))
 
     def _communicate(self, low: torch.Tensor) -> torch.Tensor:
         """A x, from where A left it to where B needs it: what the base layer does with its input
@@ -98,10 +116,31 @@ class LoRALinear(nn.Module):
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
         """W + (alpha / r) B A of this rank's part, computed in float32 and rounded once to the
-        weight's dtype.
+        weight's dtype; the same tensor until `forget_merged`.
         """
-        weight = self.base_layer.weight
-        return (weight.float() + self.scaling * (self.lora_B @ self.lora_A)).to(weight.dtype)
+        if self._merged is None:
+            weight = self.base_layer.weight
+            dither = getattr(weight, "dither", None)
+            self._merged = merged(weight, self.lora_B, self.lora_A, self.scaling, dither)
+        return self._merged
+
+    def forget_merged(self) -> None:
+        """A or B has changed."""
+        self._merged = None
+
+
+class StraightThrough(torch.autograd.Function):
+    """Returns `output` as it is, whose gradient goes to `update` as well, which has its shape: in
+    `output` the update is there already, by the weights that it is merged into.
+    """
+
+    @staticmethod
+    def forward(ctx, output: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, gradient
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -145,6 +184,19 @@ def apply_lora(
         raise ConfigError(
             f"lora_target_modules: {', '.join(sorted(empty))} matches no layer of this model"
         )
+
+
+def add_dither(
+    model: nn.Module, table: Iterable[ParameterMapping], tp_rank: int, tp_size: int
+) -> None:
+    """Give each adapted weight of a model in bfloat16 the random bits that it is rounded by, as its
+    attribute `dither`. table: of the parameters of this rank's part.
+    """
+    mappings = {mapping.megatron: mapping for mapping in table}
+    for name, layer in lora_layers(model):
+        mapping, weight = mappings[f"{name}.weight"], layer.base_layer.weight
+        dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size)
+        weight.dither = dither.to(weight.device)
 
 
 def _shifted(name: str, parent: str, offset: int) -> str:

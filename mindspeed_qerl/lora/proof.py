@@ -1,38 +1,75 @@
 """The proof that adapters reached the rollout engine: what each LoRA target did to the weights that
-its kernels read, beside (alpha / r) B A.
+its kernels read, beside (alpha / r) B A, and which share of it arrived.
+
+    share = <M, U> / <U, U>        M: what the weights moved from their base, U = (alpha / r) B A
+
+0: nothing arrived; 1: all of it did, in the mean. A rounding without bias adds noise to M, from
+which the share has a standard error.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from mindspeed_qerl.lora.rounding import Dither
+
 Movement = dict[str, dict[str, float]]  # LoRA target -> what `movement` says of its tensors
+# how the numbers of several tensors become one
+JOINED: dict[tuple[str, ...], Callable[[Iterable[float]], float]] = {
+    ("tensors", "product", "square", "variance"): sum,
+    ("moved", "expected"): lambda norms: math.hypot(*norms),
+    ("max_error", "resolution", "lost"): max,
+}
 
 
-def movement(weight: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> dict[str, float]:
-    """How far one weight, or a rank's part of it, is from its base, and from base + update rounded
-    to its dtype.
+def movement(
+    weight: torch.Tensor,
+    base: torch.Tensor,
+    update: torch.Tensor,
+    dither: Dither,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> dict[str, float]:
+    """Compares one weight, or a rank's part of it, with its base and with base + update rounded to
+    its dtype.
 
     Args:
         weight: as the engine holds it. base: the same without adapters. update: (alpha / r) B A,
-            float32. All of one shape.
+            float32. All of one shape. dither: by which bfloat16 is rounded.
+        quantized: what kernels multiply with in their places, with adapters and without.
 
     Returns:
         tensors, 1; the norms `moved` |weight - base| and `expected` |update|; max_error, the
         largest difference from base + update, beside resolution, the rounding of the largest
-        weight; and lost, the share of the rounded move that did not arrive (1: it was never synced,
-        also where bfloat16 hides that).
+        weight; lost, the share of the rounded move that did not arrive (1: it was never synced);
+        and of what is multiplied with product <M, U>, square <U, U> and the variance that rounding
+        gives the product.
 
-    >>> found = movement(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([0.5]))
-    >>> found["moved"], found["expected"], found["lost"]
-    (0.5, 0.5, 0.0)
+    >>> one = torch.ones(1, 1)
+    >>> found = movement(1.5 * one, one, 0.5 * one, Dither(one.int()[0], one.int()[0]))
+    >>> found["moved"], found["expected"], found["lost"], found["product"], found["square"]
+    (0.5, 0.5, 0.0, 0.25, 0.25)
     """
     base = base.to(weight.dtype)
-    expected = (base.float() + update).to(weight.dtype).float()
-    resolution = torch.finfo(weight.dtype).eps * expected.abs().max().item()
+    expected = base.float() + update
+    if weight.dtype == torch.bfloat16:
+        expected = dither.rounded(expected).float()
+    else:
+        expected = expected.to(weight.dtype).float()
+    epsilon = torch.finfo(weight.dtype).eps
+    resolution = epsilon * expected.abs().max().item()
     base, weight = base.float(), weight.float()
     error, move = (weight - expected).abs().max().item(), (expected - base).norm().item()
+    moved, size = weight - base, update.abs()
+    # a weight between two steps of its grid, p of the way: its variance is p (1 - p) spacing^2
+    spacing = torch.exp2(torch.floor(torch.log2(expected.abs()))) * epsilon
+    rest = size.remainder(spacing)
+    variance = rest * (spacing - rest)
+    if quantized:
+        used, used_base = (tensor.float() for tensor in quantized)
+        moved = used - used_base
+        # |rounding| of weights that lie anywhere on a grid is a quarter of its spacing in the mean
+        variance += size * 4 * (used_base - base).abs()
     return {
         "tensors": 1,
         "moved": (weight - base).norm().item(),
@@ -40,24 +77,51 @@ def movement(weight: torch.Tensor, base: torch.Tensor, update: torch.Tensor) -> 
         "max_error": math.inf if math.isnan(error) else error,
         "resolution": resolution,
         "lost": (weight - expected).norm().item() / move if move else 0.0,
+        "product": _sum(moved * update),
+        "square": _sum(update * update),
+        "variance": _sum(variance.nan_to_num() * update * update),
     }
 
 
 def join(movements: Iterable[Movement]) -> Movement:
-    """Those of several tensors, or of their parts on several ranks, as one."""
+    """Returns those of several tensors, or of their parts on several ranks, as one of each target;
+    where there is an update with `arrived`, the share of it that arrived, and `arrived_error`, its
+    standard error.
+    """
     by_target: dict[str, list[dict[str, float]]] = {}
     for movement_of_part in movements:
         for target, entry in movement_of_part.items():
             by_target.setdefault(target, []).append(entry)
     joined = {}
     for target, entries in by_target.items():
-        values = {key: [entry[key] for entry in entries] for key in entries[0]}
-        joined[target] = {
-            "tensors": sum(values["tensors"]),
-            "moved": math.hypot(*values["moved"]),
-            "expected": math.hypot(*values["expected"]),
-            "max_error": max(values["max_error"]),
-            "resolution": max(values["resolution"]),
-            "lost": max(values["lost"]),
-        }
+        whole = {}
+        for keys, together in JOINED.items():
+            for key in keys:
+                whole[key] = together(entry[key] for entry in entries)
+        if whole["square"]:
+            whole["arrived"] = whole["product"] / whole["square"]
+            whole["arrived_error"] = math.sqrt(whole["variance"]) / whole["square"]
+        joined[target] = whole
     return joined
+
+
+def arrival_metrics(movement: Movement) -> dict[str, float]:
+    """Returns the metrics `sync/arrived` (runs/metrics.py) of what `join` found: of each target,
+    and of the one with the least; nothing before the first update.
+    """
+    shares = {}
+    for target, entry in movement.items():
+        if "arrived" in entry:
+            shares[f"sync/arrived/{target}"] = entry["arrived"]
+    if not shares:
+        return {}
+    errors = {
+        f"sync/arrived_error/{target}": entry["arrived_error"]
+        for target, entry in movement.items()
+        if "arrived" in entry
+    }
+    return {"sync/arrived": min(shares.values()), **shares, **errors}
+
+
+def _sum(tensor: torch.Tensor) -> float:
+    return tensor.sum(dtype=torch.float64).item()

@@ -109,12 +109,13 @@ class QuantizedWeights:
     def __init__(self, format: str, beside: bool, base: Mapping[str, torch.Tensor]):
         self.format = FORMATS[format]
         self.synced = dict(base)
-        self.used = {name: self._rounded(weight) for name, weight in base.items()}
+        self.used = {name: self.rounded(weight) for name, weight in base.items()}
         self._base = (dict(base), dict(self.used)) if beside else None
         self.adapters: dict[str, torch.Tensor] = {}
         self._received: set[str] = set()
 
-    def _rounded(self, weight: torch.Tensor) -> torch.Tensor:
+    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+        """What kernels multiply with in the place of `weight`."""
         return self.format.weight(weight).to(weight.dtype)
 
     def receive(self, name: str, weight: torch.Tensor) -> None:
@@ -127,7 +128,7 @@ class QuantizedWeights:
         for name in self._received:
             weight = self.synced[name]
             if not self._base:
-                self.used[name] = self._rounded(weight)
+                self.used[name] = self.rounded(weight)
                 continue
             base, rounded = (tensors[name] for tensors in self._base)
             update = weight.float() - base.float()

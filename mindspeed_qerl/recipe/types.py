@@ -309,6 +309,8 @@ class Run:
     rollout_samples: int = Field(8, ge=0)
     # steps from one proof that the adapters are in the rollout engine to the next
     prove_every: Size = 50
+    # the least share of LoRA's update that a proof must find in the rollout engine; 0: any
+    min_arrived: Float = Field(0.9, ge=0, le=1)
     accepted_checks: Names = ()  # checks of the preflight that may fail (docs/troubleshooting.md)
 
 

@@ -61,10 +61,10 @@ def _proved(
     counts = [f"{target}: {count['modules']} modules" for target, count in facts["lora"].items()]
     yield f"LoRA trains {', '.join(counts)}."
     if movement := facts.get("lora_movement"):
-        moves = []
+        shares = []
         for target, entry in movement.items():
-            moves.append(f"{target} moved {entry['moved']:.3g} of {entry['expected']:.3g}")
-        yield f"Every LoRA target reached the rollout engine: {', '.join(moves)}."
+            shares.append(f"{entry['arrived']:.1%} of {target}'s update")
+        yield f"LoRA reached the rollout engine: {', '.join(shares)}."
     if last.get("aqn/sigma"):
         yield (
             f"AQN fired: noise on {last['aqn/layers']:.0f} RMSNorm layers in step {last['step']}, "

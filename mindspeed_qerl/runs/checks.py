@@ -5,7 +5,6 @@ docs/results.md has the faults that they were tried on.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 from mindspeed_qerl.runs.metrics import MetricsRow
 
-Movement = Mapping[str, Mapping[str, Any]]  # norms and errors by LoRA target (`sync_faults`)
+Movement = Mapping[str, Mapping[str, float]]  # by LoRA target (lora/proof.py)
 
 # k3 between two correct implementations, noise off, nats per token (measured:
 # docs/troubleshooting.md, Wrong numbers).
@@ -35,8 +34,8 @@ MOST_NOISE_OF_A_STEP = 1.5
 ROUNDINGS = 2
 # of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1
 LOST_SHARE = 0.1
-# of the expected move; of a smaller one rounding swallowed most, and it proves nothing yet
-VISIBLE_SHARE = 0.5
+# standard errors by which a share may miss run.min_arrived: chance does it in 1 of 700 proofs
+ERRORS_OF_SHARE = 3
 BETWEEN = "k3 between the policy that sampled and the one that is trained"
 DIFFERENT = (
     "Usual causes: the temperature of sampling is missing in the trainer's log-probs, the rollout "
@@ -261,11 +260,30 @@ def sync_faults(movement: Movement) -> list[str]:
     ]
 
 
-def is_sync_shown(movement: Movement) -> bool:
-    """Whether every target moved far enough for its arrival to show; arguments: `sync_faults`."""
-    return all(
-        entry["moved"] > VISIBLE_SHARE * entry["expected"] > 0 for entry in movement.values()
-    )
+def arrival_faults(
+    shares: Mapping[str, tuple[float, float]], min_arrived: float, arithmetic: str
+) -> list[str]:
+    """Says of which targets too little of the update reached the rollout engine, a sentence each.
+
+    Args:
+        shares: (share, standard error) by LoRA target (lora/proof.py). min_arrived: of
+            run.min_arrived. arithmetic: what the rollout engine multiplies in.
+
+    >>> arrival_faults({"linear_qkv": (0.98, 0.1)}, 0.9, "bfloat16")
+    []
+    >>> arrival_faults({"linear_qkv": (0.02, 0.1)}, 0.9, "bfloat16")[0][:71]
+    'linear_qkv: 2 % of its update reached the rollout engine (standard erro'
+    """
+    return [
+        f"{target}: {100 * share:.2g} % of its update reached the rollout engine (standard error "
+        f"{100 * error:.2g} %), and run.min_arrived = {min_arrived:g} asks for more. The rest was "
+        f"rounded away on its way into weights of {arithmetic}, whose spacing is wider than what "
+        "was learnt: answers and evaluations are nearly the base model's. Ways out: "
+        "generate_config.dtype=float32, rollout_quantization=none, a larger actor_config.lr; or a "
+        "lower run.min_arrived, which accepts it"
+        for target, (share, error) in shares.items()
+        if not share + ERRORS_OF_SHARE * error >= min_arrived
+    ]
 
 
 def logprobs_fault(

@@ -42,6 +42,9 @@ in 0..1:
                                      taken off; or aqn/target_, aqn/reached_effective_sample_size
     aqn/without_noise                what was taken off, of k3 or of -log of the size
     aqn/turn                         which of aqn.target_kinds had the noise, from 0
+    sync/arrived                     share of LoRA's update that the rollout engine's weights moved,
+                                     of the target with the least; sync/arrived/<target>,
+                                     sync/arrived_error/<target>: its standard error
     quantization/weight_error        ||rounded - synced|| / ||synced|| of the rollout's linear
                                      weights; quantization/weight_error/layer_<number>
     time/rollout, time/reward, time/logprobs, time/update, time/sync

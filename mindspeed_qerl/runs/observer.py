@@ -10,7 +10,7 @@ from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.runs.checks import Movement, StepChecks, is_sync_shown, sync_faults
+from mindspeed_qerl.runs.checks import Movement, StepChecks, arrival_faults, sync_faults
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsRow, MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
@@ -46,9 +46,8 @@ class RunObserver:
     Every method that raises, raises EngineError.
 
     Attributes:
-        noise: what it is in each step; None: a run without. is_proved: whether every LoRA target
-            was seen to move the rollout engine's weights as it should. checks: of the metrics, over
-            the whole run.
+        noise: what it is in each step; None: a run without. is_proved: whether an update was seen
+            to reach the rollout engine. checks: of the metrics, over the whole run.
     """
 
     def __init__(
@@ -61,8 +60,9 @@ class RunObserver:
     ):
         """epoch: steps of one pass over the training rows."""
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
-        self.epoch, self.is_proved = epoch, False
+        self.epoch, self._untrained = epoch, 0  # the last step without an update
         routed, earlier = read_shape(recipe.model.path).moe, read_jsonl(run.metrics_file)
+        self.is_proved = any("sync/arrived" in row for row in earlier)
         self.checks = StepChecks(recipe, routed, earlier)
         self.noise: NoiseController | None = None
         if recipe.noise.enabled:
@@ -126,6 +126,7 @@ class RunObserver:
 
     def trains_nothing(self, step: int, groups: int, all_cut_off: bool) -> None:
         """Warn of a step that none of its `groups` is trained in, and why."""
+        self._untrained = step
         why = "every answer was cut off"
         if not all_cut_off:
             why = "no group had answers of different rewards"
@@ -147,11 +148,13 @@ class RunObserver:
             self.warn(warning)
 
     def wants_proof(self, step: int) -> bool:
-        """Whether to prove after `step` (0: before the first) that LoRA reaches the rollout engine:
-        until every target was seen to move, every `run.prove_every` steps, and after the last.
+        """Whether to prove after `step` that LoRA reaches the rollout engine: after the first
+        update, every `run.prove_every` steps, and after the last. `stepped` gets the shares as
+        metrics (lora/proof.py arrival_metrics), and `proved` what was found.
         """
         run = self.recipe.run
-        is_due = not self.is_proved or step % run.prove_every == 0 or step == run.train_iters
+        is_first = not self.is_proved and step != self._untrained
+        is_due = is_first or step % run.prove_every == 0 or step == run.train_iters
         return is_due and bool(self.recipe.lora.targets)
 
     def proved(self, step: int, movement: Movement, unlike: Collection[str] = ()) -> None:
@@ -159,30 +162,41 @@ class RunObserver:
         (alpha / r) B A.
 
         Args:
-            movement: by LoRA target (lora/proof.py). unlike: names of weights that are not the
+            movement: by LoRA target (lora/proof.py join). unlike: names of weights that are not the
                 rounding of what was synced, where rollouts are quantised.
         """
-        faults, is_shown = sync_faults(movement), is_sync_shown(movement)
+        recipe, faults = self.recipe, sync_faults(movement)
+        shares = {}
+        for target, entry in movement.items():
+            if "arrived" in entry:
+                shares[target] = entry["arrived"], entry["arrived_error"]
+        is_quantized = recipe.quantization.enabled
+        arithmetic = recipe.quantization.format if is_quantized else recipe.model.dtype
+        faults += arrival_faults(shares, recipe.run.min_arrived, arithmetic)
         if unlike:
             first = ", ".join(sorted(unlike)[:3])
             faults.append(
-                f"{len(unlike)} weights are not {self.recipe.quantization.format} of what was "
+                f"{len(unlike)} weights are not {recipe.quantization.format} of what was "
                 f"synced, the first of them: {first}"
             )
-        if faults or is_shown:
+        if faults or shares:
             self.run.record(lora_movement=movement)
         if faults:
             raise EngineError(f"the sync after step {step}: " + "\n".join(faults))
-        if is_shown:
-            self.run.record(lora_proved_after=step)
-        if is_shown and not self.is_proved:
+        if not shares:
+            return
+        self.run.record(lora_proved_after=step)
+        if not self.is_proved:
             self.is_proved = True
+            least = min(share for share, error in shares.values())
             words = [
-                f"{target} moved {entry['moved']:.4g} of {entry['expected']:.4g}, max error "
-                f"{entry['max_error']:.1g}"
-                for target, entry in movement.items()
+                f"{target} {100 * share:.4g} ± {100 * error:.1g}"
+                for target, (share, error) in shares.items()
             ]
-            self.progress.message(f"LoRA reached the rollout engine: {', '.join(words)}")
+            self.progress.message(
+                f"LoRA reached the rollout engine: {100 * least:.4g} % of the update "
+                f"({', '.join(words)})"
+            )
 
     def wants_evaluation(self, step: int) -> bool:
         """Whether to evaluate after `step`: every `eval.every` steps, also before the first, and
@@ -214,6 +228,6 @@ class RunObserver:
         """After the last step."""
         if self.recipe.lora.targets and not self.is_proved:
             self.warn(
-                "not every LoRA target moved in this run (no reward differed?), so its way into "
-                "the rollout engine was never proved"
+                "nothing was learnt in this run (no reward differed?), so LoRA's way into the "
+                "rollout engine was never proved"
             )

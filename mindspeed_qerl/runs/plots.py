@@ -42,8 +42,8 @@ PICTURES = {name: [Panel(**row) for row in rows] for name, rows in _ROWS.items()
 
 
 def write_plots(columns: Columns, evals: Columns, folder: Path, title: str) -> list[Path]:
-    """Write learning.png, exploration.png, noise.png, mismatch.png, routing.png and time.png, as
-    far as there is something to draw; returns the files.
+    """Write learning.png, exploration.png, noise.png, mismatch.png, arrival.png, routing.png and time.png,
+    as far as there is something to draw; returns the files.
     """
     folder.mkdir(exist_ok=True)
     files = []

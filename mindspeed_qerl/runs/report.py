@@ -26,6 +26,7 @@ FACTS = {"engine_start_seconds": "seconds to start", "train_seconds": "seconds i
 METRICS = (
     "reward/mean",
     "mismatch/k3",
+    "sync/arrived",
     "routing/replayed_tokens",
     "routing/flipped",
     "quantization/weight_error",
@@ -61,7 +62,7 @@ def write_report(run: RunDirectory) -> None:
         ("held-out accuracy", "after step", "accuracy", "standard error"): _accuracy(evals),
         ("metric", "first", "last", "mean", "largest"): _metrics(columns),
         ("noise stage", "steps", *NOISE.values()): _noise(rows),
-        ("LoRA target", "modules", "parameters", "moved in vLLM", "expected"): _lora(run.facts()),
+        ("LoRA target", "modules", "parameters", "of its update in vLLM"): _lora(run.facts()),
     }
     for header, table in tables.items():
         if table:
@@ -128,11 +129,11 @@ def _lora(facts: dict[str, Any]) -> Table:
     table = []
     for target, count in facts.get("lora", {}).items():
         cells = [target, str(count["modules"]), f"{count['parameters']:,}"]
-        movement = facts.get("lora_movement", {}).get(target)
-        if movement:
-            cells += [f"{movement['moved']:.3g}", f"{movement['expected']:.3g}"]
+        movement = facts.get("lora_movement", {}).get(target, {})
+        if "arrived" in movement:
+            cells.append(f"{movement['arrived']:.4g} ± {movement['arrived_error']:.1g}")
         else:
-            cells += ["not seen", ""]
+            cells.append("not seen")
         table.append(cells)
     return table
 
