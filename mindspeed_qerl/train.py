@@ -10,6 +10,7 @@ from typing import Any
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
 from mindspeed_qerl.engines import engine_of, examine_for_engine, trainer_of
+from mindspeed_qerl.engines.noise import lost_noise
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import LOSS_MODES, Recipe
 from mindspeed_qerl.runs.description import label_of
@@ -52,7 +53,7 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             rows = read_rows(recipe.task.train_file)
         found_in_data = check_task(recipe.task, rows)
         found_in_data.raise_faults()
-        found.warnings += found_in_data.warnings
+        found.warnings += [*found_in_data.warnings, *lost_noise(rehearsed or recipe)]
         directory, after = _directory(recipe, name, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         for line in str(error).splitlines():

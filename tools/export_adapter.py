@@ -6,8 +6,8 @@ directory. Needs torch and safetensors, and neither an NPU nor Megatron. Writes 
 
 without --merged  adapter_model.safetensors and adapter_config.json, for PEFT and vLLM
 (--enable-lora)
-with --merged     the whole model with W + (alpha / r) B A, with the base model's configuration and
-                  tokenizer; takes as much memory as three of the base model's files
+with --merged     the whole model with W + (alpha / r) B A, as the rollout engine had it, with the base
+                  model's configuration and tokenizer; takes as much memory as three of its files
 
 An adapter that does not fit the base model stops the export, and nothing is written.
 """
@@ -57,7 +57,12 @@ def main() -> int:
 
     try:
         adapters = load_adapters(Path(args.checkpoint), args.iteration)
-        (save_merged if args.merged else save_peft)(adapters, args.base, args.output)
+        what = "PEFT adapter"
+        if args.merged:
+            share = save_merged(adapters, args.base, args.output)
+            what = f"merged model, whose weights have {share:.2%} of the update"
+        else:
+            save_peft(adapters, args.base, args.output)
     except (ValueError, OSError) as error:
         print(f"export_adapter: {error}", file=sys.stderr)
         return 1
@@ -66,7 +71,7 @@ def main() -> int:
         f"iteration {adapters.iteration}: {len(adapters.weights):,} modules, {parameters:,} "
         f"parameters, r {adapters.rank}, alpha {adapters.alpha:g}"
     )
-    print(f"{args.output}: {'merged model' if args.merged else 'PEFT adapter'}")
+    print(f"{args.output}: {what}")
     return 0
 
 

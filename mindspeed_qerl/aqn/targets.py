@@ -7,7 +7,7 @@ matches in vLLM, whose class is its own `RMSNorm`.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -169,6 +169,28 @@ def select_targets(
     for norm in selected:
         _check_weight(norm)
     return selected
+
+
+def targets_in_file(
+    tensors: Collection[str], targets: str | Sequence[str], exclude: str | Sequence[str]
+) -> list[NormTarget]:
+    """Returns the norms that get noise among the names of a checkpoint's tensors, without modules:
+    a forecast of `select_targets`.
+    """
+    wanted, unwanted = check_targets(targets), check_targets(exclude)
+    if "auto" in wanted:
+        is_mixture = any(".experts." in name for name in tensors)
+        wanted.append("post_attention" if is_mixture else "all")
+    found = []
+    for tensor in tensors:
+        if not tensor.endswith("norm.weight"):
+            continue
+        name = tensor.removesuffix(".weight")
+        norm = NormTarget(name, None, role_of(name))
+        is_wanted = any(answers_to(norm, target) for target in wanted)
+        if is_wanted and not any(answers_to(norm, target) for target in unwanted):
+            found.append(norm)
+    return found
 
 
 def is_rms_norm(module: "Module") -> bool:

@@ -16,6 +16,7 @@ from mindspeed_rl.utils.compute import get_parallel_state, vocab_parallel_entrop
 
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge, on_host
+from mindspeed_qerl.ascend.merging import forget_merged, merge_adapters
 from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.checks import impossible
@@ -133,6 +134,7 @@ class QeRLActor(Actor):
         step = self.optimizer.step
 
         def step_if_trained() -> tuple[bool, float, int]:
+            forget_merged(self.model)
             if self.loss_func.divisor:
                 return step()
             # AdamW's moments before its first update, which a checkpoint must have
@@ -144,6 +146,7 @@ class QeRLActor(Actor):
         self.optimizer.step = step_if_trained
 
     def _forward_backward_batch(self, batch, forward_only=False):
+        merge_adapters(self.model)
         if forward_only:
             return super()._forward_backward_batch(batch, forward_only)
         self.loss_func.start(batch)

@@ -26,6 +26,7 @@ from mindspeed_qerl.lora.checkpoint import (
 )
 from mindspeed_qerl.lora.held import Held, held_parts
 from mindspeed_qerl.lora.proof import Movement, join, movement
+from mindspeed_qerl.lora.rounding import dither_of
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # vLLM's modules, taken apart, by the last part of their names -> the LoRA target
@@ -117,19 +118,32 @@ def copied_weights(model: torch.nn.Module) -> Tensors:
 
 
 def movement_of_layer(
-    weights: Iterable[Held], base: Tensors, pairs: dict[str, Pair], scaling: float
+    weights: Iterable[Held],
+    base: Tensors,
+    pairs: dict[str, Pair],
+    scaling: float,
+    multiplied: dict[str, Pair],
 ) -> Movement:
-    """Of this rank's parts of one layer's weights. weights, base: of `held_weights`, with adapters
-    and without.
+    """Of this rank's parts of one layer's weights.
+
+    Args:
+        weights, base: of `held_weights`, with adapters and without. multiplied: what kernels
+            multiply with in their places, with adapters and without, where rollouts are quantised.
     """
     movements = []
     for held in weights:
         name = held.name.removesuffix(".weight")
         if name in pairs:
             a, b = pairs[name]
-            update = scaling * (b.float() @ a.float())
-            for dim, first in enumerate(held.start):
-                update = update.narrow(dim, first, held.part.shape[dim])
-            target = TARGETS[name.rpartition(".")[2]]
-            movements.append({target: movement(held.part.cpu(), base[held.name], update)})
+            start, shape, device = held.start, held.part.shape, held.part.device
+            rows = b.narrow(0, start[0], shape[0]).to(device)
+            columns = a.narrow(1, start[1], shape[1]).to(device)
+            update = scaling * (rows.float() @ columns.float())
+            dither = dither_of(held.name, (len(b), a.shape[1])).part(start, shape).to(device)
+            pair = None
+            if held.name in multiplied:
+                used, used_base = multiplied[held.name]
+                pair = used.to(device), used_base.to(device)
+            found = movement(held.part, base[held.name].to(device), update, dither, pair)
+            movements.append({TARGETS[name.rpartition(".")[2]]: found})
     return join(movements)

@@ -116,13 +116,13 @@ class QuantizedModel:
         self.methods.clear()
 
     @torch.no_grad()
-    def unlike(self, synced: Tensors) -> list[str]:
-        """Names of weights that kernels do not multiply with as `synced` says, which is of
-        `held_weights` without quantisation: this rank's part of the rounding of the whole tensor,
-        put together from all ranks of its tensor parallel group; where it is not quantised, the
-        tensor itself. All ranks of such a group at once.
+    def rounded(self, synced: Tensors) -> Tensors:
+        """What kernels must multiply with, on the CPU and in the dtype of `used`, once `synced` is,
+        which is of `held_weights` without quantisation: this rank's part of the rounding of the
+        whole tensor, put together from all ranks of its tensor parallel group; where it is not
+        quantised, the tensor itself. All ranks of such a group at once.
         """
-        wrong = []
+        rounded = {}
         for name, weight in used_weights(self.model):
             expected = synced[name].to(weight.device)
             if is_quantized(name):
@@ -132,9 +132,13 @@ class QuantizedModel:
                 parts = whole.shape[dim] // expected.shape[dim]
                 place = self.group.rank_in_group if parts > 1 else 0
                 expected = self.format.weight(whole).chunk(parts, dim)[place]
-            if not torch.equal(weight, expected.to(weight.dtype)):
-                wrong.append(name)
-        return wrong
+            is_integer = self.name == "int8_w8a8" and is_quantized(name)
+            rounded[name] = expected.to("cpu", torch.float32 if is_integer else weight.dtype)
+        return rounded
+
+    def used(self) -> Tensors:
+        """What kernels multiply with now, copied to the CPU."""
+        return {name: weight.to("cpu", copy=True) for name, weight in used_weights(self.model)}
 
     def _is_shared(self, name: str) -> bool:
         """Whether tensor parallel ranks have parts of it: experts are whole (layout/rules.py

@@ -16,29 +16,12 @@ from mindspeed_rl.models.rollout.vllm_adapter import megatron_weight_loaders
 from mindspeed_rl.workers.resharding import megatron_sharding_manager, weight_adaptor
 from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleVllmWeightContainer
 
+from mindspeed_qerl.ascend.merging import merge_experts
 from mindspeed_qerl.families import FAMILIES
 from mindspeed_qerl.families.base import Adaptor
+from mindspeed_qerl.lora.rounding import merged
 
 EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
-
-
-def merge_experts(
-    name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, scaling: float
-) -> torch.Tensor:
-    """W + scaling * A B for each local expert, in float32, rounded once to W's dtype; `name` ends
-    in weight1 (up: h -> 2f, gate and up side by side) or weight2 (down: f -> h).
-
-    MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468):
-    weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the
-    memory of [E, in, out].
-    """
-    if name.endswith("weight1"):
-        stacked = weight.view(a.shape[1] // rank, weight.shape[0], -1)
-    else:
-        stacked = weight.view(b.shape[0] // rank, -1, weight.shape[1])
-    experts = len(stacked)
-    a, b = a.view(experts, -1, rank).float(), b.view(experts, rank, -1).float()
-    return torch.baddbmm(stacked.float(), a, b, alpha=scaling).to(weight.dtype).view(weight.shape)
 
 
 class MergedWeights(dict):
@@ -55,17 +38,17 @@ class MergedWeights(dict):
         weight, linear = super().__getitem__(name), name.removesuffix(".weight")
         if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in self:
             a, b = self[f"{name}_lora_a"], self[f"{name}_lora_b"]
-            merged = merge_experts(name, weight, a, b, self.rank, self.scaling)
+            result = merge_experts(name, weight, a, b, self.rank, self.scaling)
         elif f"{linear}.lora_A.default.weight" in self:
-            a = self[f"{linear}.lora_A.default.weight"].float()  # [r, in]
-            b = self[f"{linear}.lora_B.default.weight"].float()  # [out, r]
-            merged = torch.addmm(weight.float(), b, a, alpha=self.scaling).to(weight.dtype)
+            a = self[f"{linear}.lora_A.default.weight"]
+            b = self[f"{linear}.lora_B.default.weight"]
+            result = merged(weight, b, a, self.scaling, getattr(weight, "dither", None))
         else:
             return weight
         for attribute in ("tensor_model_parallel", "partition_dim"):
             if hasattr(weight, attribute):
-                setattr(merged, attribute, getattr(weight, attribute))
-        return merged
+                setattr(result, attribute, getattr(weight, attribute))
+        return result
 
 
 def make_adaptor(description: Adaptor) -> type:

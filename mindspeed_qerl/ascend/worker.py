@@ -17,6 +17,7 @@ from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend import graphs, loss, ports, proof, routing, weights
+from mindspeed_qerl.ascend.merging import add_dither
 from mindspeed_qerl.ascend.rollout import QeRLInferEngine
 from mindspeed_qerl.common.files import forget_shared_memory
 from mindspeed_qerl.families import read_shape
@@ -47,10 +48,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         ports.install(self.recipe.npu.peer_timeout)
         loss.install(self.recipe)
         super().setup_distributed_rank()
-        if self.megatron_config.lora_target_modules and self.megatron_config.num_experts:
-            from mindspeed_qerl.ascend import expert_lora
+        config = self.megatron_config
+        if config.lora_target_modules:
+            from mindspeed_qerl.ascend import lora
 
-            expert_lora.install(self.megatron_config.tensor_model_parallel_size)
+            lora.install(config.tensor_model_parallel_size, bool(config.num_experts))
 
     def get_consumed_train_samples(self):
         """Prompts asked before this run was resumed. Upstream adds the batch at each dispatch of an
@@ -76,6 +78,17 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def _build_sharding_manager(self):
         weights.install()
+        if self.recipe.lora.targets and self.megatron_config.bf16:
+            state, shape = self.parallel_state, read_shape(self.recipe.model.path)
+            tp = (
+                state.get_tensor_model_parallel_rank(),
+                state.get_tensor_model_parallel_world_size(),
+            )
+            ep = (
+                state.get_expert_model_parallel_rank(),
+                state.get_expert_model_parallel_world_size(),
+            )
+            add_dither(self.model, shape, tp, ep)
         manager = super()._build_sharding_manager()
         offload = manager.offload_infer_params
         # buffers that graphs read stay
@@ -192,8 +205,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     @torch.no_grad()
     def prove(self) -> tuple[Movement, list[str]]:
         """What the adapters did to this rank's weights in vLLM, beside (alpha / r) B A (proof.py),
-        and which of the quantised ones are not the rounding of that (QuantizedModel.unlike); all
-        ranks at once.
+        and which of the quantised ones are not the rounding of that; all ranks at once.
         """
         rollout, config = self.inference_model, self.actor_model_config
         state = self.parallel_state
@@ -203,18 +215,24 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         with self._synced():
             base = proof.copied_weights(rollout.model)
         config.lora_alpha = alpha
-        movements, unlike = [], []
+        movements, unlike, multiplied = [], [], {}
+        if rollout.quantized:
+            used_base = rollout.quantized.rounded(base)
+            with self._synced(quantizes=True):
+                used = rollout.quantized.used()
+            multiplied = {name: (used[name], used_base[name]) for name in used}
         with self._synced():
-            synced = proof.copied_weights(rollout.model) if rollout.quantized else {}
             for layer in range(shape.num_hidden_layers):
                 tensors = adapters.get(layer, {})
                 pairs = proof.gather_layer(tensors, place, self.megatron_config, shape, layer)
                 weights_now = proof.held_weights(rollout.model, layer)
                 scaling = alpha / config.lora_r
-                movements.append(proof.movement_of_layer(weights_now, base, pairs, scaling))
-        if rollout.quantized:
-            with self._synced(quantizes=True):
-                unlike = rollout.quantized.unlike(synced)
+                movements.append(
+                    proof.movement_of_layer(weights_now, base, pairs, scaling, multiplied)
+                )
+            if rollout.quantized:
+                rounded = rollout.quantized.rounded(proof.copied_weights(rollout.model))
+                unlike = [name for name in used if not torch.equal(used[name], rounded[name])]
         return join(movements), unlike
 
     def count_adapters(self) -> dict[str, dict[str, int]]:

@@ -45,6 +45,8 @@ def faults(rows: Rows) -> list[str]:
         for failure in row.get("failures", ()):
             where = f"sync {row['sync']}, rank {row['rank']}"
             sentences.append(f"{where}: {failure['name']}: {failure['problem']}")
+        if row.get("too_little"):
+            sentences.append(f"sync {row['sync']}, rank {row['rank']}: {row['too_little']}")
     by_step: dict[int, Rows] = {}
     for row in rows:
         if row["event"] == "noise":
@@ -94,6 +96,11 @@ def table(rows: Rows) -> list[str]:
                 cells["arrived"] += f", {row['not_compared']} not compared"
             if row["unchanged"]:
                 cells["arrived"] += ", as before"
+            if row.get("arrived") is not None:
+                share, error = 100 * row["arrived"], 100 * row["arrived_error"]
+                cells["arrived"] += f", {share:.3g} ± {error:.2g} % of the update"
+            elif "arrived" in row:
+                cells["arrived"] += ", of the update: not known"
     return markdown_table(header, (cells.values() for cells in lines.values()))
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.common.errors import unknown
 
 VARIABLE = "MINDSPEED_QERL_ROLLOUT"
+ROUNDINGS = ("nearest", "unbiased")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,9 @@ class Settings:
         arrival_every: syncs from one proof of arrival to the next; 0: none.
         elements: of each tensor that a proof compares; 0: all.
         stop: whether a sync that did not arrive is an error; else it is logged and reported.
+        rounding: of weights that come in float32 into bfloat16: "nearest", as vLLM does, or
+            "unbiased", which keeps small updates in the mean (lora/rounding.py).
+        min_arrived: share of the update, 0..1, below which a sync did not arrive.
     """
 
     report: str
@@ -36,6 +41,14 @@ class Settings:
     arrival_every: int = 1
     elements: int = 64
     stop: bool = True
+    rounding: str = "nearest"
+    min_arrived: float = 0.9
+
+    def __post_init__(self):
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(unknown("rounding", self.rounding, ROUNDINGS))
+        if not 0 <= self.min_arrived <= 1:
+            raise ValueError(f"min_arrived = {self.min_arrived!r} must be in 0..1")
 
     def schedule(self, total_steps: int | None = None) -> NoiseSchedule | None:
         """The noise's; total_steps: the trainer's.
@@ -58,7 +71,7 @@ class Settings:
 
 
 def read_settings(values: Mapping[str, Any]) -> Settings:
-    """Raises ValueError, naming an unknown key."""
+    """Raises ValueError, naming an unknown key or rounding."""
     known = {f.name for f in fields(Settings)}
     unknown = sorted(values.keys() - known)
     if unknown:

@@ -1,5 +1,5 @@
-"""What a transformers `Trainer` knows of a rollout: its step, whether it evaluates, and how far the
-policy that sampled is from its own.
+"""What a transformers `Trainer` knows of a rollout: its step, its adapters, whether it evaluates,
+and how far the policy that sampled is from its own.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,12 +9,32 @@ import torch
 
 from mindspeed_qerl.algorithm.metrics import merge, mismatch
 from mindspeed_qerl.integrations.vllm import WorkerRollout
+from mindspeed_qerl.lora.arrival import PREFIX, Factors
 
 
 def follow(rollout: WorkerRollout, trainer: Any) -> None:
-    """The noise is that of the trainer's step and run."""
+    """The noise is that of the trainer's step and run, the update that of its adapters."""
     rollout.step = lambda: trainer.state.global_step
     rollout.total_steps = lambda: trainer.state.max_steps
+    rollout.adapters = lambda: adapters_of(trainer.model)
+
+
+def adapters_of(model: torch.nn.Module) -> dict[str, list[Factors]]:
+    """Returns PEFT's active adapters of linear layers by the name of the weight that they are
+    merged into; without variants of LoRA, and without those of which a process has a part.
+    """
+    found: dict[str, list[Factors]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(getattr(module, "lora_A", None), torch.nn.ModuleDict):
+            continue
+        for name in module.active_adapters:
+            if name not in module.lora_A or name in module.lora_variant:
+                continue
+            a, b = module.lora_A[name].weight, module.lora_B[name].weight
+            if not hasattr(b, "full_tensor"):
+                weight = PREFIX.sub("", f"{path}.weight")
+                found.setdefault(weight, []).append((a, b, module.scaling[name]))
+    return found
 
 
 def without_noise_in_evaluation(

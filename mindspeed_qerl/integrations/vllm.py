@@ -28,13 +28,15 @@ from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.integrations.settings import VARIABLE, Settings, settings_of_environment
-from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
+from mindspeed_qerl.lora.arrival import Arrival, Factors, parts_of, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
 
 logger = logging.getLogger(__name__)
 
 # adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
 NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
+ROWS = 4096  # rounded at a time: their random bits are as large as they
+ERRORS_OF_SHARE = 3  # as in runs/checks.py
 # vLLM's own ways to bring weights, which put others in their place before they load them
 RELOADS = ("start_weight_update", "reload_weights")
 MARK, WILL_ATTACH = "mindspeed_qerl_rollout", "mindspeed_qerl_will_attach"  # attributes of workers
@@ -50,6 +52,7 @@ class WorkerRollout:
         step: training step, counted from 0, of the next noise; a trainer in this process may set
             another function. By itself a worker counts syncs: the first is the one before step 0.
         total_steps: of the run, if the trainer tells it.
+        adapters: what the trainer has merged into the weights that it sends, if it tells it.
         is_told: whether somebody calls `measured`, without which no noise can follow a target.
 
     Raises:
@@ -66,6 +69,7 @@ class WorkerRollout:
         self.worker, self.settings = worker, settings
         self.step: Callable[[], int] = self._counted_step
         self.total_steps: Callable[[], int | None] = lambda: None
+        self.adapters: Callable[[], dict[str, list[Factors]]] = dict
         self.arrival = Arrival(settings.elements)
         # scaled here and there, which may round in another order
         self.adapter_arrival = Arrival(settings.elements, tolerance=2)
@@ -77,6 +81,9 @@ class WorkerRollout:
         self.noise_step = self.measured_step = -1  # of the last noise, and what was told of it
         self.is_told = False
         self.is_loading = self.is_clean = self.cannot_write = self.is_discarded = False
+        self.dtypes: dict[str, torch.dtype] = {}  # of what is held, if `rounding` asks for them
+        if settings.rounding == "unbiased":
+            self.dtypes = {held.name: held.part.dtype for held in held_parts(self.model)}
         if settings.noise is not None:
             select_targets(self.model, settings.targets, settings.exclude)
             settings.schedule(settings.noise.get("total_steps", 1))  # raises for what it cannot be
@@ -125,11 +132,33 @@ class WorkerRollout:
 
         def noted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
+                sent = self._round(name, tensor)
                 if self._is_proved:
-                    self.arrival.expect(name, tensor)
-                yield name, tensor
+                    self.arrival.expect(name, tensor, sent)
+                yield name, sent
 
         return original(noted(), *args, **kwargs)
+
+    def _round(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns matrices in float32 that vLLM holds in bfloat16 rounded without bias, if that is
+        asked for; all else as it is.
+        """
+        parts = list(parts_of(name, tensor))
+        dtypes = {self.dtypes.get(part_name) for part_name, _ in parts} - {None}
+        if tensor.dtype != torch.float32 or dtypes != {torch.bfloat16} or parts[0][1].dim() != 2:
+            return tensor
+        from mindspeed_qerl.lora.rounding import dither_of  # pydantic and such
+
+        result = tensor.bfloat16()
+        for (part_name, part), (_, rounded) in zip(parts, parts_of(name, result)):
+            if part_name not in self.dtypes:  # another worker's expert
+                continue
+            dither = dither_of(part_name, part.shape).to(part.device)
+            for first in range(0, len(part), ROWS):
+                rows = part[first : first + ROWS]
+                chunk = dither.part((first, 0), rows.shape)
+                rounded[first : first + ROWS] = chunk.rounded(rows)
+        return result
 
     def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._start_sync()
@@ -184,7 +213,7 @@ class WorkerRollout:
         self._take_off()
         self.syncs += 1
         self.is_loading = True
-        self.arrival.begin()
+        self.arrival.begin(self.adapters())
 
     def _end_sync(self) -> None:
         self.is_loading = False
@@ -203,8 +232,12 @@ class WorkerRollout:
     ) -> None:
         started = time.perf_counter()
         failures = arrival.failures(held)
+        share = arrival.share if what == "weights" and not failures else {}
+        too_little = self._too_little(share)
         self._write(
             "arrival",
+            **share,
+            too_little=too_little,
             of=what,
             tensors=len(arrival.sent),
             not_compared=not_compared,
@@ -212,16 +245,32 @@ class WorkerRollout:
             failures=[asdict(failure) for failure in failures],
             seconds=time.perf_counter() - started,
         )
-        if not failures:
+        if failures:
+            shown = "; ".join(f"{failure.name}: {failure.problem}" for failure in failures[:5])
+            message = (
+                f"{len(failures)} of {len(arrival.sent)} tensors of the {what} did not arrive in "
+                f"vLLM: {shown}"
+            )
+        elif too_little:
+            message = too_little
+        else:
             return
-        shown = "; ".join(f"{failure.name}: {failure.problem}" for failure in failures[:5])
-        message = (
-            f"sync {self.syncs}: {len(failures)} of {len(arrival.sent)} tensors of the {what} did "
-            f"not arrive in vLLM: {shown}"
-        )
+        message = f"sync {self.syncs}: {message}"
         if self.settings.stop:
             raise RuntimeError(f"{message}. (stop: false in {VARIABLE} reports it and goes on.)")
         logger.error(message)
+
+    def _too_little(self, share: Mapping[str, Any]) -> str | None:
+        arrived, error = share.get("arrived"), share.get("arrived_error", 0.0)
+        least = self.settings.min_arrived
+        if arrived is None or not least or arrived + ERRORS_OF_SHARE * error >= least:
+            return None
+        return (
+            f"{100 * arrived:.2g} % of the update arrived in vLLM (standard error "
+            f"{100 * error:.2g} %), and min_arrived = {least:g} asks for more: the rest was rounded "
+            'away. Load the trainer in float32 and set rounding: "unbiased", or sync adapters '
+            "alone; min_arrived: 0 accepts it"
+        )
 
     def _put_on(self) -> None:
         settings, step = self.settings, self.step()

@@ -141,11 +141,12 @@ def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
         graphs = parts.graphs(settings)
         rollout.append(graphs)
         held = [*vllm, Part("KV cache", kv_cache, "kept for decode graphs"), graphs]
-    update = [gradients, optimizer, *parts.update(plan, settings, stage)]
+    merged = parts.merged(plan, settings, stage)
+    update = [*merged, gradients, optimizer, *parts.update(plan, settings, stage)]
     moments = {
         "rollout": rollout,
         "weight sync": [*training, *awake, *(held or vllm), *parts.sync(plan, stage)],
-        "log-probs": [*training, *held, *awake, *parts.forward(plan, stage)],
+        "log-probs": [*training, *held, *merged, *awake, *parts.forward(plan, stage)],
         "update": [*training, *held, *update],
     }
     missing = max(0, answer - left)

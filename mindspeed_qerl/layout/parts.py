@@ -90,6 +90,25 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     return dense * scale, experts * scale
 
 
+def adapted_weights(plan: Plan, settings: Settings, stage: int) -> int:
+    """Weights on one training rank that have an adapter."""
+    layout, count = plan.layout, 0
+    for linear in family_of(plan.shape).linears(plan.shape):
+        if plan.lora and linear.target in settings.lora_targets:
+            ranks = layout.tp * (layout.ep if linear.split == "expert" else 1)
+            count += linear.inputs * linear.outputs * linear.copies // ranks
+    return count * plan.layers[stage]
+
+
+def merged(plan: Plan, settings: Settings, stage: int) -> list[Part]:
+    """What adapted layers multiply with in training, from the first pass of an iteration to its
+    update (ascend/lora.py): a second copy of their weights.
+    """
+    count = adapted_weights(plan, settings, stage)
+    how = f"W + BA of {count / GB:.2f} x 10^9 parameters x 2"
+    return [Part("merged weights", count * BF16, how)] if count else []
+
+
 def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Part, Part]:
     """What training adds to the base weights: adapters, gradients, optimizer. Without LoRA the
     weights themselves are trained.

@@ -16,7 +16,7 @@ import yaml
 from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.layout.graphs import LARGEST
 from mindspeed_qerl.layout.memory import Memory
-from mindspeed_qerl.layout.parts import BF16, Part, size_of, trained
+from mindspeed_qerl.layout.parts import BF16, Part, adapted_weights, size_of, trained
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.weights import rollout_weights, training_weights
 
@@ -38,6 +38,8 @@ HARDWARE = {
 }
 LAUNCH = (20e-6, 80e-6)  # seconds of the host for one
 BACKWARD = 2  # times the operations of a forward pass
+MERGED = 60  # bytes that a die reads and writes to merge a weight and round it (lora/rounding.py)
+PROOF_EVERY = 50  # iterations (run.prove_every), of a proof that compares with two syncs
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
 # of TP and of experts in a layer's forward pass, as `groups` has them
@@ -92,6 +94,8 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     """The phases of an iteration of a plan that fits, of its slowest rank."""
     rank, work = _Rank(memory, terms), terms.work
     phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
+    if memory.plan.lora:
+        phases += [rank.merging(), rank.proof()]
     if memory.plan.has_reference:
         phases.append(rank.reference())
     phases.append(rank.update())
@@ -319,6 +323,25 @@ class _Rank:
         phase = self._waiting("update", micro_batches * launches, device, micro_batches)
         return replace(phase, more=self._reduction())
 
+    @property
+    def _updates(self) -> int:
+        """Of an iteration."""
+        plan = self.plan
+        return plan.batch.epochs * max(1, plan.share // max(plan.mini_share, 1))
+
+    def merging(self) -> Phase:
+        """Once an update what the adapted layers multiply with."""
+        layers = max(self.plan.layers)
+        launches = self._updates * layers * self._launches["merge"][0]
+        return Phase("merging", launches, self._updates * self._merging)
+
+    @property
+    def _merging(self) -> float:
+        """Seconds of the die to merge each adapted weight once."""
+        plan, settings = self.plan, self.memory.settings
+        weights = max(adapted_weights(plan, settings, stage) for stage in range(plan.layout.pp))
+        return weights * MERGED / READ
+
     def _reduction(self) -> float:
         """Seconds to sum the gradients of all ranks, of one update."""
         plan = self.plan
@@ -326,8 +349,7 @@ class _Rank:
             return 0.0
         _, gradients, _ = trained(plan, self.memory.settings, self.memory.stage)
         network = NETWORK if plan.layout.nodes == 1 else self.between
-        updates = plan.batch.epochs * max(1, plan.share // max(plan.mini_share, 1))
-        return updates * 2 * gradients.bytes / network / NETWORK_SHARE
+        return self._updates * 2 * gradients.bytes / network / NETWORK_SHARE
 
     def _waiting(self, name: str, launches: float, device: float, micro_batches: float) -> Phase:
         """With what a rank waits for its pipeline."""
@@ -349,4 +371,13 @@ class _Rank:
         copied += gradients.bytes * settings.offload_train_grad
         copied += optimizer.bytes * settings.offload_train_optimizer
         device = self._seconds("training", 0, moved, 0, sent) + 2 * copied / COPIED
+        device += self._merging
         return Phase("sync", plan.shape.num_hidden_layers * self._launches["sync"][0], device)
+
+    def proof(self) -> Phase:
+        """An iteration's share of a proof: two syncs, of which the first one's weights wait on the
+        host.
+        """
+        sync, weights = self.sync(), sum(rollout_weights(self.plan)) * BF16
+        device = 2 * sync.device + 2 * weights / COPIED
+        return Phase("proof", 2 * sync.launches / PROOF_EVERY, device / PROOF_EVERY)

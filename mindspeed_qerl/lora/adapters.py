@@ -16,7 +16,8 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,15 +83,12 @@ class LoRALinear(nn.Module):
             parameter.sequence_parallel = self.sequence_parallel and not shared
 
     def forward(self, x: torch.Tensor, *args, **kwargs):
-        if not self.adapters_enabled:
-            return self.base_layer(x, *args, **kwargs)
-        if self.base_layer.weight.dtype != torch.bfloat16:
-            output, bias = self.base_layer(x, *args, **kwargs)
-            return output + self._update(x), bias
-        weight = {"weight": self.merged_weight()}
-        output, bias = torch.func.functional_call(self.base_layer, weight, (x, *args), kwargs)
-        if torch.is_grad_enabled():
-            output = StraightThrough.apply(output, self._update(x.detach()))
+        if self.adapters_enabled and hasattr(self.base_layer.weight, "dither"):
+            weight = self.merged_weight()
+            return call_merged(self.base_layer, weight, self._update, x, *args, **kwargs)
+        output, bias = self.base_layer(x, *args, **kwargs)
+        if self.adapters_enabled:
+            output = output + self._update(x)
         return output, bias
 
     def _update(self, x: torch.Tensor) -> torch.Tensor:
@@ -127,6 +125,24 @@ class LoRALinear(nn.Module):
     def forget_merged(self) -> None:
         """A or B has changed."""
         self._merged = None
+
+
+def call_merged(
+    layer: nn.Module,
+    weight: torch.Tensor,
+    update: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns what Megatron's linear `layer` gives with `weight` in the place of its own: (output,
+    bias). The gradient of the output goes to x by `weight`, and to A and B by `update`, which
+    computes (alpha / r) B A x.
+    """
+    output, bias = torch.func.functional_call(layer, {"weight": weight}, (x, *args), kwargs)
+    if torch.is_grad_enabled():
+        output = StraightThrough.apply(output, update(x.detach()))
+    return output, bias
 
 
 class StraightThrough(torch.autograd.Function):

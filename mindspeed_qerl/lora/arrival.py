@@ -1,5 +1,5 @@
 """Did the weights arrive? What a trainer sent, element by element of a sample, beside what a
-rollout engine computes with (held.py).
+rollout engine computes with (held.py); and the share of the update that arrived (proof.py).
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 
 from mindspeed_qerl.lora.held import EXPERT_PARTS, Held
 
+Factors = tuple[torch.Tensor, torch.Tensor, float]  # A, B and scaling of an adapter
 # as transformers 5 stacks experts -> as vLLM stacks them
 STACKED = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PREFIX = re.compile(r"^(base_model\.model\.)?|\.base_layer(?=\.)")  # of PEFT
@@ -20,11 +21,17 @@ PREFIX = re.compile(r"^(base_model\.model\.)?|\.base_layer(?=\.)")  # of PEFT
 
 @dataclass(frozen=True)
 class Sample:
-    """Elements of a whole tensor. values: as sent; index: [elements, dimensions]."""
+    """Elements of a whole tensor.
+
+    Attributes:
+        values: as sent. index: [elements, dimensions].
+        exact: the values before any rounding, up to constants; None: not known.
+    """
 
     values: torch.Tensor
     index: torch.Tensor
     shape: torch.Size
+    exact: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -42,32 +49,50 @@ class Arrival:
         elements: of each tensor, that are compared; 0: all of them.
         tolerance: differences that are still equal, in units of the rounding of the tensor's
             largest sampled value; 0: bits. More where the sender rounds elsewhere than we do.
+
+    Attributes:
+        share: of the update since the first sync, by the last comparison: `arrived`, None where
+            the update is not known, and `arrived_error`; empty before the first update.
     """
 
     def __init__(self, elements: int = 64, tolerance: float = 0.0):
         self.elements, self.tolerance = elements, tolerance
         self.sent: dict[str, Sample] = {}
         self.before: dict[str, Sample] = {}
+        self.adapters: Mapping[str, list[Factors]] = {}
+        # by name and place: what was sent first, and what was held then
+        self.first: dict[tuple[str, tuple[int, ...]], tuple[Sample, torch.Tensor]] = {}
+        self.share: dict[str, Any] = {}
 
-    def begin(self) -> None:
-        """A new sync starts."""
+    def begin(self, adapters: Mapping[str, list[Factors]] | None = None) -> None:
+        """A new sync starts; adapters: those that are merged into weights, by the names of these,
+        if they are known.
+        """
+        self.adapters = adapters or {}
         if self.sent:
             self.before, self.sent = self.sent, {}
 
-    def expect(self, name: str, tensor: torch.Tensor) -> None:
-        """`tensor` is sent under a name of transformers, of PEFT, or of stacked experts."""
-        name = PREFIX.sub("", name)
-        parent, _, leaf = name.rpartition(".")
-        if parent.endswith(".experts") and leaf in STACKED:
-            leaves = EXPERT_PARTS[STACKED[leaf]]
-            for expert, stacked in enumerate(tensor):
-                for part_name, part in zip(leaves, stacked.chunk(len(leaves)), strict=True):
-                    self.expect(f"{parent}.{expert}.{part_name}.weight", part)
-            return
-        tensor = tensor.detach()
-        index = positions(tensor.shape, self.elements)
-        values = tensor[tuple(index.to(tensor.device).T)].to("cpu", copy=True)
-        self.sent[name] = Sample(values, index, tensor.shape)
+    def expect(self, name: str, tensor: torch.Tensor, sent: torch.Tensor | None = None) -> None:
+        """`tensor` is sent under a name of transformers, of PEFT, or of stacked experts; `sent`:
+        what it is rounded to before.
+        """
+        parts = parts_of(name, tensor if sent is None else sent)
+        for (part_name, exact), (_, part) in zip(parts_of(name, tensor), parts):
+            index = positions(part.shape, self.elements)
+            values = _elements(part, index)
+            known = self._exact(part_name, exact, index)
+            self.sent[part_name] = Sample(values, index, part.shape, known)
+
+    def _exact(self, name: str, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+        adapters = self.adapters.get(name, [])
+        if adapters and all(b.shape[:1] + a.shape[1:] == tensor.shape for a, b, _ in adapters):
+            update = torch.zeros(len(index))
+            for a, b, scaling in adapters:
+                rows, columns = index.to(b.device).T
+                factors = b.detach()[rows].float() * a.detach()[:, columns].T.float()
+                update += scaling * factors.sum(1).cpu()
+            return update
+        return _elements(tensor, index) if tensor.dtype == torch.float32 else None
 
     @property
     def unchanged(self) -> bool:
@@ -86,27 +111,44 @@ class Arrival:
         [Failure(name='up.weight', problem='all of it is 0')]
         """
         failures, names = [], set()
+        moves: list[torch.Tensor] = []
         for part in held:
             names.add(part.name)
-            problem = self._problem(part)
-            if problem:
+            values, inside = self._sampled(part)
+            if not inside.any():
+                continue
+            if problem := self._problem(part, values, inside):
                 failures.append(Failure(part.name, problem))
+            moves += self._moves(part, values, inside)
+        self.share = _share(torch.stack(moves).sum(0).tolist()) if moves else {"arrived": None}
         for name in self.sent.keys() - names:
             if not _is_elsewhere(name, names):
                 failures.append(Failure(name, "no module of the rollout model has it"))
         return sorted(failures, key=lambda failure: failure.name)
 
-    def _problem(self, held: Held) -> str | None:
-        sample = self.sent.get(held.name)
-        if sample is None:
-            return None
-        start = torch.tensor(held.start)
-        place = sample.index - start
+    def _sampled(self, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is held of a sample, and, bool [elements], which of its elements those are."""
+        if held.name not in self.sent:
+            return torch.empty(0), torch.zeros(1, dtype=torch.bool)
+        place = self.sent[held.name].index - torch.tensor(held.start)
         inside = ((place >= 0) & (place < torch.tensor(held.part.shape))).all(1)
-        if not inside.any():
-            return None
-        place = place[inside]
-        values = held.part[tuple(place.to(held.part.device).T)].cpu()
+        return _elements(held.part, place[inside]), inside
+
+    def _moves(self, held: Held, values: torch.Tensor, inside: torch.Tensor) -> list[torch.Tensor]:
+        """Returns of M, what the elements moved since the first sync, and of U, by how much they
+        should have: [<M, U>, <U, U>, variance of <M, U>]; NaN if they moved, and U is not known.
+        """
+        sample = self.sent[held.name]
+        first, before = self.first.setdefault((held.name, held.start), (sample, values))
+        moved = values.double() - before.double()
+        if sample.exact is None or first.exact is None:
+            return [torch.full((3,), math.nan)] if moved.any() else []
+        update = (sample.exact.double() - first.exact.double())[inside]
+        variance = variance_of_rounding(values.double(), update, torch.finfo(values.dtype).eps)
+        return [torch.stack([moved * update, update**2, variance * update**2]).sum(1)]
+
+    def _problem(self, held: Held, values: torch.Tensor, inside: torch.Tensor) -> str | None:
+        sample = self.sent[held.name]
         if self._equal(values, sample.values[inside]):
             return None
         if values.isnan().any():
@@ -117,7 +159,7 @@ class Arrival:
         if before and self._equal(values, before.values[inside]):
             return "it is still what the sync before had sent"
         if held.part.dim() == 2 and held.part.shape == sample.shape == held.part.shape[::-1]:
-            mirrored = held.part[tuple(place.flip(1).to(held.part.device).T)].cpu()
+            mirrored = _elements(held.part, sample.index[inside].flip(1))
             if self._equal(mirrored, sample.values[inside]):
                 return "it is transposed"
         for name, other in self.sent.items():
@@ -134,6 +176,46 @@ class Arrival:
         largest = sent.float().abs().max().item()
         allowed = self.tolerance * torch.finfo(values.dtype).eps * largest
         return bool(((values.float() - sent.float()).abs() <= allowed).all())
+
+
+def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """`tensor` by its name without PEFT's prefixes; of stacked experts a view of each one's
+    weights.
+    """
+    name, tensor = PREFIX.sub("", name), tensor.detach()
+    parent, _, leaf = name.rpartition(".")
+    if not (parent.endswith(".experts") and leaf in STACKED):
+        yield name, tensor
+        return
+    leaves = EXPERT_PARTS[STACKED[leaf]]
+    for expert, stacked in enumerate(tensor):
+        for part_name, part in zip(leaves, stacked.chunk(len(leaves)), strict=True):
+            yield f"{parent}.{expert}.{part_name}.weight", part
+
+
+def variance_of_rounding(
+    weight: torch.Tensor, update: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """Returns by element the variance of base + update, which lies p of the way between two steps
+    of a grid and is rounded to them without bias: p (1 - p) spacing^2. weight: the sum, rounded.
+    """
+    spacing = torch.exp2(torch.floor(torch.log2(weight.abs()))) * epsilon
+    rest = update.abs().remainder(spacing)
+    return (rest * (spacing - rest)).nan_to_num()
+
+
+def _share(sums: list[float]) -> dict[str, Any]:
+    product, square, variance = sums
+    if math.isnan(square):
+        return {"arrived": None}
+    if not square:
+        return {}
+    return {"arrived": product / square, "arrived_error": math.sqrt(variance) / square}
+
+
+def _elements(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Copies those at `index` [elements, dimensions] to the CPU."""
+    return tensor[tuple(index.to(tensor.device).T)].to("cpu", copy=True)
 
 
 def scaled_adapters(

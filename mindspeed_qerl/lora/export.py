@@ -15,6 +15,8 @@ from mindspeed_qerl.common.files import json_text, new_directory
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora.checkpoint import Adapters
+from mindspeed_qerl.lora.proof import join, movement
+from mindspeed_qerl.lora.rounding import dither_of, rounded
 
 # keys of a PEFT config that ask for more than (alpha / r) B A
 MORE_THAN_LORA = (
@@ -164,9 +166,10 @@ def save_merged(
     *,
     all_layers: bool = True,
     dtype: torch.dtype | None = None,
-) -> None:
+) -> float:
     """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to
-    `dtype` (None: W's).
+    `dtype` (None: W's), to bfloat16 as the rollout engine got it (rounding.py). Returns the share
+    of the update that the written weights have (proof.py).
 
     Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters
     and three times the largest file of the base. Arguments and errors as for `save_peft`;
@@ -179,20 +182,25 @@ def save_merged(
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
         origin = _origin(adapters, base.directory)
+        movements = []
         for name_of_file in sorted(set(base.files.values())):
             content = base.open(name_of_file)
             tensors = {name: content.get_tensor(name) for name in content.offset_keys()}
             for name, weight in tensors.items():
                 module = name.removesuffix(".weight")
                 if module in adapters.weights:
-                    merged = weight.float() + adapters.delta(module)
-                    tensors[name] = merged.to(dtype or weight.dtype)
+                    weight, update = weight.to(dtype or weight.dtype), adapters.delta(module)
+                    dither = dither_of(name, weight.shape)
+                    tensors[name] = rounded(weight.float() + update, weight.dtype, dither)
+                    found = movement(tensors[name], weight, update, dither)
+                    movements.append({"": found})
             save_file(
                 tensors,
                 directory / name_of_file,
                 metadata={**(content.metadata() or {"format": "pt"}), **origin},
             )
             del tensors  # before the next file is read
+    return join(movements)[""].get("arrived", 1.0)
 
 
 def _origin(adapters: Adapters, base_model_dir: str | Path) -> dict[str, str]:

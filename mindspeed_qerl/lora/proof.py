@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from mindspeed_qerl.lora.rounding import Dither
+from mindspeed_qerl.lora.arrival import variance_of_rounding
+from mindspeed_qerl.lora.rounding import Dither, rounded
 
 Movement = dict[str, dict[str, float]]  # LoRA target -> what `movement` says of its tensors
 # how the numbers of several tensors become one
@@ -51,20 +52,13 @@ def movement(
     (0.5, 0.5, 0.0, 0.25, 0.25)
     """
     base = base.to(weight.dtype)
-    expected = base.float() + update
-    if weight.dtype == torch.bfloat16:
-        expected = dither.rounded(expected).float()
-    else:
-        expected = expected.to(weight.dtype).float()
+    expected = rounded(base.float() + update, weight.dtype, dither).float()
     epsilon = torch.finfo(weight.dtype).eps
     resolution = epsilon * expected.abs().max().item()
     base, weight = base.float(), weight.float()
     error, move = (weight - expected).abs().max().item(), (expected - base).norm().item()
     moved, size = weight - base, update.abs()
-    # a weight between two steps of its grid, p of the way: its variance is p (1 - p) spacing^2
-    spacing = torch.exp2(torch.floor(torch.log2(expected.abs()))) * epsilon
-    rest = size.remainder(spacing)
-    variance = rest * (spacing - rest)
+    variance = variance_of_rounding(expected, update, epsilon)
     if quantized:
         used, used_base = (tensor.float() for tensor in quantized)
         moved = used - used_base
@@ -79,7 +73,7 @@ def movement(
         "lost": (weight - expected).norm().item() / move if move else 0.0,
         "product": _sum(moved * update),
         "square": _sum(update * update),
-        "variance": _sum(variance.nan_to_num() * update * update),
+        "variance": _sum(variance * update * update),
     }
 
 
@@ -124,4 +118,5 @@ def arrival_metrics(movement: Movement) -> dict[str, float]:
 
 
 def _sum(tensor: torch.Tensor) -> float:
-    return tensor.sum(dtype=torch.float64).item()
+    """Of all elements; an NPU sums in float32, a row at a time."""
+    return tensor.sum(-1).cpu().double().sum().item()

@@ -2,7 +2,7 @@
 the probability of its distance.
 
 Published weights lie on bfloat16's grid, and what LoRA learns in a step is far below half a spacing
-of it: rounded to nearest, most of it vanishes (docs/lora.md). Rounded with random bits every weight
+of it: rounded to nearest, most of it vanishes (docs/results.md). Rounded with random bits every weight
 gets its update in the mean, and one whose update is 0 keeps its bits. The random bits belong to the
 tensor's Hugging Face name, to row and to column: the same in every step, layout, evaluation and
 export.
@@ -56,6 +56,11 @@ class Dither:
         return bits.bitwise_and_(-0x10000).view(torch.float32).bfloat16()
 
 
+def rounded(exact: torch.Tensor, dtype: torch.dtype, dither: Dither) -> torch.Tensor:
+    """Returns float32 `exact` in `dtype`: in bfloat16 without bias, else rounded to nearest."""
+    return dither.rounded(exact) if dtype == torch.bfloat16 else exact.to(dtype)
+
+
 def dither_of(name: str, shape: Sequence[int]) -> Dither:
     """The random bits of the Hugging Face tensor `name` [outputs, inputs]."""
     return Dither(_output_bits(name, shape[0]), _input_bits(shape[1]))
@@ -84,12 +89,11 @@ def merged(
     weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scaling: float, dither: Dither | None
 ) -> torch.Tensor:
     """Returns weight + scaling * b @ a in the dtype of `weight` [n, m], computed in float32 and
-    rounded once: in bfloat16 by `dither`, which other dtypes go without. b: [n, r]; a: [r, m].
+    rounded once: by `dither`, which weights in bfloat16 have, else to nearest. b: [n, r]; a: [r, m].
     """
     b, a = b.float(), a.float()
-    if weight.dtype != torch.bfloat16:
+    if dither is None:
         return (weight.float() + scaling * (b @ a)).to(weight.dtype)
-    assert dither, "weights in bfloat16 have one"
     result = torch.empty_like(weight)
     rows = len(weight)
     if weight.device.type == "cpu":

@@ -22,9 +22,6 @@ OWN_SECTIONS = {
     if hasattr(part, "section") and part.section not in TABLE
 }
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
-# Below it bfloat16 keeps less than half of the noise on weights of 1
-# (tests/aqn/test_aqn_injector.py).
-BF16_LEAST_SIGMA = 9e-4
 TARGET_KEYS = (
     "target_measure",
     "target_start",
@@ -215,7 +212,7 @@ def _followed(part: Any, values: Values, **follows: Any) -> Any:
 
 
 def _check_noise(recipe: Recipe, found: Found) -> None:
-    """Faults for what cannot be, a warning for stages that bfloat16 cannot hold."""
+    """Faults for what cannot be, a warning for a schedule that the run cuts short."""
     noise = recipe.noise
     if not noise.enabled:
         return
@@ -237,11 +234,3 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
         return
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")
-    small = [sigma for sigma in schedule.sigmas() if 0 < sigma < BF16_LEAST_SIGMA]
-    # a sigma that follows a target makes up for what is lost
-    if small and recipe.model.dtype == "bfloat16" and noise.schedule != "target":
-        found.warnings.append(
-            f"aqn: sigma is below {BF16_LEAST_SIGMA:g} in {len(small)} of "
-            f"{recipe.run.train_iters} steps, where bfloat16 rounds most of it away (docs/aqn.md). "
-            "Raise aqn.sigma_end to keep it"
-        )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.trl import telling
@@ -77,6 +78,23 @@ def test_a_target_is_followed_by_trls_own_log_probs(tmp_path):
         ratio = logged["sampling/importance_sampling_ratio/mean"]  # of all its tokens
         # float32 rounds it by 1.2e-6, noise moves it by 0.01 and more
         assert (row["mismatch/k3"] > 1e-6) == (row["step"] >= 2) == (abs(ratio - 1) > 1e-5), ratio
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rounding, share, count", [("nearest", 0, 4), ("unbiased", 1, 0)])
+def test_the_share_of_the_update_that_arrives(tmp_path, rounding, share, count):
+    """Of updates with lr 5e-6, of a model on bfloat16's grid, which TRL loads and sends in float32
+    to a vLLM in bfloat16.
+    """
+    model, folder = with_tokenizer("qwen3", tmp_path / "model"), tmp_path / "trl"
+    published = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    published.save_pretrained(model)
+    run_program(PROGRAM, tmp_path, model, folder, rounding, PYTHONPATH=str(ROOT))
+    rows = read_lines(folder / "noise")
+    assert len(faults(rows)) == count
+    arrived = [(row["arrived"], row["arrived_error"]) for row in rows[1:]]
+    assert len(arrived) == 4 and all(error < 0.2 for _, error in arrived)
+    assert all(abs(found - share) < 3 * error for found, error in arrived)
 
 
 @pytest.mark.full

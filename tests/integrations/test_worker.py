@@ -13,8 +13,10 @@ import torch
 from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.settings import Settings, read_settings, settings_of_environment
-from mindspeed_qerl.integrations.trainer import tell_mismatch
+from mindspeed_qerl.integrations.trainer import follow, tell_mismatch
 from mindspeed_qerl.integrations.vllm import WorkerRollout
+from mindspeed_qerl.lora.arrival import PREFIX
+from mindspeed_qerl.lora.rounding import dither_of
 
 NOISE = {"sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 2, "total_steps": 4}
 
@@ -35,7 +37,8 @@ class Model(torch.nn.Module):
 
     def load_weights(self, weights):
         for name, weight in weights:
-            self.get_parameter(name).data = weight.clone()  # another tensor, as some reloads do
+            parameter = self.get_parameter(name)
+            parameter.data = weight.to(parameter.dtype, copy=True)  # another, as some reloads do
 
 
 class Worker:
@@ -224,6 +227,96 @@ def test_weights_that_did_not_arrive_stop_the_run_or_are_reported(tmp_path, capl
     assert fault.startswith("sync 1, rank 0: model.norm.weight:")
 
 
+def arrivals_of_lora(folder, dtype, updates=(0, 1, 2), is_told=True, **settings):
+    """The lines of syncs of PEFT's merged weights into a worker in bfloat16, as TRL has them, after
+    `updates` with lr 5e-6; is_told: of the trainer's adapters.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    worker, twin = Worker(Model().bfloat16()), Model().to(dtype)
+    for model, kind in ((worker.model, torch.bfloat16), (twin, dtype)):
+        model.head = torch.nn.Linear(256, 1024, bias=False, dtype=kind)
+    twin.head.weight.data.normal_(std=0.02).copy_(twin.head.weight.bfloat16())
+    config = LoraConfig(r=32, lora_alpha=64, target_modules=["head"])
+    trainer = SimpleNamespace(model=get_peft_model(twin, config))
+    direction = torch.randn(1024, 32).sign()
+    rollout = WorkerRollout(
+        worker, Settings(report=str(folder), noise=None, elements=0, stop=False, **settings)
+    )
+    if is_told:
+        follow(rollout, trainer)
+    for count in updates:
+        twin.head.lora_B["default"].weight.data = 5e-6 * count * direction
+        trainer.model.merge_adapter()
+        sent = {PREFIX.sub("", name): w.data for name, w in trainer.model.named_parameters()}
+        worker.model.load_weights([(n, w) for n, w in sent.items() if "lora_" not in n])
+        trainer.model.unmerge_adapter()
+        worker.execute_model()
+    return read_lines(folder)
+
+
+WAY_OUT = 'Load the trainer in float32 and set rounding: "unbiased", or sync adapters alone'
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize(
+    "dtype, rounding, shares",
+    [
+        (torch.float32, "unbiased", (1, 1)),
+        (torch.float32, "nearest", (0.06, 0.12)),
+        (torch.bfloat16, "nearest", (0.06, 0.12)),
+        (torch.bfloat16, "unbiased", (0.06, 0.12)),  # it came rounded
+    ],
+)
+def test_the_share_of_the_update_that_arrived(tmp_path, dtype, rounding, shares, is_told):
+    first, *rows = arrivals_of_lora(tmp_path, dtype, is_told=is_told, rounding=rounding)
+    shown = "\n".join(report.table(rows))
+    if dtype == torch.bfloat16 and not is_told:
+        assert {row["arrived"] for row in rows} == {None} and "of the update: not known" in shown
+        return
+    assert "arrived" not in first  # there was no update
+    for row, share in zip(rows, shares, strict=True):
+        assert row["arrived"] == pytest.approx(share, abs=3 * row["arrived_error"])
+        assert row["arrived_error"] < 0.05 and f"± {100 * row['arrived_error']:.2g} %" in shown
+    told = faults(rows)
+    assert len(told) == (0 if share == 1 else 2)
+    assert all("% of the update arrived in vLLM" in each and WAY_OUT in each for each in told)
+
+
+def test_an_update_that_vanishes_stops_the_run_or_is_accepted(tmp_path, caplog):
+    arrivals_of_lora(tmp_path / "logged", torch.float32)
+    assert "sync 2: 0.0" not in caplog.text and WAY_OUT in caplog.text
+    caplog.clear()
+    rows = arrivals_of_lora(tmp_path / "accepted", torch.float32, min_arrived=0)
+    assert faults(rows) == [] and not caplog.text
+
+
+def test_what_is_rounded_without_bias(tmp_path):
+    """Experts by their own names, those of other workers as vLLM does; and nothing else."""
+    worker = Worker(Model().bfloat16())
+    settings = Settings(report=str(tmp_path), noise=None, rounding="unbiased")
+    rollout = WorkerRollout(worker, settings)
+    up = [f"mlp.experts.{expert}.up_proj.weight" for expert in range(2)]
+    rollout.dtypes |= dict.fromkeys((up[0], up[0].replace("up_", "gate_")), torch.bfloat16)
+    rollout.dtypes["router.weight"] = torch.float32
+    stack, head = torch.randn(2, 64, 8), torch.randn(4, 4)
+    rounded = rollout._round("base_model.model.mlp.experts.gate_up_proj", stack)
+    assert torch.equal(rounded[0, 32:], dither_of(up[0], (32, 8)).rounded(stack[0, 32:]))
+    assert torch.equal(rounded[1], stack[1].bfloat16()) and not torch.equal(
+        rounded[0], stack[0].bfloat16()
+    )
+    grid = head.bfloat16()
+    assert torch.equal(rollout._round("head.weight", grid.float()), grid)
+    for name, tensor in (
+        ("model.norm.weight", torch.randn(256)),
+        ("router.weight", head),
+        ("unknown.weight", head),
+        ("head.weight", head.half()),
+    ):
+        assert rollout._round(name, tensor) is tensor
+
+
 def test_a_model_without_norms_is_refused_with_what_was_seen(tmp_path):
     worker = Worker(Model(type("LayerNorm", (RMSNorm,), {})))
     worker.model.model["norm"].__class__ = torch.nn.LayerNorm
@@ -290,6 +383,10 @@ def test_settings(tmp_path, monkeypatch):
     assert settings_of_environment() == Settings(report="b")
     with pytest.raises(ValueError, match=r"unknown \['sigma'\]; known: .*noise"):
         read_settings({"report": "a", "sigma": 0.05})
+    with pytest.raises(ValueError, match="rounding 'unbaised'.* Known: nearest, unbiased"):
+        read_settings({"report": "a", "rounding": "unbaised"})
+    with pytest.raises(ValueError, match=r"min_arrived = 90 must be in 0\.\.1"):
+        read_settings({"report": "a", "min_arrived": 90})
 
 
 def test_imports_are_light():

@@ -1,9 +1,10 @@
 """Five steps of TRL's GRPOTrainer with vLLM in its process, on a CPU:
 
-    python trl_colocated.py MODEL FOLDER noise|target|off|without
+    python trl_colocated.py MODEL FOLDER noise|target|off|without|nearest|unbiased
 
 `noise`: AQN, and an evaluation in the middle; `target`: its sigma follows a target; `off`: the
-proof of arrival alone; `without`: TRL as it is. What was sampled and trained is left in FOLDER/trained.json.
+proof of arrival alone; `without`: TRL as it is; `nearest`, `unbiased`: `off` with vLLM in bfloat16, so
+rounded, lr 5e-6. What was sampled and trained is left in FOLDER/trained.json.
 """
 
 import json
@@ -39,7 +40,8 @@ def reward(completions, **kwargs):
 def main(model: str, folder: Path, mode: str) -> None:
     keep_weights()
     # TRL leaves vLLM bfloat16
-    vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")
+    dtype = "bfloat16" if mode in ("nearest", "unbiased") else "float32"
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
     config = GRPOConfig(
         output_dir=str(folder),
         use_vllm=True,
@@ -55,7 +57,7 @@ def main(model: str, folder: Path, mode: str) -> None:
         use_cpu=True,
         bf16=False,
         save_strategy="no",
-        learning_rate=1e-2,
+        learning_rate=1e-2 if dtype == "float32" else 5e-6,
         eval_strategy="steps" if mode == "noise" else "no",
         eval_steps=4,
     )
@@ -74,6 +76,9 @@ def main(model: str, folder: Path, mode: str) -> None:
         add_noise(trainer, report=f"{folder}/noise", noise=noise)
     elif mode == "off":
         add_noise(trainer, report=f"{folder}/noise", noise=None)
+    elif dtype == "bfloat16":
+        all_of_it = {"elements": 0, "stop": False, "noise": None}
+        add_noise(trainer, report=f"{folder}/noise", rounding=mode, **all_of_it)
     llm, before = trainer.vllm_generation.llm, norms_of(trainer.model)
     served = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     clean, noisy_steps, evaluations = norms_of(served), set(), 0

@@ -49,7 +49,7 @@ NOISE = NoiseReport(
     measured_std=0.05,
     changed_fraction=1.0,
 )
-PROOF = dict(tensors=1, moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
+PROOF = dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0, arrived=1.0, arrived_error=0.0)
 
 
 class Told:
@@ -283,7 +283,7 @@ def test_a_sync_asks_first_how_many_parts_it_takes():
 class Watched(LocalEngine):
     """An iteration whose ranks and weights are not there."""
 
-    loss, proof = 0.5, None
+    loss, proof = 0.5, {}
 
     def update(self, batch):
         self.observer.progress.phase("update")

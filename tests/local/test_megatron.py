@@ -24,8 +24,10 @@ from mindspeed_qerl.local.batch import build_batch, deal
 from mindspeed_qerl.local.loop import data_rank
 from mindspeed_qerl.local.model import check_tensors, load_weights
 from mindspeed_qerl.lora.export import save_merged, save_peft
+from mindspeed_qerl.lora.rounding import dither_of, rounded
 
 from .conftest import FAMILIES, make_model, recipe_of, run_ranks
+from .test_rollout import reference_model
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
 ONE = "one rank"
@@ -286,7 +288,8 @@ def transformers_logprobs(model, batch):
     with torch.no_grad():
         tokens = torch.from_numpy(batch.tokens)
         mask = torch.arange(tokens.shape[1]) < torch.from_numpy(batch.lengths).unsqueeze(1)
-        logprobs = model(tokens, attention_mask=mask.long()).logits[:, :-1].log_softmax(-1)
+        logits = model(tokens, attention_mask=mask.long()).logits[:, :-1].float()
+        logprobs = logits.log_softmax(-1)
     return logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
 
 
@@ -460,6 +463,66 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(
     assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < 1e-5
     # they are not the base model
     assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2
+
+
+def bfloat16_rank(rank, config, folder):
+    """What a rank sends and computes after two updates in the shipped regime."""
+    from mindspeed_qerl.local.rank import TrainRank
+
+    torch.set_num_threads(1)
+    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
+    rows, shard = share_of(rank, random_batch(), config.layout)
+    move_b(trainer)
+    trainer.train([shard])
+    trainer.train([shard])
+    weights, factors = {}, trainer.adapter_factors()
+    for part in range(trainer.sync_parts()):
+        weights |= trainer.merged_weights(part)
+    result = {"rows": rows, "weights": weights, "factors": factors}
+    torch.save(result | {"logprobs": trainer.logprobs(shard)}, f"{folder}/{rank}.pt")
+
+
+@pytest.mark.parametrize(
+    "layout, family",
+    [
+        ("TP 2, sequence parallel", "qwen3"),
+        ("EP 2", "qwen2_moe"),
+        pytest.param("TP 2, EP 2", "qwen3_moe", marks=pytest.mark.full),
+    ],
+)
+def test_in_bfloat16_ranks_multiply_with_what_they_send(data_dir, tmp_path, layout, family):
+    """Weights rounded by the bits of Hugging Face's names, in any layout; log-probs of transformers
+    with these weights, as near as its own bfloat16.
+    """
+    changes = {"num_experts_per_tok": 8} if family in MOE else {}  # no rounding changes a route
+    model_dir = make_model(family, tmp_path / "model", dtype="bfloat16", **changes)
+    config = layout_config(layout, model_dir, data_dir)
+    config = replace(
+        config,
+        model=replace(config.model, dtype="bfloat16"),
+        optimizer=replace(config.optimizer, lr=5e-6),
+        lora=replace(config.lora, r=32, alpha=64.0),
+    )
+    ranks = LAYOUTS[layout][0]
+    run_ranks(bfloat16_rank, ranks, config, str(tmp_path))
+    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    base, weights, differing, total = Checkpoint(model_dir), {}, 0, 0
+    for result in results:
+        for name, (_, b, a) in result["factors"].items():
+            weight, update = base.read(name), torch.from_numpy(b) @ torch.from_numpy(a)
+            dither = dither_of(name, weight.shape)
+            weights[name] = rounded(weight.float() + update, torch.bfloat16, dither)
+            sent = next(each["weights"][name] for each in results if name in each["weights"])
+            differing += int((torch.from_numpy(sent) != weights[name].float()).sum())
+            total += weight.numel()
+    assert differing <= 1e-5 * total  # float32 sums in another order
+    batch, model = random_batch(), reference_model(model_dir, weights)
+    exact = transformers_logprobs(model, batch)
+    usual = np.abs(transformers_logprobs(model.bfloat16(), batch) - exact)
+    error = np.abs(assembled(results, "logprobs", batch) - exact * batch.mask)
+    assert error.sum() < 2 * (usual * batch.mask).sum()
+    base = transformers_logprobs(reference_model(model_dir), batch)
+    assert np.abs(base - exact).mean() > 3 * usual.mean()
 
 
 @pytest.mark.parametrize("layout, family", PARAMETERS)

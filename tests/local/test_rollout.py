@@ -19,6 +19,7 @@ from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.local.serving import check_built
+from mindspeed_qerl.lora.rounding import dither_of, rounded
 
 from .conftest import FAMILIES, FEW_FAMILIES, engine_logprobs, make_model
 
@@ -292,7 +293,8 @@ def factors(model_dir, seed):
                 for shape in ((base.shape[0], 4), (4, base.shape[1]))
             )
             result[name] = (targets[name.split(".")[-2]], b.numpy(), a.numpy())
-            weights[name] = base + b @ a
+            dither = dither_of(name, base.shape)
+            weights[name] = rounded(base.float() + b @ a, base.dtype, dither)
     return result, weights
 
 

@@ -190,26 +190,52 @@ def test_rounding_to_bfloat16_is_within_the_bound_of_a_step():
     assert min(shares) < 0.01 and 1.1 < max(shares) < 1.2 < checks.MOST_NOISE_OF_A_STEP
 
 
-ARRIVED = dict(tensors=2, moved=1.0, expected=1.0, max_error=1e-8, resolution=1e-7, lost=1e-4)
+ARRIVED = dict(
+    tensors=2,
+    moved=1.0,
+    expected=1.0,
+    max_error=1e-8,
+    resolution=1e-7,
+    lost=1e-4,
+    arrived=0.99,
+    arrived_error=0.004,
+)
 
 
 @pytest.mark.parametrize(
-    "changed, is_fault, is_shown",
+    "changed, is_fault",
     [
-        ({}, False, True),
-        ({"max_error": 3e-7}, True, True),
-        ({"lost": 0.2}, True, True),
-        ({"max_error": math.inf}, True, True),
-        ({"lost": math.nan}, True, True),
-        ({"moved": 0.4}, False, False),
-        ({"moved": 0.0, "expected": 0.0}, False, False),
+        ({}, False),
+        ({"max_error": 3e-7}, True),
+        ({"lost": 0.2}, True),
+        ({"max_error": math.inf}, True),
+        ({"lost": math.nan}, True),
+        ({"moved": 0.0, "expected": 0.0}, False),
     ],
 )
-def test_a_sync_is_judged_by_target(changed, is_fault, is_shown):
+def test_a_sync_is_judged_by_target(changed, is_fault):
     movement = {"linear_qkv": ARRIVED, "linear_fc1": {**ARRIVED, **changed}}
     faults = checks.sync_faults(movement)
-    assert (len(faults), checks.is_sync_shown(movement)) == (int(is_fault), is_shown)
+    assert len(faults) == int(is_fault)
     assert not faults or faults[0].startswith("linear_fc1: the rollout engine's weights differ")
+
+
+@pytest.mark.parametrize(
+    "share, error, least, is_fault",
+    [
+        (1.0, 0.0, 0.9, False),
+        (0.89, 0.0, 0.9, True),
+        (0.61, 0.1, 0.9, False),
+        (0.59, 0.1, 0.9, True),
+        (0.02, 0.01, 0.0, False),
+        (math.nan, 0.1, 0.9, True),
+    ],
+)
+def test_a_share_is_judged_by_its_standard_error(share, error, least, is_fault):
+    shares = {"linear_qkv": (1.0, 0.01), "linear_fc1": (share, error)}
+    faults = checks.arrival_faults(shares, least, "nvfp4")
+    assert len(faults) == int(is_fault)
+    assert not faults or "rounded away on its way into weights of nvfp4" in faults[0]
 
 
 VALUES = {

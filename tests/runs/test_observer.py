@@ -97,6 +97,7 @@ def test_lora_is_counted_over_ranks_and_proved(observer):
     ]
     assert "was never proved" in observer.said.pop()
     still = {"linear_qkv": ARRIVED | {"moved": 0.0, "expected": 0.0}}
+    del still["linear_qkv"]["arrived"]
     observer.proved(1, still)
     assert not observer.is_proved and "lora_movement" not in observer.run.facts()
     for step in (2, 3):
@@ -105,8 +106,12 @@ def test_lora_is_counted_over_ranks_and_proved(observer):
     assert (facts["lora_movement"], facts["lora_proved_after"]) == ({"linear_qkv": ARRIVED}, 3)
     observer.end()
     assert observer.said[2:] == [
-        "LoRA reached the rollout engine: linear_qkv moved 1 of 1, max error 1e-08"
+        "LoRA reached the rollout engine: 99 % of the update (linear_qkv 99 ± 0.4)"
     ]
+    lost = {"linear_qkv": ARRIVED | {"arrived": 0.05, "lost": 0.0}}
+    with pytest.raises(EngineError, match="linear_qkv: 5 % of its update reached .* of nvfp4"):
+        observer.proved(4, lost)
+    assert observer.run.facts()["lora_movement"] == lost
     with pytest.raises(EngineError, match="2 weights are not nvfp4 of what was synced"):
         observer.proved(4, {"linear_qkv": ARRIVED}, unlike=["b", "a"])
 
@@ -119,7 +124,8 @@ def test_a_target_without_modules_is_refused(observer):
 def test_what_is_due(observer):
     observer = observer()
     assert [step for step in range(6) if observer.wants_evaluation(step)] == [0, 2, 4, 5]
-    assert all(observer.wants_proof(step) for step in range(6))
+    observer.trains_nothing(1, groups=2, all_cut_off=False)
+    assert [step for step in range(1, 6) if observer.wants_proof(step)] == [2, 3, 4, 5]
     observer.is_proved = True
     assert [step for step in range(1, 6) if observer.wants_proof(step)] == [3, 5]
 

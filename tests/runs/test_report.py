@@ -42,7 +42,7 @@ def test_summary_is_what_the_files_say(made_run):
     run.record(
         engine_start_seconds=12.53,
         lora={name: {"modules": 2, "parameters": 12288} for name in ("linear_qkv", "linear_proj")},
-        lora_movement={"linear_qkv": {"moved": 0.0123, "expected": 0.0124}},
+        lora_movement={"linear_qkv": {"arrived": 0.98765, "arrived_error": 0.00612}},
     )
     terminal, summary, pictures = report(run)
     for row in (
@@ -58,7 +58,7 @@ def test_summary_is_what_the_files_say(made_run):
         "0 1-2 0 0 0 0",
         "1 3-4 5 0.05 0.0505 1",
         "9 19-20 5 0.0005 0.000505 1",
-        "linear_qkv 2 12,288 0.0123 0.0124",
+        "linear_qkv 2 12,288 0.9877 ± 0.006",
         "linear_proj 2 12,288 not seen",
     ):
         assert row.split() in summary and row.split() in terminal

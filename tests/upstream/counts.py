@@ -25,6 +25,7 @@ class Phases:
     """Has what one worker does counted. prefix: of the phases' names."""
 
     def __init__(self, worker: Any, manager: Any):
+        from mindspeed_qerl.ascend import loss
         from mindspeed_qerl.emulation.counts import counting, place
 
         self.counting, self.prefix = counting, ""
@@ -42,6 +43,7 @@ class Phases:
         rollout.runner.execute_model = lambda scheduled, *rest, **more: self.within(
             step_of(scheduled), 1, execute, scheduled, *rest, **more
         )
+        self._around(loss, "merge_adapters", "merge")
         for engine in (actor, worker.reference):
             engine.forward_backward_func = self._micro_batches(engine.forward_backward_func)
 

@@ -1,8 +1,10 @@
-"""A run whose weight sync loses one LoRA target; test_rehearsal.py sees it stopped.
+"""A run whose weight sync loses one LoRA target, or with LYING_SYNC=nearest rounds merged weights to
+nearest, as does the trainer; test_rehearsal.py and test_arrival.py see it stopped.
 
 python lying_sync.py CONFIG.yaml FOLDER
 """
 
+import os
 import sys
 
 from probe import main
@@ -17,8 +19,12 @@ def lying_classes():
     @ray.remote(resources={"NPU": 0.7})
     class LyingWorker(QeRLWorker.__ray_actor_class__):
         def _build_sharding_manager(self):
+            from mindspeed_qerl.ascend import worker
             from mindspeed_qerl.ascend.weights import MergedWeights
 
+            if os.environ.get("LYING_SYNC") == "nearest":
+                worker.add_dither = lambda *arguments: None
+                return super()._build_sharding_manager()
             merged = MergedWeights.__getitem__
             MergedWeights.__getitem__ = lambda weights, name: (
                 dict.__getitem__(weights, name) if "linear_proj" in name else merged(weights, name)

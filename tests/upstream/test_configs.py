@@ -143,9 +143,9 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
     print(f"{family}: {counted}")
     table = yaml.safe_load(LAUNCHES.read_text())
     step = "decode" if "generate_config.enforce_eager" in layout else "graph"
-    assert counted.keys() == {step, "prefill", "forward", "update", "sync"}
+    assert counted.keys() == {step, "prefill", "forward", "update", "sync", "merge"}
     for kind, (layer, outside) in counted.items():
-        if actor["tensor_model_parallel_size"] > 1 and kind in ("forward", "update", "sync"):
+        if actor["tensor_model_parallel_size"] > 1 and kind in ("forward", "update", "sync", "merge"):
             layer -= table["tensor_parallel"][kind]
         if kind == "update" and "recompute_granularity" not in config["megatron_training"]:
             layer += table[family]["forward"][0]
@@ -167,12 +167,14 @@ def launches(ranks: list[dict]) -> dict[str, list[float]]:
         "reference, micro-batches": "forward",
         "update, micro-batches": "update",
         "sync": "sync",
+        "merge": "merge",
     }
     counted = {}
     for tally in ranks:
         for phase, kind in kinds.items():
             if phase in tally:
-                calls = tally[phase]["calls"]
+                # of an iteration's passes the first one merges
+                calls = 1 if kind == "merge" else tally[phase]["calls"]
                 layer = sum(tally[phase]["layers"].values()) / calls / LAYERS
                 # a sequence draws by a seed of its own
                 draws = tally[phase]["outside"].get("exponential_", 0)
@@ -180,7 +182,7 @@ def launches(ranks: list[dict]) -> dict[str, list[float]]:
                 if updates := tally[phase]["outside"].get("graph_task_update"):
                     kind, layer = "graph", updates / calls / LAYERS
                     outside -= updates / calls
-                if kind == "sync":  # of no module's forward pass
+                if kind in ("sync", "merge"):  # of no module's forward pass
                     layer, outside = outside / LAYERS, 0
                 counted[kind] = max(counted.get(kind, [0, 0]), [round(layer), round(outside)])
     return counted

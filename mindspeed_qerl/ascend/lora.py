@@ -1,9 +1,11 @@
-"""LoRA on grouped experts: MindSpeed-LLM's class, fixed from outside.
+"""LoRA on linear layers and on grouped experts: MindSpeed-LLM's classes, with merged weights in
+bfloat16 (lora/adapters.py says why).
 
 Import it only after Megatron is initialised: importing mindspeed_llm applies its patches by
 sys.argv.
 
-What is wrong there (tasks/posttrain/lora/moe/experts.py, core/transformer/moe/moe_layer.py):
+What is wrong with its experts (tasks/posttrain/lora/moe/experts.py,
+core/transformer/moe/moe_layer.py):
 - with expert parallelism two of the four adapter tensors (:505-506) would be averaged over ranks of
   other experts;
 - `disable_adapter()` of PEFT does not reach them, so a reference that shares the backbone would
@@ -27,9 +29,50 @@ from mindspeed.core.transformer.moe.moe_feature.adaptor import (
     MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher,
 )
 from mindspeed_llm.core.transformer.moe import moe_layer
+from mindspeed_llm.tasks.posttrain.lora import lora_moe
 from mindspeed_llm.tasks.posttrain.lora.moe import experts
 
+from mindspeed_qerl.ascend.merging import merge_experts
+from mindspeed_qerl.lora.adapters import StraightThrough, call_merged
 from mindspeed_qerl.lora.checkpoint import EXPERTS
+from mindspeed_qerl.lora.rounding import merged
+
+
+class LinearLoRA(lora_moe.LoraParallelLinearMoE):
+    """A linear layer and its adapter; where its weight has random bits (merging.py) it multiplies
+    with what the weight sync sends to vLLM.
+    """
+
+    merged_weight: torch.Tensor | None = (
+        None  # W + (alpha / r) B A of this rank's part, once merged
+    )
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any):
+        if self.disable_adapters or not hasattr(self.base_layer.weight, "dither"):
+            return super().forward(x, *args, **kwargs)
+        self.merge_once()
+        return call_merged(self.base_layer, self.merged_weight, self._update, x, *args, **kwargs)
+
+    def _update(self, x: torch.Tensor) -> torch.Tensor:
+        low = _output(self.lora_A["default"](x))
+        return _output(self.lora_B["default"](self.scaling["default"] * low))
+
+    @torch.no_grad()
+    def merge_once(self) -> None:
+        """Merge, unless it was done since `forget_merged`."""
+        if self.merged_weight is None and hasattr(self.base_layer.weight, "dither"):
+            weight, scaling = self.base_layer.weight, self.scaling["default"]
+            b, a = self.lora_B["default"].weight, self.lora_A["default"].weight
+            self.merged_weight = merged(weight, b, a, scaling, weight.dither)
+
+    def forget_merged(self) -> None:
+        """Free it: the adapter changes."""
+        self.merged_weight = None
+
+
+def _output(result: Any) -> torch.Tensor:
+    """Of torch's linear layers, and of Megatron's, which return (output, bias)."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 class ExpertLoRA(experts.LoraParallelGroupedMLP):
@@ -42,6 +85,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         with _whole_experts(config.moe_tp_extend_ep):
             super().__init__(num_local_experts, config, lora_config)
         self.adapters_enabled = True
+        self.merged_weights: dict[str, torch.Tensor] = {}  # W + (alpha / r) A B, once merged
         self.adapted = [
             weight for weight, target in EXPERTS.items() if target in lora_config.target_modules
         ]
@@ -62,13 +106,35 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         return self._linear(activated, "weight2", tokens_per_expert), None
 
     def _linear(self, x: torch.Tensor, name: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        experts, width = self.num_local_experts, x.shape[1]
-        y = _grouped(x, getattr(self, name).view(experts, width, -1), tokens_per_expert)
-        if name not in self.adapted or not self.adapters_enabled:
+        experts, width, weight = self.num_local_experts, x.shape[1], getattr(self, name)
+        is_adapted = name in self.adapted and self.adapters_enabled
+        is_merged = is_adapted and hasattr(weight, "dither")
+        if is_merged:
+            self.merge_once()
+            weight = self.merged_weights[name]
+        y = _grouped(x, weight.view(experts, width, -1), tokens_per_expert)
+        if not is_adapted or (is_merged and not torch.is_grad_enabled()):
             return y
         a = getattr(self, f"{name}_lora_a").view(experts, width, self.lora_r)
         b = getattr(self, f"{name}_lora_b").view(experts, self.lora_r, -1)
-        return y + self.scaling * _grouped(_grouped(x, a, tokens_per_expert), b, tokens_per_expert)
+        low = _grouped(x.detach() if is_merged else x, a, tokens_per_expert)
+        update = _grouped(self.scaling * low, b, tokens_per_expert)
+        return StraightThrough.apply(y, update) if is_merged else y + update
+
+    @torch.no_grad()
+    def merge_once(self) -> None:
+        """Merge, unless it was done since `forget_merged`."""
+        for name in self.adapted:
+            weight = getattr(self, name)
+            if name not in self.merged_weights and hasattr(weight, "dither"):
+                a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+                self.merged_weights[name] = merge_experts(
+                    name, weight, a, b, self.lora_r, self.scaling
+                )
+
+    def forget_merged(self) -> None:
+        """Free them: the adapters change."""
+        self.merged_weights.clear()
 
 
 def _grouped(
@@ -96,11 +162,13 @@ def _whole_experts(tp_extends_ep: bool) -> Iterator[None]:
         parallel_state._MPU_EXPERT_TENSOR_PARALLEL_WORLD_SIZE = size
 
 
-def install(tensor_parallel: int) -> None:
-    """Put the class, and with tensor parallelism the dispatcher that fits, where
-    `lora_moe_layer_init` looks them up when it runs. (With one rank of TP x EP that dispatcher
-    fails, token_dispatcher.py:154; the one that upstream installs is right at TP = 1.)
+def install(tensor_parallel: int, has_experts: bool) -> None:
+    """Put the classes, and with tensor parallelism the dispatcher that fits, where
+    `model_provider_func_wrapper` and `lora_moe_layer_init` look them up when they run. (With one
+    rank of TP x EP that dispatcher fails, token_dispatcher.py:154; the one that upstream installs
+    is right at TP = 1.)
     """
+    lora_moe.LoraParallelLinearMoE = LinearLoRA
     experts.LoraParallelGroupedMLP = ExpertLoRA
-    if tensor_parallel > 1:
+    if has_experts and tensor_parallel > 1:
         moe_layer.MoEAlltoAllSEQTokenDispatcher = MindSpeedMOEAlltoAllSEQTptoEpTokenDispatcher

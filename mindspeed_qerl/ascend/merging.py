@@ -1,0 +1,96 @@
+"""W + (alpha / r) B A as MindSpeed-LLM's layers hold W, A and B: the random bits of each adapted
+weight (lora/rounding.py), and experts, which lie in one matrix.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from mindspeed_qerl.families.base import ModelShape
+from mindspeed_qerl.families.tensors import ParameterMapping
+from mindspeed_qerl.lora.checkpoint import EXPERTS, table_of_layer
+from mindspeed_qerl.lora.rounding import Dither, dither_of_part
+
+
+def merge_experts(
+    name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, scaling: float
+) -> torch.Tensor:
+    """Returns W + scaling * A B of each local expert, computed in float32 and rounded once to W's
+    dtype, by the attribute `dither` of `weight` if it has one; `name` ends in weight1 (up: h -> 2f,
+    gate and up side by side) or weight2 (down: f -> h).
+
+    MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468):
+    weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the
+    memory of [E, in, out].
+    """
+    if name.endswith("weight1"):
+        stacked = weight.view(a.shape[1] // rank, weight.shape[0], -1)
+    else:
+        stacked = weight.view(b.shape[0] // rank, -1, weight.shape[1])
+    experts = len(stacked)
+    a, b = a.view(experts, -1, rank).float(), b.view(experts, rank, -1).float()
+    exact = torch.baddbmm(stacked.float(), a, b, alpha=scaling)
+    dither = getattr(weight, "dither", None)
+    rounded = dither.rounded(exact) if dither else exact.to(weight.dtype)
+    return rounded.view(weight.shape)
+
+
+def add_dither(
+    chunks: list[torch.nn.Module], shape: ModelShape, tp: tuple[int, int], ep: tuple[int, int]
+) -> None:
+    """Give each adapted weight of this rank the random bits that it is rounded by, as its attribute
+    `dither`. tp, ep: this rank's number among tensor and expert parallel ranks, and their size.
+    """
+    table = table_of_layer(shape)
+    for layer, name, module in adapted_layers(chunks):
+        if hasattr(module, "base_layer"):
+            weight, mapping = module.base_layer.weight, _of_layer(table[name], layer)
+            weight.dither = dither_of_part(mapping, weight.shape, *tp).to(weight.device)
+            continue
+        # whole experts are dealt to expert ranks, and by those to their tensor ranks
+        count, hidden = module.num_local_experts, module.config.hidden_size
+        first = (ep[0] * tp[1] + tp[0]) * count
+        for which in module.adapted:
+            weight, bits = getattr(module, which), []
+            width = weight.numel() // (count * hidden)
+            outputs_and_inputs = (width, hidden) if which == "weight1" else (hidden, width)
+            for expert in range(first, first + count):
+                mapping = table[f"mlp.experts.local_experts.{expert}.{EXPERTS[which]}"]
+                bits.append(dither_of_part(_of_layer(mapping, layer), outputs_and_inputs, 0, 1))
+            by_input = torch.stack([each.across for each in bits])
+            by_output = torch.stack([each.down for each in bits])
+            weight.dither = Dither(by_input, by_output).to(weight.device)
+
+
+def merge_adapters(chunks: list[torch.nn.Module]) -> None:
+    """Merge what the adapted layers multiply with, as far as it is not there since the last
+    update: before the first pass, where all of it is merged at once.
+    """
+    for _, _, module in adapted_layers(chunks):
+        module.merge_once()
+
+
+def forget_merged(chunks: list[torch.nn.Module]) -> None:
+    """Free it: the adapters change."""
+    for _, _, module in adapted_layers(chunks):
+        module.forget_merged()
+
+
+def adapted_layers(
+    chunks: list[torch.nn.Module],
+) -> Iterator[tuple[int, str, torch.nn.Module]]:
+    """Yields (layer of the whole model, name within it, LinearLoRA or ExpertLoRA) of this rank."""
+    for chunk in chunks:
+        modules = dict(chunk.named_modules())
+        decoder = next(name for name in modules if name.endswith("decoder"))
+        for name, module in modules.items():
+            if name.startswith(f"{decoder}.layers.") and hasattr(module, "forget_merged"):
+                number, _, within = name.removeprefix(f"{decoder}.layers.").partition(".")
+                yield modules[decoder].layers[int(number)].layer_number - 1, within, module
+
+
+def _of_layer(mapping: ParameterMapping, layer: int) -> ParameterMapping:
+    """A mapping of layer 0 for another layer."""
+    names = tuple(name.replace("layers.0.", f"layers.{layer}.", 1) for name in mapping.hf)
+    return replace(mapping, hf=names)

@@ -1,0 +1,50 @@
+"""Which noise a model's norms in bfloat16 cannot hold."""
+
+from contextlib import suppress
+from typing import Any
+
+from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, targets_in_file
+from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.recipe.types import Noise, Recipe
+
+LEAST_KEPT = 0.5  # of the noise, below which `NoiseInjector` warns as well
+
+
+def lost_noise(recipe: Recipe) -> list[str]:
+    """Returns a warning that names the stages of which bfloat16 keeps less than half, on the norms
+    of the recipe's model, or on weights of 1 if these cannot be read; nothing where sigma follows
+    a target, which makes up for the loss.
+    """
+    noise, steps = recipe.noise, recipe.run.train_iters
+    if not noise.enabled or noise.schedule == "target" or recipe.model.dtype != "bfloat16":
+        return []
+    from mindspeed_qerl.aqn.injector import kept_in_bfloat16  # torch: seconds
+
+    weights = []
+    with suppress(ValueError):  # there are no files yet, or a multiplier selects no norm
+        weights = _norms(recipe.model.path, noise)
+    norms = "the model's norms" if weights else "norms of 1"
+    levels = list(map(noise.noise_schedule(steps).level, range(steps)))
+    lost, stages = 0, []
+    for level in sorted(set(levels), key=levels.index):
+        if not level.sigma or (kept := kept_in_bfloat16(weights, level.sigma)) >= LEAST_KEPT:
+            continue
+        lost += levels.count(level)
+        begin = f"stage {level.stage} from step {levels.index(level)}"
+        stages.append(f"{begin} (sigma {level.sigma:.2g}, {kept:.0%} left)")
+    if not lost:
+        return []
+    warning = (
+        f"aqn: in {lost} of {steps} steps bfloat16 rounds more than half of the noise away on "
+        f"{norms}: {', '.join(stages)}. Raise aqn.sigma_end above the largest sigma of these, or "
+        "take aqn=target, which makes up for the loss (docs/aqn.md)"
+    )
+    return [warning]
+
+
+def _norms(path: str, noise: Noise) -> list[tuple[Any, float]]:
+    checkpoint = Checkpoint(path)
+    targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
+    factors = multipliers_of(targets, check_multipliers(noise.multipliers or {}))
+    pairs = zip(targets, factors)
+    return [(checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor]
