@@ -40,7 +40,7 @@ from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.compare.report import interval
-from mindspeed_qerl.compare.statistics import Estimate, estimate
+from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate
 from mindspeed_qerl.local.batch import PromptOrder, build_batch
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
@@ -204,6 +204,8 @@ def of(kept: dict, cell: str, name: str, less: str = "") -> Estimate:
 
 def verdict(difference: Estimate) -> str:
     """A word on a paired difference to float32."""
+    if difference.seeds < LEAST_SEEDS:
+        return "none yet"
     if difference.high < 0:
         return "less"
     return "as much" if -WITHIN < difference.low < difference.high < WITHIN else "undecided"
@@ -258,6 +260,9 @@ def picture(kept: dict, image: Path) -> None:
             xlabel="update / spacing of the weights' grid, after the last step",
             ylabel="accuracy",
         )
+        ratios = (0.1, 0.3, 1, 3)
+        axes.set_xticks(ratios, map(str, ratios))
+        axes.minorticks_off()
         axes.legend()
         figure.savefig(image, dpi=130)
     print(image)

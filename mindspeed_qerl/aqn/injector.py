@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule
-from mindspeed_qerl.aqn.targets import NormTarget, answers_to, multipliers_of, select_targets
+from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +22,7 @@ class NoiseReport:
 
     Attributes:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
-        layers, names: number and module names of the norms that get noise, in stage 0 too; of those
-            whose turn it is, where kinds take turns.
+        layers, names: number and module names of the norms that get noise, in stage 0 too.
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
             multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
@@ -110,7 +109,6 @@ class NoiseInjector:
                 f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
                 "aqn=off"
             )
-        self._check_kinds()
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
         logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
@@ -126,21 +124,6 @@ class NoiseInjector:
     def is_on(self) -> bool:
         """Whether noise lies on the weights."""
         return bool(self._applied)
-
-    def _check_kinds(self) -> None:
-        """ValueError where a kind that has turns is of no norm, or a norm of no such kind."""
-        kinds = [kind for kind in self.schedule.target_kinds if kind is not None]
-        left = {target.name for target in self.targets} if kinds else set()
-        for kind in kinds:
-            of_kind = {target.name for target in self.targets if answers_to(target, kind)}
-            if not of_kind:
-                raise ValueError(f"AQN target_kinds: {kind!r} is none of the norms that get noise")
-            left -= of_kind
-        if left:
-            raise ValueError(
-                f"AQN target_kinds {', '.join(kinds)} leave {len(left)} norms without a turn, such "
-                f"as {min(left)}: name their kind, or take them out with aqn.exclude"
-            )
 
     @torch.no_grad()
     def apply(self, step: int, level: NoiseLevel | None = None) -> NoiseReport:
@@ -158,24 +141,20 @@ class NoiseInjector:
         """
         level = level or self.schedule.level(step)
         self.remove()
-        pairs = [
-            (target, factor)
-            for target, factor in zip(self.targets, self.multipliers)
-            if level.kind is None or answers_to(target, level.kind)
-        ]
         differences = [torch.zeros(1)]  # for stage 0
         if level.sigma:
             differences = [
-                self._add_noise(step, target, level.sigma * factor) for target, factor in pairs
+                self._add_noise(step, target, level.sigma * factor)
+                for target, factor in zip(self.targets, self.multipliers)
             ]
         difference = torch.cat(differences)
-        sizes = [target.module.weight.numel() for target, _ in pairs]
-        squares = (size * factor**2 for size, (_, factor) in zip(sizes, pairs))
+        sizes = [target.module.weight.numel() for target in self.targets]
+        squares = (size * factor**2 for size, factor in zip(sizes, self.multipliers))
         report = NoiseReport(
             sigma=level.sigma,
             stage=level.stage,
-            layers=len(pairs),
-            names=tuple(target.name for target, _ in pairs),
+            layers=len(self.targets),
+            names=tuple(target.name for target in self.targets),
             expected_std=math.sqrt(sum(squares) / sum(sizes)) * level.sigma,
             measured_std=difference.std(correction=0).item(),
             changed_fraction=difference.ne(0).double().mean().item(),

@@ -21,14 +21,12 @@ LEAST_SIZE = 0.1  # a target below it is one of k3
 @dataclass(frozen=True)
 class NoiseLevel:
     """The noise of one step: its stage; sigma; what it is to do to the policy, in the units of the
-    schedule's measure, None where it has no target; the kind of norm that has it, None: all that
-    are selected.
+    schedule's measure, None where it has no target.
     """
 
     stage: int
     sigma: float
     target: float | None = None
-    kind: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,6 @@ class NoiseSchedule:
         target_measure: `mismatch/*` that has the target: "k3", nats per token above 0, or
             "effective_sample_size", in 0..1.
         sigma_min, sigma_max: bounds of the sigma that follows the target.
-        target_kinds: what takes turns, a rollout each, with a sigma of its own: target names and
-            patterns as in targets.py; None is all norms together.
         restart_every: steps after which the whole schedule begins anew, the stage that is off
             included (an epoch, say); T is then this number. None: one schedule over the run.
 
@@ -79,7 +75,6 @@ class NoiseSchedule:
     target_end: float = 0.001
     sigma_min: float = 1e-4
     sigma_max: float = 1.0
-    target_kinds: tuple[str | None, ...] = (None,)
 
     def __post_init__(self):
         if self.kind not in KINDS:

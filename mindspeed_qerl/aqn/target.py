@@ -9,7 +9,7 @@ so that sigma can go where the target is.
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule, distance, of_distance
 
@@ -36,8 +36,7 @@ class NoiseController:
     """
 
     schedule: NoiseSchedule
-    sigmas: dict[str | None, float] = field(default_factory=dict)  # by kind
-    turn: int = 0  # of which of the target_kinds the next noise is; not every step may have one
+    sigma: float | None = None  # None until a step with noise was measured
     # over the steps without noise that were measured
     off_distance: float = 0.0
     off_sensitivity: float = 0.0
@@ -45,10 +44,9 @@ class NoiseController:
     def level(self, step: int) -> NoiseLevel:
         """The noise of `step`, counted from 0."""
         level = self.schedule.level(step)
-        if level.target is None:
+        if level.target is None or self.sigma is None:
             return level
-        kind = self.schedule.target_kinds[self.turn]
-        return replace(level, sigma=self.sigmas.get(kind, level.sigma), kind=kind)
+        return replace(level, sigma=self.sigma)
 
     def measured(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """What the noise of `step` did, as metrics; the sigma of later steps follows it.
@@ -58,19 +56,16 @@ class NoiseController:
                 stays as it is.
         """
         level, schedule = self.level(step), self.schedule
-        measure, told = schedule.target_measure, {}
-        if level.target is not None:
-            told = {"aqn/turn": float(self.turn)}
-            self.turn = (self.turn + 1) % len(schedule.target_kinds)
+        measure = schedule.target_measure
         whole = distance(measure, values.get(f"mismatch/{measure}", math.nan))
         sensitivity = values.get("mismatch/sensitivity", math.nan)
         if schedule.kind != "target" or not (math.isfinite(whole) and sensitivity > 0):
-            return told
+            return {}
         if level.target is None:
             self.off_distance += whole
             self.off_sensitivity += sensitivity
             return {}
-        if not (self.off_sensitivity or self.sigmas):
+        if not (self.off_sensitivity or self.sigma):
             logger.warning(
                 "AQN: none of the steps without noise had a signal, so that what rounding and the "
                 "rollout's format do counts as noise, and sigma stays too small"
@@ -78,8 +73,8 @@ class NoiseController:
         off = self.off_distance / (self.off_sensitivity or 1.0) * sensitivity
         reached = max(whole - off, 0.0)
         sigma = next_sigma(level.sigma, reached, distance(measure, level.target))
-        self.sigmas[level.kind] = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
-        return told | {
+        self.sigma = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
+        return {
             "aqn/without_noise": off,
             f"aqn/target_{measure}": level.target,
             f"aqn/reached_{measure}": of_distance(measure, reached),

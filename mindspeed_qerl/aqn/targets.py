@@ -157,7 +157,9 @@ def select_targets(
     targets, exclude = check_targets(targets), check_targets(exclude)
     norms = []
     for name, module in model.named_modules():
-        if is_rms_norm(module):
+        # vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses
+        # (AscendRMSNorm)
+        if any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__):
             norms.append(NormTarget(name, module, role_of(name)))
     wanted = _matching(model, norms, targets, "AQN target")
     unwanted = _matching(model, norms, exclude, "AQN exclude")
@@ -181,23 +183,10 @@ def targets_in_file(
     if "auto" in wanted:
         is_mixture = any(".experts." in name for name in tensors)
         wanted.append("post_attention" if is_mixture else "all")
-    found = []
-    for tensor in tensors:
-        if not tensor.endswith("norm.weight"):
-            continue
-        name = tensor.removesuffix(".weight")
-        norm = NormTarget(name, None, role_of(name))
-        is_wanted = any(answers_to(norm, target) for target in wanted)
-        if is_wanted and not any(answers_to(norm, target) for target in unwanted):
-            found.append(norm)
-    return found
-
-
-def is_rms_norm(module: "Module") -> bool:
-    """True for vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses
-    (AscendRMSNorm).
-    """
-    return any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__)
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith("norm.weight")]
+    norms = [NormTarget(name, None, role_of(name)) for name in names]
+    selected = [norm for norm in norms if any(answers_to(norm, each) for each in wanted)]
+    return [norm for norm in selected if not any(answers_to(norm, each) for each in unwanted)]
 
 
 def is_mixture_of_experts(model: "Module") -> bool:

@@ -34,7 +34,8 @@ from mindspeed_qerl.tasks.packed import pack_rows, read_packed
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = True
-MAY_CHANGE = frozenset()  # nothing: a checkpoint is of one layout
+# what trains nothing; a checkpoint is of one layout
+MAY_CHANGE = frozenset(["run.prove_every", "run.min_arrived"])
 TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 # Captured decoding, whatever the shell says. 2: torch_npu's queue cannot be captured (upstream's
 # gspo_qwen3_32b_A3.sh:6); 1: vLLM would trace the model once, before its layers are ours.

@@ -10,6 +10,7 @@ import re
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -27,6 +28,7 @@ from mindspeed_qerl.lora.checkpoint import (
 from mindspeed_qerl.lora.held import Held, held_parts
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
+from mindspeed_qerl.recipe.types import Layout
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # vLLM's modules, taken apart, by the last part of their names -> the LoRA target
@@ -117,14 +119,37 @@ def copied_weights(model: torch.nn.Module) -> Tensors:
     return {held.name: held.part.to("cpu", copy=True) for held in held_weights(model)}
 
 
+@dataclass(frozen=True)
+class Copies:
+    """How many ranks of vLLM hold the same part of a weight, which then is no new evidence."""
+
+    world: int
+    layout: Layout
+    kv_heads: int
+
+    def of(self, name: str) -> int:
+        """Of the Hugging Face tensor `name`.
+
+        >>> copies = Copies(8, Layout(world=8, infer_tp=4, infer_ep=2), kv_heads=2)
+        >>> [copies.of(f"{name}_proj.weight") for name in ("experts.3.up", "attn.o", "attn.k")]
+        [1, 2, 4]
+        """
+        tp = self.layout.infer_tp
+        if "experts." in name:
+            return self.world // (tp * self.layout.infer_ep)
+        shared = min(tp, self.kv_heads) if name.endswith(("k_proj.weight", "v_proj.weight")) else tp
+        return self.world // shared
+
+
 def movement_of_layer(
     weights: Iterable[Held],
     base: Tensors,
     pairs: dict[str, Pair],
     scaling: float,
+    copies: Copies,
     multiplied: dict[str, Pair],
 ) -> Movement:
-    """Of this rank's parts of one layer's weights.
+    """Of this rank's parts of one layer's weights; in sums over all ranks each counts once.
 
     Args:
         weights, base: of `held_weights`, with adapters and without. multiplied: what kernels
@@ -145,5 +170,7 @@ def movement_of_layer(
                 used, used_base = multiplied[held.name]
                 pair = used.to(device), used_base.to(device)
             found = movement(held.part, base[held.name].to(device), update, dither, pair)
+            for key in ("product", "square", "variance"):
+                found[key] /= copies.of(held.name)
             movements.append({TARGETS[name.rpartition(".")[2]]: found})
     return join(movements)

@@ -214,13 +214,14 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         alpha, config.lora_alpha = config.lora_alpha, 0
         with self._synced():
             base = proof.copied_weights(rollout.model)
+            used_base = rollout.quantized.rounded(base) if rollout.quantized else {}
         config.lora_alpha = alpha
         movements, unlike, multiplied = [], [], {}
         if rollout.quantized:
-            used_base = rollout.quantized.rounded(base)
             with self._synced(quantizes=True):
                 used = rollout.quantized.used()
             multiplied = {name: (used[name], used_base[name]) for name in used}
+        copies = proof.Copies(self._world_size, self.recipe.layout, shape.num_key_value_heads)
         with self._synced():
             for layer in range(shape.num_hidden_layers):
                 tensors = adapters.get(layer, {})
@@ -228,7 +229,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 weights_now = proof.held_weights(rollout.model, layer)
                 scaling = alpha / config.lora_r
                 movements.append(
-                    proof.movement_of_layer(weights_now, base, pairs, scaling, multiplied)
+                    proof.movement_of_layer(weights_now, base, pairs, scaling, copies, multiplied)
                 )
             if rollout.quantized:
                 rounded = rollout.quantized.rounded(proof.copied_weights(rollout.model))

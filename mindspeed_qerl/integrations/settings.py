@@ -66,8 +66,7 @@ class Settings:
                 f"noise.total_steps is {named}, and the run has {total_steps} training steps: the "
                 "noise would not end with it. Leave total_steps out, or give the run's"
             )
-        kinds = self.noise.get("target_kinds") or (None,)
-        return NoiseSchedule(**{**self.noise, "total_steps": named, "target_kinds": kinds})
+        return NoiseSchedule(**{**self.noise, "total_steps": named})
 
 
 def read_settings(values: Mapping[str, Any]) -> Settings:

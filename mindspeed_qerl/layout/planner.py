@@ -28,7 +28,7 @@ from mindspeed_qerl.layout.time import (
 from mindspeed_qerl.recipe.types import Batch, Layout
 
 # as this project's configs have it: rows of whole answers, of so many tokens
-ROW = 8192
+ROW = 4096
 PACKED = Batch(
     use_remove_padding=True,
     use_dynamic_bsz=True,

@@ -71,6 +71,7 @@ MAY_CHANGE = frozenset(
         "local.kv_cache_gib",
         "local.keep_checkpoints",
         "run.prove_every",
+        "run.min_arrived",
     ]
 )
 

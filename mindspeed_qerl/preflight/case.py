@@ -199,16 +199,16 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int, own_ray: bool) -> Cas
     recipe, examined = examine(raw)
     engine_of(recipe)
     plan = None
-    unread = tuple(fault for fault in examined.faults if _is_unread(fault))
+    sections = (*UPSTREAM_SECTIONS, "model")
+    unread = tuple(
+        fault
+        for fault in examined.faults
+        if fault.rule in UNREAD and fault.key.partition(".")[0] in sections
+    )
     if not unread:
         with suppress(ConfigError):  # of the model: the engine's check has said so
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
     return Case(recipe, tuple(examined.faults), unread, plan, name, nodes, own_ray)
-
-
-def _is_unread(fault: Fault) -> bool:
-    section = fault.key.partition(".")[0]
-    return fault.rule in UNREAD and section in (*UPSTREAM_SECTIONS, "model")
 
 
 def plain(name: str) -> str:

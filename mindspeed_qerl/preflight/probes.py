@@ -55,9 +55,10 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     answers: dict[str, Any] = {}
     faults: dict[str, ProbeError] = {}
     futures: dict[str, Future] = {}
+    whole = {name: value for name, value in machine.environment.items() if name != LIST}
     with ThreadPoolExecutor() as pool:  # what hangs is waited for once
         futures["npu-smi"] = pool.submit(_npu_smi, machine)
-        futures["CANN"] = pool.submit(_count_of_cann, machine)
+        futures["CANN"] = pool.submit(_answer, machine, CANN_PROBE, environment=whole)
         if not own_ray:
             futures["Ray"] = pool.submit(_cluster, machine)
     for name, future in futures.items():
@@ -103,11 +104,6 @@ def read_table(table: str) -> tuple[list[Die], dict[int, list[str]]]:
         number = numbers.get((row["card"], row["chip"]), -1)
         processes.setdefault(number, []).append(words)
     return dies, processes
-
-
-def _count_of_cann(machine: Machine) -> int:
-    shell = {name: value for name, value in machine.environment.items() if name != LIST}
-    return _answer(machine, CANN_PROBE, environment=shell)
 
 
 def _cluster(machine: Machine) -> Mapping[str, Any] | None:

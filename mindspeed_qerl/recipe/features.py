@@ -39,10 +39,8 @@ class Noise:
     target_end: Float = 0.001
     sigma_min: Float = 1e-4
     sigma_max: Float = 1.0
-    target_kinds: Names = ()  # of norms, that take turns; (): all together
     # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers: Mapping[Any, Any] | None = None
-    multipliers_file: None = None  # gone; null in the configs of runs made before
     seed: int | None = None  # None: the run's
 
     def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
@@ -67,7 +65,6 @@ class Noise:
             target_end=self.target_end,
             sigma_min=self.sigma_min,
             sigma_max=self.sigma_max,
-            target_kinds=self.target_kinds or (None,),
         )
 
 

@@ -22,14 +22,7 @@ OWN_SECTIONS = {
     if hasattr(part, "section") and part.section not in TABLE
 }
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
-TARGET_KEYS = (
-    "target_measure",
-    "target_start",
-    "target_end",
-    "sigma_min",
-    "sigma_max",
-    "target_kinds",
-)
+TARGET_KEYS = ("target_measure", "target_start", "target_end", "sigma_min", "sigma_max")
 
 
 @dataclass
@@ -220,8 +213,6 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
         schedule = noise.noise_schedule(recipe.run.train_iters)
         check_multipliers(noise.multipliers or {})
         check_targets(noise.exclude)
-        if "auto" in check_targets(noise.target_kinds):
-            raise ValueError("target_kinds: 'auto' is no kind of norm; input, post_attention are")
         for name in TARGET_KEYS:
             if noise.schedule != "target" and getattr(noise, name) != getattr(Noise(), name):
                 raise ValueError(

@@ -11,6 +11,7 @@ from mindspeed_qerl.families.fingerprint import weights_digest
 # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
 LABEL_LENGTH = 80
 SEEDS = ("seed", "megatron_training.seed")
+EMPTY: tuple[Any, ...] = (None, [])
 DataFiles = Mapping[str, Path | str]  # by label: "train", "test", "model/..."
 
 
@@ -60,11 +61,16 @@ def dotted(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any) -> dict[str, str]:
-    """A line for each key whose value changed, by dotted key; a missing one counts as null."""
+    """A line for each key whose value changed, by dotted key; a missing one counts as null, and so
+    does an empty list: a config of a run made before may have keys that are gone since.
+
+    >>> differences({"aqn": {"target_kinds": []}, "seed": 1}, {"seed": 2})
+    {'seed': 'seed was 1 and is 2'}
+    """
     before, after = dotted(before), dotted(after)
     lines = {}
     for key in dict.fromkeys([*before, *after]):
-        if before.get(key) != after.get(key):
-            was, now = (repr(values.get(key)) for values in (before, after))
-            lines[key] = f"{key} was {was} and is {now}"
+        was, now = before.get(key), after.get(key)
+        if was != now and not (was in EMPTY and now in EMPTY):
+            lines[key] = f"{key} was {was!r} and is {now!r}"
     return lines

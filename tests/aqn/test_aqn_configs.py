@@ -36,5 +36,5 @@ def test_the_preset_of_a_target_is_the_recipes_defaults_but_for_where_sigma_star
     with initialize_config_dir(str(CONFIGS), version_base=None):
         aqn = OmegaConf.to_container(compose(overrides=["+aqn=target"]))["aqn"]
     assert aqn.pop("sigma_start") == 0.01
-    noise = Noise(**{**aqn, "target_kinds": (), "exclude": ()})
+    noise = Noise(**{**aqn, "exclude": ()})
     assert noise == Noise(enabled=True, schedule="target")

@@ -159,26 +159,10 @@ def test_noise_that_nothing_shows_grows_to_its_bound():
     assert seen[-1][0] == 0.09
 
 
-@pytest.mark.parametrize("stride", [1, 2, 3], ids="a rollout every {} steps".format)
-def test_kinds_take_turns_with_sigmas_of_their_own(stride):
-    weight = {"input": 1.0, "post_attention": 100.0}  # of their squares in the distance
-    controller = NoiseController(schedule(target_kinds=("input", "post_attention")))
-    turns = []
-    for step in range(0, stride * STEPS, stride):
-        level = controller.level(step)
-        if level.sigma:
-            values = response(level.sigma)
-            values["mismatch/k3"] *= weight[level.kind]
-            turns.append(controller.measured(step, values)["aqn/turn"])
-    assert turns[:4] == [0, 1, 0, 1]
-    assert controller.sigmas["input"] == pytest.approx(RIGHT, rel=0.05)
-    assert controller.sigmas["post_attention"] == pytest.approx(RIGHT / 10, rel=0.05)
-
-
 def test_what_was_written_makes_the_same_sigma_to_the_last_bit():
     """metrics.jsonl, read again after any step."""
     draw, lines, sigmas = random.Random(1), [], []
-    controller = NoiseController(schedule(target_kinds=("input", "final"), end=0.002))
+    controller = NoiseController(schedule(end=0.002))
     for step in range(STEPS):
         level = controller.level(step)
         values = response(
@@ -246,20 +230,13 @@ class Policy(nn.Module):
         return self.head(self.norm(x)).log_softmax(-1)
 
 
-@pytest.mark.parametrize(
-    "measure, target, kinds",
-    [
-        ("k3", 3e-3, (None,)),
-        ("effective_sample_size", 0.99, (None,)),
-        ("k3", 3e-3, ("block", "final")),
-    ],
-)
+@pytest.mark.parametrize("measure, target", [("k3", 3e-3), ("effective_sample_size", 0.99)])
 @torch.no_grad()
-def test_noise_on_a_model_does_what_was_asked(measure, target, kinds):
+def test_noise_on_a_model_does_what_was_asked(measure, target):
     """Tokens drawn by the noisy policy, log-probs of the clean one: means of many steps."""
     torch.manual_seed(0)
     model, generator = Policy(), torch.Generator().manual_seed(1)
-    of = schedule(1e-3, target, measure=measure, target_kinds=kinds)
+    of = schedule(1e-3, target, measure=measure)
     injector, controller = NoiseInjector(model, of, "all", seed=3), NoiseController(of)
     reached = []
     for step in range(80):
@@ -274,18 +251,9 @@ def test_noise_on_a_model_does_what_was_asked(measure, target, kinds):
         metrics = controller.measured(step, values)
         if level.sigma:
             assert report.measured_std == pytest.approx(level.sigma, rel=0.3)
-            assert report.layers == {None: 7, "block": 6, "final": 1}[level.kind]
+            assert report.layers == 7
         if step >= 30:
             reached.append(metrics[f"aqn/reached_{measure}"])
     missed = [abs(each - target) / (1 - target if measure != "k3" else target) for each in reached]
     mean = sum(reached) / len(reached)
     assert abs(mean - target) < 0.1 * (target if measure == "k3" else 1 - target), missed
-
-
-def test_kinds_that_are_no_norms_or_leave_some_out_are_refused():
-    for kinds, words in (
-        (("qk", "block", "final"), "'qk' is none of the norms that get noise"),
-        (("block",), "leave 1 norms without a turn, such as norm: name their kind"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            NoiseInjector(Policy(), schedule(target_kinds=kinds), "all", seed=1)

@@ -62,6 +62,8 @@ MAY_DIFFER = {  # of a variant from the config that it includes: its layout and 
         "mini_batch_size",
         "hccl_buffersize",
         "update_max_packing_token_size",
+        "actor_max_packing_token_size",
+        "ref_max_packing_token_size",
     },
     "generate_config": {
         "enforce_eager",

@@ -129,7 +129,7 @@ def test_a_target_is_followed_and_a_resumed_run_goes_on_with_the_same_bits(tmp_p
 
 def test_what_a_target_was_not_told_is_a_warning(tmp_path, caplog):
     worker = Worker(Model())
-    settings = Settings(report=str(tmp_path), noise=TARGET | {"target_kinds": []}, first_step=4)
+    settings = Settings(report=str(tmp_path), noise=TARGET, first_step=4)
     rollout = WorkerRollout(worker, settings)
     rollout.is_told = True
     for told, words in ((0.2, "steps without noise had a signal"), (math.nan, "sigma stays")):

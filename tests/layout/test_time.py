@@ -208,10 +208,10 @@ def test_steps_of_vllm_are_those_of_a_queue():
         assert predicted == pytest.approx(steps, rel=0.15), sequences
 
 
-def test_packed_rows_are_sent_in_a_tenth_of_the_launches():
+def test_packed_rows_are_sent_in_a_seventh_of_the_launches():
     layout = Layout(16, ep=16, infer_ep=16)
     padded, packed = phases_of(layout, Batch()), phases_of(layout)
-    assert packed["update"].launches < 40_000 and padded["update"].launches > 384_000
+    assert packed["update"].launches < 55_000 and padded["update"].launches > 384_000
 
 
 def test_a_slower_host_or_link_takes_longer():
@@ -242,7 +242,8 @@ CONFIG = "grpo_qwen3_30b_a3b_gsm8k_16npu"
 
 def test_where_the_time_goes():
     told = json.loads(plan_layout("--config-name", CONFIG, "--json").stdout)["time"]
-    assert list(told) == ["sync", "prefill", "decode", "reward, dock", "update", "evaluation"]
+    vllm, training = ["sync", "prefill", "decode", "reward, dock"], ["merging", "proof", "update"]
+    assert list(told) == [*vllm, *training, "evaluation"]
     shown = plan_layout("--config-name", CONFIG).stdout
     for name, phase in told.items():
         assert f"{name} " in shown and phase["seconds"][0] <= phase["seconds"][1]

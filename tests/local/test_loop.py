@@ -49,7 +49,15 @@ NOISE = NoiseReport(
     measured_std=0.05,
     changed_fraction=1.0,
 )
-PROOF = dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0, arrived=1.0, arrived_error=0.0)
+PROOF = dict(
+    moved=1.0,
+    expected=1.0,
+    max_error=0.0,
+    resolution=1e-7,
+    lost=0.0,
+    arrived=1.0,
+    arrived_error=0.0,
+)
 
 
 class Told:

@@ -294,7 +294,7 @@ def factors(model_dir, seed):
             )
             result[name] = (targets[name.split(".")[-2]], b.numpy(), a.numpy())
             dither = dither_of(name, base.shape)
-            weights[name] = rounded(base.float() + b @ a, base.dtype, dither)
+            weights[name] = rounded(base.float() + b @ a, base.dtype, dither).float()
     return result, weights
 
 

@@ -750,5 +750,6 @@ def test_the_tool(tmp_path, base_model):
     again = run("--output", out, "--merged")
     assert again.returncode == 1 and "exists already" in again.stderr
     assert again.stderr.startswith("export_adapter: ") and again.stderr.count("\n") == 1
-    assert run("--output", merged, "--merged").returncode == 0
+    done = run("--output", merged, "--merged")
+    assert done.returncode == 0 and "whose weights have 100.00% of the update" in done.stdout
     assert tensors_of(merged).keys() == tensors_of(base).keys()

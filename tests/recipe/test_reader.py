@@ -98,11 +98,6 @@ def test_multipliers_reach_the_injector(raw):
     put(raw, "aqn.multipliers", {"post_attention@0": 2, 1: 0.5})
     arguments = checked(raw)[0].noise_arguments(epoch=1)
     assert arguments["multipliers"] == [("post_attention@0", 2.0), ("1", 0.5)]
-    put(raw, "aqn.multipliers_file", None)  # as in the configs of runs made before it went
-    assert checked(raw)[0].noise_arguments(epoch=1) == arguments
-    put(raw, "aqn.multipliers_file", "profile.json")
-    with pytest.raises(ConfigError, match="aqn.multipliers_file = 'profile.json'"):
-        checked(raw)
 
 
 def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch):

@@ -159,7 +159,7 @@ def test_a_resumed_run_knows_the_noise_of_its_steps(observer, tmp_path):
 
 def test_a_resumed_run_follows_its_target_as_if_it_had_not_stopped(observer):
     """One stage of one step without noise, then four that follow; read again after each step."""
-    noise = Noise(enabled=True, schedule="target", num_stages=5, target_kinds=("input", "final"))
+    noise = Noise(enabled=True, schedule="target", num_stages=5)
     unbroken = observer(noise)
     unbroken.checks.check = lambda *_: []
     for step in range(1, 6):

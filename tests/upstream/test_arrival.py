@@ -44,7 +44,8 @@ def test_every_update_arrives(family, layout, enforce_eager, upstream, tiny, tmp
     for row in rows:
         for target in config["megatron_training"]["lora_target_modules"]:
             share, error = row[f"sync/arrived/{target}"], row[f"sync/arrived_error/{target}"]
-            assert abs(share - 1) < 3 * error, (row["step"], target, share, error)
+            # of 320 shares in all chance takes some beyond three standard errors
+            assert abs(share - 1) < 4 * error, (row["step"], target, share, error)
             assert share > 0.95 or error > 0.015, (row["step"], target, share, error)
     first, last = (
         {key: f"{row[key]:.3f}" for key in row if key.startswith("sync/arrived")}

@@ -145,7 +145,12 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
     step = "decode" if "generate_config.enforce_eager" in layout else "graph"
     assert counted.keys() == {step, "prefill", "forward", "update", "sync", "merge"}
     for kind, (layer, outside) in counted.items():
-        if actor["tensor_model_parallel_size"] > 1 and kind in ("forward", "update", "sync", "merge"):
+        if actor["tensor_model_parallel_size"] > 1 and kind in (
+            "forward",
+            "update",
+            "sync",
+            "merge",
+        ):
             layer -= table["tensor_parallel"][kind]
         if kind == "update" and "recompute_granularity" not in config["megatron_training"]:
             layer += table[family]["forward"][0]
