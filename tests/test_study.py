@@ -189,7 +189,12 @@ def test_tables_say_what_was_found(study, monkeypatch, tmp_path, carry_out):
 
 
 @pytest.mark.parametrize(
-    "file", sorted((ROOT / "docs" / "studies").glob("*.json")), ids=lambda file: file.stem
+    "file",
+    [
+        ROOT / "docs" / "studies" / f"{name}.json"
+        for name in ("arithmetic", "exploration", "hardware", "real", "target")
+    ],
+    ids=lambda file: file.stem,
 )
 def test_the_tables_of_the_documents_are_those_of_their_data(study, file):
     assert (

@@ -43,9 +43,8 @@ class LinearLoRA(lora_moe.LoraParallelLinearMoE):
     with what the weight sync sends to vLLM.
     """
 
-    merged_weight: torch.Tensor | None = (
-        None  # W + (alpha / r) B A of this rank's part, once merged
-    )
+    # W + (alpha / r) B A of this rank's part, once merged
+    merged_weight: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any):
         if self.disable_adapters or not hasattr(self.base_layer.weight, "dither"):

@@ -152,8 +152,8 @@ ROWS = {
 
 
 def test_published_speeds():
-    """Seven of nine are in the range; docs/layouts.md has each row, and what is said of the
-    others.
+    """Six of nine are in the range, and one on its edge; docs/layouts.md has each row, and what is
+    said of the others.
     """
     table = (ROOT / "docs" / "layouts.md").read_text()
     missed = set()
@@ -165,7 +165,11 @@ def test_published_speeds():
         assert line in table, line
         if not low <= published <= high:
             missed.add(name)
-    assert missed == {"MindSpeed-RL, GRPO, Qwen2.5-32B", "verl-ascend-recipe, R3, 30B-A3B"}
+    assert missed == {
+        "MindSpeed-RL, GRPO, Qwen2.5-32B",
+        "MindSpeed-RL, GRPO, Qwen2.5-32B, A2",
+        "verl-ascend-recipe, R3, 30B-A3B",
+    }
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "llama"])
@@ -208,10 +212,10 @@ def test_steps_of_vllm_are_those_of_a_queue():
         assert predicted == pytest.approx(steps, rel=0.15), sequences
 
 
-def test_packed_rows_are_sent_in_a_seventh_of_the_launches():
+def test_packed_rows_are_sent_in_an_eighth_of_the_launches():
     layout = Layout(16, ep=16, infer_ep=16)
     padded, packed = phases_of(layout, Batch()), phases_of(layout)
-    assert packed["update"].launches < 55_000 and padded["update"].launches > 384_000
+    assert packed["update"].launches < 45_000 and padded["update"].launches > 350_000
 
 
 def test_a_slower_host_or_link_takes_longer():

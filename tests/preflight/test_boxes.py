@@ -54,7 +54,7 @@ CASES = [
         dict(smi=npu_smi(16, used={5: 40000})),
         "npu-smi",
         FAILED,
-        "davinci5 (40,000 of 65,536 MB). The plan needs 63.3 GB of the 26.8 GB",
+        "davinci5 (40,000 of 65,536 MB). The plan needs 49.4 GB of the 26.8 GB",
         OTHERS,
     ),
     (dict(smi=npu_smi(16, used={5: 9000})), "npu-smi", WARNING, "(9,000 of", OTHERS),
