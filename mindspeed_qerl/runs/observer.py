@@ -190,11 +190,11 @@ class RunObserver:
             self.is_proved = True
             least = min(share for share, error in shares.values())
             words = [
-                f"{target} {100 * share:.4g} ± {100 * error:.1g}"
+                f"{target} {100 * share:.1f} ± {100 * error:.1f}"
                 for target, (share, error) in shares.items()
             ]
             self.progress.message(
-                f"LoRA reached the rollout engine: {100 * least:.4g} % of the update "
+                f"LoRA reached the rollout engine: {100 * least:.1f} % of the update "
                 f"({', '.join(words)})"
             )
 

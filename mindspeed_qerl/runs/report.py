@@ -131,7 +131,7 @@ def _lora(facts: dict[str, Any]) -> Table:
         cells = [target, str(count["modules"]), f"{count['parameters']:,}"]
         movement = facts.get("lora_movement", {}).get(target, {})
         if "arrived" in movement:
-            cells.append(f"{movement['arrived']:.4g} ± {movement['arrived_error']:.1g}")
+            cells.append(f"{movement['arrived']:.3f} ± {movement['arrived_error']:.3f}")
         else:
             cells.append("not seen")
         table.append(cells)

@@ -106,7 +106,7 @@ def test_lora_is_counted_over_ranks_and_proved(observer):
     assert (facts["lora_movement"], facts["lora_proved_after"]) == ({"linear_qkv": ARRIVED}, 3)
     observer.end()
     assert observer.said[2:] == [
-        "LoRA reached the rollout engine: 99 % of the update (linear_qkv 99 ± 0.4)"
+        "LoRA reached the rollout engine: 99.0 % of the update (linear_qkv 99.0 ± 0.4)"
     ]
     lost = {"linear_qkv": ARRIVED | {"arrived": 0.05, "lost": 0.0}}
     with pytest.raises(EngineError, match="linear_qkv: 5 % of its update reached .* of nvfp4"):
