@@ -2,8 +2,8 @@
 the probability of its distance.
 
 Published weights lie on bfloat16's grid, and what LoRA learns in a step is far below half a spacing
-of it: rounded to nearest, most of it vanishes (docs/results.md). Rounded with random bits every weight
-gets its update in the mean, and one whose update is 0 keeps its bits. The random bits belong to the
+of it: rounded to nearest, most of it vanishes (docs/results.md). Rounded with random bits every
+weight gets its update in the mean, and one whose update is 0 keeps its bits. The bits belong to the
 tensor's Hugging Face name, to row and to column: the same in every step, layout, evaluation and
 export.
 

@@ -267,7 +267,7 @@ def arrival_faults(
 
     Args:
         shares: (share, standard error) by LoRA target (lora/proof.py). min_arrived: of
-            run.min_arrived. arithmetic: what the rollout engine multiplies in.
+            run.min_arrived; 0: any share is accepted. arithmetic: what the rollout engine multiplies in.
 
     >>> arrival_faults({"linear_qkv": (0.98, 0.1)}, 0.9, "bfloat16")
     []
@@ -282,7 +282,7 @@ def arrival_faults(
         "generate_config.dtype=float32, rollout_quantization=none, a larger actor_config.lr; or a "
         "lower run.min_arrived, which accepts it"
         for target, (share, error) in shares.items()
-        if not share + ERRORS_OF_SHARE * error >= min_arrived
+        if min_arrived and not share + ERRORS_OF_SHARE * error >= min_arrived
     ]
 
 

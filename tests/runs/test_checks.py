@@ -228,6 +228,7 @@ def test_a_sync_is_judged_by_target(changed, is_fault):
         (0.61, 0.1, 0.9, False),
         (0.59, 0.1, 0.9, True),
         (0.02, 0.01, 0.0, False),
+        (-1.0, 0.1, 0.0, False),
         (math.nan, 0.1, 0.9, True),
     ],
 )
