@@ -27,6 +27,8 @@ import torch
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import select_targets
+from mindspeed_qerl.common.share import is_too_little
+from mindspeed_qerl.integrations.cpu import refuse_packed_weights
 from mindspeed_qerl.integrations.settings import VARIABLE, Settings, settings_of_environment
 from mindspeed_qerl.lora.arrival import Arrival, Factors, parts_of, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
@@ -36,7 +38,6 @@ logger = logging.getLogger(__name__)
 # adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
 NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
 ROWS = 4096  # rounded at a time: their random bits are as large as they
-ERRORS_OF_SHARE = 3  # as in runs/checks.py
 # vLLM's own ways to bring weights, which put others in their place before they load them
 RELOADS = ("start_weight_update", "reload_weights")
 MARK, WILL_ATTACH = "mindspeed_qerl_rollout", "mindspeed_qerl_will_attach"  # attributes of workers
@@ -56,7 +57,8 @@ class WorkerRollout:
         is_told: whether somebody calls `measured`, without which no noise can follow a target.
 
     Raises:
-        ValueError: no norm of the model is a target. RuntimeError: the worker has noise already.
+        ValueError: no norm of the model is a target.
+        RuntimeError: the worker has noise already, or weights that none can be synced into.
     """
 
     def __init__(self, worker: Any, settings: Settings):
@@ -67,6 +69,7 @@ class WorkerRollout:
             )
         setattr(worker, MARK, self)
         self.worker, self.settings = worker, settings
+        refuse_packed_weights(self.model)
         self.step: Callable[[], int] = self._counted_step
         self.total_steps: Callable[[], int | None] = lambda: None
         self.adapters: Callable[[], dict[str, list[Factors]]] = dict
@@ -261,9 +264,10 @@ class WorkerRollout:
         logger.error(message)
 
     def _too_little(self, share: Mapping[str, Any]) -> str | None:
-        arrived, error = share.get("arrived"), share.get("arrived_error", 0.0)
-        least = self.settings.min_arrived
-        if arrived is None or not least or arrived + ERRORS_OF_SHARE * error >= least:
+        if share.get("arrived") is None:
+            return None
+        arrived, error, least = share["arrived"], share["arrived_error"], self.settings.min_arrived
+        if not is_too_little(arrived, error, least):
             return None
         return (
             f"{100 * arrived:.2g} % of the update arrived in vLLM (standard error "

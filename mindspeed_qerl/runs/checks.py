@@ -10,6 +10,7 @@ import numpy as np
 
 from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel, distance
 from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.common.share import is_too_little
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
 from mindspeed_qerl.runs.metrics import MetricsRow
 
@@ -34,8 +35,6 @@ MOST_NOISE_OF_A_STEP = 1.5
 ROUNDINGS = 2
 # of a tensor's move; in fp32 rounding loses under 1e-3 (tests/local/test_rollout.py), no sync 1
 LOST_SHARE = 0.1
-# standard errors by which a share may miss run.min_arrived: chance does it in 1 of 700 proofs
-ERRORS_OF_SHARE = 3
 BETWEEN = "k3 between the policy that sampled and the one that is trained"
 DIFFERENT = (
     "Usual causes: the temperature of sampling is missing in the trainer's log-probs, the rollout "
@@ -267,7 +266,7 @@ def arrival_faults(
 
     Args:
         shares: (share, standard error) by LoRA target (lora/proof.py). min_arrived: of
-            run.min_arrived; 0: any share is accepted. arithmetic: what the rollout engine multiplies in.
+            run.min_arrived. arithmetic: what the rollout engine multiplies in.
 
     >>> arrival_faults({"linear_qkv": (0.98, 0.1)}, 0.9, "bfloat16")
     []
@@ -282,7 +281,7 @@ def arrival_faults(
         "generate_config.dtype=float32, rollout_quantization=none, a larger actor_config.lr; or a "
         "lower run.min_arrived, which accepts it"
         for target, (share, error) in shares.items()
-        if min_arrived and not share + ERRORS_OF_SHARE * error >= min_arrived
+        if is_too_little(share, error, min_arrived)
     ]
 
 

@@ -43,29 +43,6 @@ def run_program(file: Path | str, folder: Path, *words: object, **variables: str
     return done.stdout
 
 
-def keep_weights() -> None:
-    """vLLM's CPU backend packs linear weights and experts when it loads them, and cannot load others
-    after that; on GPUs and NPUs it keeps them. Here it shall, too.
-    """
-    from torch.nn.functional import linear, silu
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-
-    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, **_):
-        weights = hidden_states.new_zeros(len(hidden_states), len(w1))
-        weights = weights.scatter_add(1, topk_ids.long(), topk_weights.to(weights.dtype))
-        output.zero_()
-        for expert in range(len(w1)):
-            gate, up = linear(hidden_states, w1[expert]).chunk(2, -1)
-            output += linear(silu(gate) * up, w2[expert]) * weights[:, expert : expert + 1]
-
-    _custom_ops._supports_onednn = False
-    utils.check_cpu_sgl_kernel = lambda *args: False
-    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
-    CPUUnquantizedExperts.apply = apply
-
-
 def norms_of(model) -> dict:
     """Copies of the norms' weights, by name."""
     named = model.named_parameters()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swift.pipelines import rlhf_main
 
-from tests.integrations.programs import keep_weights
+from mindspeed_qerl.integrations.cpu import keep_weights
 
 PLUGIN = Path(__file__).parents[2] / "examples/grpo/ms_swift_plugin.py"
 REWARD = """

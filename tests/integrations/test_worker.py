@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mindspeed_qerl.integrations import report
+from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.settings import Settings, read_settings, settings_of_environment
 from mindspeed_qerl.integrations.trainer import follow, tell_mismatch
@@ -328,6 +329,33 @@ def test_a_second_one_in_a_worker_is_refused(served, tmp_path):
     worker, _ = served
     with pytest.raises(RuntimeError, match="has AQN already: it was added twice"):
         WorkerRollout(worker, Settings(report=str(tmp_path), noise=NOISE))
+
+
+def test_weights_that_vllm_packs_on_cpus_are_refused_or_kept(tmp_path, monkeypatch):
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    for owner, name in (
+        (_custom_ops, "_supports_onednn"),
+        (utils, "check_cpu_sgl_kernel"),
+        (CPUUnquantizedExperts, "process_weights_after_loading"),
+        (CPUUnquantizedExperts, "apply"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back in the end
+    settings = Settings(report=str(tmp_path), noise=NOISE)
+    packed, kept = Model(), Model()
+    utils.dispatch_cpu_unquantized_gemm(packed.head, remove_weight=True)
+    with pytest.raises(RuntimeError, match=r"head.weight is empty.*cpu.keep_weights\(\)"):
+        WorkerRollout(Worker(packed), settings)
+    keep_weights()
+    utils.dispatch_cpu_unquantized_gemm(kept.head, remove_weight=True)
+    kept.head.input_size, kept.head.params_dtype = 4, torch.float32
+    worker = Worker(kept)
+    WorkerRollout(worker, settings)
+    sync(worker, 3.0)
+    worker.execute_model()
+    assert kept.head.weight.eq(3).all()
 
 
 def test_a_report_that_cannot_be_written_is_told_once(tmp_path, caplog):

@@ -14,8 +14,9 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.settings import settings_of_environment
-from tests.integrations.programs import check_log_probs, keep_weights, norms_of
+from tests.integrations.programs import check_log_probs, norms_of
 
 STEPS = 10
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
+from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.trl import add_noise
-from tests.integrations.programs import check_log_probs, keep_weights, norms_of
+from tests.integrations.programs import check_log_probs, norms_of
 
 LOGGED = (
     "loss",

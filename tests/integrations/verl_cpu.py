@@ -71,6 +71,6 @@ def init_one_backend(backend=None, *args, **kwargs):
 dist.init_process_group = init_one_backend
 import_utils.is_trl_available = lambda: False  # verl 0.9.1 asks TRL for a class that 1.16 lacks
 if "vllm" in sys.modules:
-    from tests.integrations.programs import keep_weights
+    from mindspeed_qerl.integrations.cpu import keep_weights
 
     keep_weights()

@@ -24,8 +24,9 @@ from vllm import LLM
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.utils import WeightsMapper
 
+from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.settings import settings_of_environment
-from tests.integrations.programs import check_log_probs, keep_weights, norms_of
+from tests.integrations.programs import check_log_probs, norms_of
 
 TARGETS = ["q_proj", "o_proj", "gate_proj", "down_proj"]
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS}
