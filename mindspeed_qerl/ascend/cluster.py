@@ -71,8 +71,8 @@ def holders(cluster: dict[str, Any]) -> str:
 
 
 def placed(width: int, npus: int, rooms: Sequence[int]) -> list[int] | None:
-    """What upstream's placement groups leave of the NPUs of each node; None if Ray cannot give
-    them: as many NPUs in each as the driver's node shows, `width`, all on one node
+    """Returns what upstream's placement groups leave of the NPUs of each node; None if Ray cannot
+    give them: as many NPUs in each as the driver's node shows, `width`, all on one node
     (launcher.py:64-104, STRICT_PACK). rooms: NPUs of each node.
 
     >>> placed(8, 16, [8, 8]), placed(16, 16, [8, 8]), placed(8, 12, [8, 8])

@@ -192,7 +192,7 @@ def definitions(scope: ast.AST, name: str) -> list[ast.stmt]:
 
 
 def _names(statement: ast.stmt) -> list[str]:
-    """What a statement defines; a definition below an if or try is none."""
+    """Returns the names that a statement defines; one below an if or try does not count."""
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
     return [
         getattr(statement, "name", None),

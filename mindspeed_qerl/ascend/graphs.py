@@ -86,7 +86,7 @@ class DecodeGraphs:
             )
 
     def _capture(self) -> None:
-        """What was captured before, if anything, is forgotten."""
+        """Captures the graphs; forgets those that were captured before."""
         runner, parameters = self.runner, acl_graph.get_graph_params()
         runner.model.concrete_aclgraph_entries.clear()
         for size, events in parameters.events.items():
@@ -161,7 +161,7 @@ class DecodeGraphs:
 
 
 def addresses_of(runner: Any) -> dict[str, int]:
-    """Of all that a captured step reads and writes and that is not its own, by name."""
+    """Returns the addresses of all that a captured step reads and writes and does not own."""
     model, tensors = runner.get_model(), {}
     tensors |= dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for layer, caches in enumerate(runner.kv_caches):

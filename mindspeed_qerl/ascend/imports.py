@@ -94,7 +94,7 @@ FIXES = {
 
 
 def way_out(error: str) -> str:
-    """What to type after an import's error.
+    """Returns what to type after an import's error.
 
     >>> way_out("No module named 'word2number.w2n'")
     'pip install word2number    # in the version of docs/ascend.md, Install'
@@ -110,7 +110,7 @@ def explained(error: str) -> str:
 
 
 def of_a_worker(error: str) -> str | None:
-    """What keeps a worker from importing, in one line; None if what Ray tells ended by something
+    """Says in one line what keeps a worker from importing; None if Ray's `error` ended by something
     else. Ray hands on the worker's traceback as text, and its constructor's without the exception.
     """
     match = re.fullmatch(

@@ -89,7 +89,7 @@ def npu_environment() -> dict[str, str]:
 
 
 def worker_environment(recipe: Recipe, shell: Mapping[str, str]) -> dict[str, str]:
-    """What the engine sets for each of its processes, besides what the shell has."""
+    """Returns the variables of each of the engine's processes; those of `shell` win."""
     environment = {name: shell.get(name, value) for name, value in npu_environment().items()}
     if not recipe.rollout.enforce_eager:
         environment |= GRAPHS
@@ -154,7 +154,7 @@ def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
 
 
 def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
-    """What this engine cannot do, whatever model and files are there: a rehearsal asks it too."""
+    """Yields what this engine cannot do whatever model and files are there; rehearsals ask too."""
     yield from _wrong_pairs(recipe)
     for key, reason in LOCAL_ONLY.items():
         section, name = key.split(".")
@@ -307,7 +307,7 @@ def packed_files(recipe: Recipe) -> dict[str, str]:
 
 
 def versions() -> dict[str, Any]:
-    """Upstream's commits, or the hashes of its sources where there is no git."""
+    """Returns upstream's commits, or the hashes of its sources where there is no git."""
     return {"upstream": upstream_versions()}
 
 

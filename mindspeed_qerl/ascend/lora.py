@@ -70,7 +70,7 @@ class LinearLoRA(lora_moe.LoraParallelLinearMoE):
 
 
 def _output(result: Any) -> torch.Tensor:
-    """Of torch's linear layers, and of Megatron's, which return (output, bias)."""
+    """Returns a linear layer's output: torch's return it, Megatron's return (output, bias)."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -96,9 +96,9 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
                 parameter.requires_grad_(name.split("_")[0] in self.adapted)
 
     def forward(self, hidden, tokens_per_expert, probs, ctx=None):
-        """Upstream's arithmetic without its fused variants: ([tokens, h], None). hidden: [tokens,
-        h], sorted by expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before the down
-        projection, as Megatron does.
+        """Computes what upstream does, without its fused variants: ([tokens, h], None). hidden:
+        [tokens, h], sorted by expert. tokens_per_expert: int64 [E]. probs: [tokens], applied before
+        the down projection, as Megatron does.
         """
         up = self._linear(hidden, "weight1", tokens_per_expert)
         activated = self.activation_func_with_probs(up, probs.unsqueeze(-1))

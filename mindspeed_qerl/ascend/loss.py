@@ -37,8 +37,8 @@ def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def entropy_in_blocks(logits: torch.Tensor) -> torch.Tensor:
-    """Upstream's entropy [batch, length] of logits [batch, length, vocabulary of this rank], some
-    tokens after the others, since it makes three copies of what it gets.
+    """Computes upstream's entropy [batch, length] of logits [batch, length, part of vocabulary],
+    BLOCK tokens at a time, since it makes three copies of what it gets.
     """
     blocks = [vocab_parallel_entropy(block) for block in logits.flatten(0, 1).split(BLOCK)]
     return torch.cat(blocks).view(logits.shape[:2])
@@ -60,7 +60,7 @@ class QeRLLoss(BaseLossFunc):
         self.divisor, self.answers, self.parts, self.seen = 0.0, 0, [], []
 
     def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
-        """What the losses of this rank's `mini_batch` are divided by; before its micro-batches."""
+        """Sets what the losses of `mini_batch` are divided by; call it before its micro-batches."""
         mask = trained_tokens(mini_batch)
         divisor = denominator(mask, self.recipe.algorithm).float()
         torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())
@@ -115,14 +115,14 @@ class QeRLLoss(BaseLossFunc):
         return trained, {}
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Of all micro-batches of this rank since the last call, numbers on the host."""
+        """Returns the metrics of this rank's micro-batches since the last call, on the host."""
         parts, self.parts = self.parts, []
         return on_host(merge(parts))
 
 
 class QeRLActor(Actor):
-    """Upstream's training engine; a mini-batch without a token to train is no update, and routes
-    are replayed.
+    """The training engine of upstream; a mini-batch without a token to train is no update, and
+    routes are replayed.
     """
 
     def __init__(self, *args, **kwargs):

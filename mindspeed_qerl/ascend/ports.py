@@ -20,8 +20,8 @@ from mindspeed_qerl.ascend.cluster import interface_of
 
 
 class BoundZmqServer(ZmqServer):
-    """Upstream's server; binding fails loudly, and a slow peer has `seconds` before the run is
-    given up.
+    """A server of upstream's that says why it cannot bind, and gives a slow peer `seconds` before
+    the run is given up.
     """
 
     seconds = 60  # that a peer may take; upstream's, in which a slow one ends the run

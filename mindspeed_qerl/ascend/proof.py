@@ -44,8 +44,8 @@ TARGETS = {
 
 
 def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[str, int]]:
-    """What a rank trains: LoRA target -> its "modules" and "parameters". Over all ranks each layer
-    counts as one module and each parameter once, however many hold copies. state: upstream's
+    """Counts what a rank trains: LoRA target -> its "modules" and "parameters". Over all ranks each
+    layer counts as one module and each parameter once, however many hold copies. state: upstream's
     parallel state.
     """
     is_first_tp = state.get_tensor_model_parallel_rank() == 0
@@ -121,14 +121,14 @@ def copied_weights(model: torch.nn.Module) -> Tensors:
 
 @dataclass(frozen=True)
 class Copies:
-    """How many ranks of vLLM hold the same part of a weight, which then is no new evidence."""
+    """Knows how many ranks of vLLM hold the same part of a weight, which is no new evidence."""
 
     world: int
     layout: Layout
     kv_heads: int
 
     def of(self, name: str) -> int:
-        """Of the Hugging Face tensor `name`.
+        """Returns how many hold a part of the Hugging Face tensor `name`.
 
         >>> copies = Copies(8, Layout(world=8, infer_tp=4, infer_ep=2), kv_heads=2)
         >>> [copies.of(f"{name}_proj.weight") for name in ("experts.3.up", "attn.o", "attn.k")]
@@ -149,11 +149,11 @@ def movement_of_layer(
     copies: Copies,
     multiplied: dict[str, Pair],
 ) -> Movement:
-    """Of this rank's parts of one layer's weights; in sums over all ranks each counts once.
+    """Compares this rank's parts of one layer's weights; in sums over all ranks each counts once.
 
     Args:
         weights, base: of `held_weights`, with adapters and without. multiplied: what kernels
-            multiply with in their places, with adapters and without, where rollouts are quantised.
+            multiply with in their places, with adapters and without, where rollouts are quantized.
     """
     movements = []
     for held in weights:

@@ -1,4 +1,4 @@
-"""Quantised rollouts in vllm-ascend (docs/quantization.md): after a sync the linear weights are
+"""Quantized rollouts in vllm-ascend (docs/quantization.md): after a sync the linear weights are
 rounded in place, or, for int8_w8a8, have int8 copies that vllm-ascend's own W8A8_DYNAMIC multiplies
 with.
 """
@@ -40,16 +40,16 @@ class Int8Linear:
         AscendW8A8DynamicLinearMethod().process_weights_after_loading(self.copy)
 
     def apply(self, layer, x, bias=None):
-        """What vLLM calls; `layer` has the weight that is not multiplied with."""
+        """Multiplies by the copy; vLLM calls it with the layer that has the synced weight."""
         return AscendW8A8DynamicLinearMethod.apply(self.copy, x, bias)
 
     def weight(self) -> torch.Tensor:
-        """What is multiplied with, float32 [out, in]."""
+        """Returns what is multiplied with, float32 [out, in]."""
         return self.copy.weight.t().float() * self.copy.weight_scale[:, None]
 
 
 class QuantizedModel:
-    """The linear weights of vllm-ascend's model, quantised between `quantize`, after a sync, and
+    """The linear weights of vllm-ascend's model, quantized between `quantize`, after a sync, and
     `free`, before its weights are offloaded. What a rank of a tensor parallel group holds is its
     part of the rounded whole tensor.
 
@@ -74,7 +74,7 @@ class QuantizedModel:
             raise ConfigError(
                 f"rollout_quantization.format = {format!r} with "
                 "VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE: vllm-ascend would multiply o_proj and "
-                "down_proj by weights that are not quantised. Unset it"
+                "down_proj by weights that are not quantized. Unset it"
             )
 
     @torch.no_grad()
@@ -103,7 +103,7 @@ class QuantizedModel:
                 layer = layer_of(self.model, parameter)
                 self.methods[layer] = layer.quant_method
                 set_method(layer, Int8Linear(*map(torch.cat, zip(*copies))))
-        # one copy to the host; without any, all quantised weights are on other ranks
+        # one copy to the host; without any, all quantized weights are on other ranks
         pairs = torch.stack([*sums.values()]).tolist() if sums else []
         self.squares = dict(zip(sums, map(tuple, pairs), strict=True))
 
@@ -117,10 +117,10 @@ class QuantizedModel:
 
     @torch.no_grad()
     def rounded(self, synced: Tensors) -> Tensors:
-        """What kernels must multiply with, on the CPU and in the dtype of `used`, once `synced` is,
-        which is of `held_weights` without quantisation: this rank's part of the rounding of the
-        whole tensor, put together from all ranks of its tensor parallel group; where it is not
-        quantised, the tensor itself. All ranks of such a group at once.
+        """Returns what kernels must multiply with once `synced`, of `held_weights` before they are
+        quantized, is there; on the CPU, in the dtype of `used`: this rank's part of the rounding of
+        the whole tensor, put together from all ranks of its tensor parallel group; where it is not
+        quantized, the tensor itself. All ranks of such a group at once.
         """
         rounded = {}
         for name, weight in used_weights(self.model):
@@ -137,18 +137,18 @@ class QuantizedModel:
         return rounded
 
     def used(self) -> Tensors:
-        """What kernels multiply with now, copied to the CPU."""
+        """Returns what kernels multiply with now, copied to the CPU."""
         return {name: weight.to("cpu", copy=True) for name, weight in used_weights(self.model)}
 
     def _is_shared(self, name: str) -> bool:
-        """Whether tensor parallel ranks have parts of it: experts are whole (layout/rules.py
-        infer_experts_are_whole).
+        """Returns True if tensor parallel ranks have parts of it: experts are whole
+        (layout/rules.py, infer_experts_are_whole).
         """
         return self.group.world_size > 1 and ".experts." not in name
 
     def _amax(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the format has to know of the whole tensor that `weight` is a part of; nothing, of a
-        whole one.
+        """Returns what the format has to know of the tensor that `weight` is a part of; nothing if
+        it is whole.
         """
         if self.format.amax is None or not self._is_shared(name):
             return ()

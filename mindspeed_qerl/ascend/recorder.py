@@ -14,7 +14,7 @@ from mindspeed_qerl.routing.routes import Routers
 
 
 def captured_rows() -> int | None:
-    """Of the decode graph that is captured, a pass that computes nothing; None in any other."""
+    """Returns the rows of the decode graph that this pass captures; None if it captures none."""
     from vllm.forward_context import get_forward_context
 
     context = get_forward_context()

@@ -44,7 +44,7 @@ def write_digests(run: RunDirectory, step: int) -> None:
 
 
 def read_position(run: RunDirectory, step: int) -> dict[str, Any]:
-    """What was written beside checkpoint `step`; FileNotFoundError if nothing was."""
+    """Reads what was written beside checkpoint `step`; FileNotFoundError if nothing was."""
     return json.loads((checkpoint_folder(run, step) / POSITION).read_text())
 
 

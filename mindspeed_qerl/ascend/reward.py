@@ -71,7 +71,7 @@ class Share(list):
 
 @ray.remote
 class QeRLRuleReward(RuleReward.__ray_actor_class__):
-    """Upstream's RuleReward with `verifier` above, one in each node. What can fail waits for the
+    """A RuleReward of upstream with `verifier` above, one in each node. What can fail waits for the
     first call: nobody awaits `initialize` (cli/train_grpo.py:166).
     """
 

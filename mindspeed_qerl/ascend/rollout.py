@@ -1,4 +1,4 @@
-"""vLLM on one NPU rank: upstream's engine with our sampling, noise and quantisation."""
+"""vLLM on one NPU rank: upstream's engine with our sampling, noise and quantization."""
 
 from contextlib import nullcontext
 from itertools import chain
@@ -19,14 +19,14 @@ from mindspeed_qerl.recipe.types import Recipe
 
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
-    """Upstream's vLLM engine with seven changes: prompts as token ids, answers with the log-probs
-    that they were drawn by and with their routes, AQN on the norms, linear weights that are
-    quantised, a seed for each prompt, captured decoding.
+    """An engine of upstream, vLLM, with seven changes: prompts as token ids, answers with the
+    log-probs that they were drawn by and with their routes, AQN on the norms, linear weights that are
+    quantized, a seed for each prompt, captured decoding.
 
     Attributes:
-        injector, quantized, recorder, graphs: None where there is no noise, no quantisation, no
+        injector, quantized, recorder, graphs: None where there is no noise, no quantization, no
             replay of the rollout's routes, no captured decoding. quantizes: whether the next weight
-            sync brings quantised weights.
+            sync brings quantized weights.
         noise_step: the step, from 0, whose noise the next weight sync brings; None: a clean model.
         noise_level: how much; None: what the schedule says by itself.
         noise_report: of the last sync. seed_of: "rollout" or "evaluation", and the step: what the
@@ -58,7 +58,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     def add_ours(self, recipe: Recipe) -> None:
-        """What `recipe` asks for beside upstream's."""
+        """Adds what `recipe` asks for and upstream lacks."""
         if recipe.noise.enabled:
             arguments = recipe.noise_arguments(epoch_steps(recipe))
             self.injector = NoiseInjector(self.model, **arguments)
@@ -74,7 +74,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
 
     @property
     def is_captured(self) -> bool:
-        """Whether graphs hold the memory of weights and KV cache, which stays from then on."""
+        """True once graphs hold the memory of weights and KV cache, which stays from then on."""
         return self.graphs is not None and self.graphs.addresses is not None
 
     def init_cache_engine(self):
@@ -91,7 +91,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             super().free_cache_engine()
 
     def sync_model_weights(self, params, load_format="megatron"):
-        """Upstream's, then quantisation and noise, in any order, since noise is on norms alone:
+        """Upstream's, then quantization and noise, in any order, since noise is on norms alone:
         vLLM's parameters are views of buffers that are filled by copy at each sync
         (megatron_weight_loaders.py:225,238), so nothing of it can reach the training weights.
         """

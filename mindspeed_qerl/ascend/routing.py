@@ -27,7 +27,7 @@ def pack(routes: np.ndarray) -> torch.Tensor:
 
 
 def unpack(row: torch.Tensor, routers: Routers) -> np.ndarray:
-    """What `pack` was given; `row` may be longer. ValueError: it is not of `pack`."""
+    """Returns what `pack` was given; `row` may be longer. ValueError: it is not of `pack`."""
     row = row.cpu().numpy()
     shape, content = row[:3], row[3:].tobytes()
     return np.frombuffer(content, routers.dtype, shape.prod(dtype=int)).reshape(shape)
@@ -42,8 +42,8 @@ def row_fault(row: torch.Tensor, tokens: int, routers: Routers) -> str | None:
 
 
 class RoutedPasses:
-    """Upstream's passes over micro-batches on this rank, with the routes of the column `COLUMN` in
-    its routers. counts: of each update since `take_counts`.
+    """Makes this rank's routers follow the routes of the column `COLUMN` in upstream's passes over
+    micro-batches. counts: of each update since `take_counts`.
     """
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe):
@@ -83,7 +83,7 @@ class RoutedPasses:
         return run
 
     def take_counts(self) -> dict[int, Counts]:
-        """Of all updates since the last call, by layer of this rank."""
+        """Returns the counts of all updates since the last call, by layer of this rank."""
         counts, self.counts = self.counts, []
         return total(counts)
 
@@ -110,5 +110,5 @@ class RoutedPasses:
 
 
 def _by_position(rows: list[np.ndarray]) -> np.ndarray:
-    """Of sequences of one length the first rows, then the second ones, ..."""
+    """Joins sequences of one length: their first rows, then their second ones, ..."""
     return np.concatenate(np.stack(rows, axis=1))

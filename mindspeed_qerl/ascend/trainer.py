@@ -78,7 +78,7 @@ class OurDataStrategy(DataStrategy):
 
 
 class QeRLTrainer(RayGRPOTrainer):
-    """Upstream's trainer, which reports to `observer`.
+    """A trainer of upstream that reports to `observer`.
 
     `fit` calls `compute_advantage` once all answers are scored, and ends each iteration with
     `self.wandb.log_metrics(metrics, iteration)` (grpo_trainer_hybrid.py:289), before it saves:
@@ -104,7 +104,7 @@ class QeRLTrainer(RayGRPOTrainer):
         self.wandb = self
 
     def fit(self, data_iters):
-        """Upstream's loop, with an evaluation before the first step."""
+        """Runs upstream's loop, after an evaluation before the first step."""
         self.step, self.batches = self.actor_worker.get_iteration(), data_iters
         self.observer.begin(self.on_ranks("count_adapters"))
         if self.recipe.noise.enabled:
@@ -116,12 +116,12 @@ class QeRLTrainer(RayGRPOTrainer):
         self.observer.end()
 
     def _set_noise(self) -> None:
-        """How much noise the next step has."""
+        """Tells the ranks how much noise the next step has."""
         if level := self.observer.noise_level(self.step + 1):
             self.on_ranks("set_noise", level)
 
     def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """What `method` of the worker returns on each rank."""
+        """Returns what `method` of the worker returns on each rank."""
         return self.actor_worker.execute_sync_command(method, *arguments)
 
     def compute_advantage(self, blocking=False, guarantee_order=False):
@@ -233,7 +233,7 @@ class QeRLTrainer(RayGRPOTrainer):
         return list(range(self.global_batch_size * self.n_samples_per_prompt))
 
     def _columns(self, names: list[str]) -> Answers:
-        """Of all answers in the dock, once they are there."""
+        """Returns columns of all answers in the dock, once they are there."""
         rows = self._rows()
         get = self.transfer_dock.get_experience.remote
         padded, _ = ray.get(get("compute_advantage", names, len(rows), indexes=rows))
@@ -262,15 +262,15 @@ class QeRLTrainer(RayGRPOTrainer):
         self.data_strategy.put_experience(padding_dict_to_tensor_dict(columns), self._rows())
 
     def _scores(self, answers: Answers) -> np.ndarray:
-        """What decides whether a group is trained: the reward, or with `filter_groups_metric` the
-        verifier's.
+        """Returns what decides whether a group is trained: the rewards, or with
+        `filter_groups_metric` the verifier's.
         """
         if self.recipe.selection.filter_groups_metric:
             return _numbers(answers["rm_scores"])
         return self._rewards(answers)
 
     def _rewards(self, answers: Answers) -> np.ndarray:
-        """What is learnt from, float64 [answers]: the verifiers' sum, and what the length costs."""
+        """Returns what is learnt from, float64 [answers]: verifiers' sum less what length costs."""
         selection, rewards = self.recipe.selection, _numbers(answers["rm_scores"])
         if not selection.overlong_buffer_enable:
             return rewards
@@ -344,7 +344,7 @@ class QeRLTrainer(RayGRPOTrainer):
 
 
 def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
-    """Upstream's metrics of one step by our names; what is no number is left out."""
+    """Returns upstream's metrics of one step by our names, without what is no number."""
     named = {}
     for name, value in metrics.items():
         ours = OUR_NAMES.get(name, f"upstream/{name}")

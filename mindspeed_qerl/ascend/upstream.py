@@ -60,7 +60,7 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
 
 
 def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable[..., Any]:
-    """Upstream's config class with more attributes: it refuses keys that it does not know
+    """Adds attributes to upstream's config class, which refuses keys that it does not know
     (base_config.py:32). What is put on MegatronConfig becomes an argument of Megatron's
     (utils/utils.py:337).
     """
@@ -74,7 +74,7 @@ def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable
 
 
 def call_train(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
-    """Upstream's `train` in this process, to its end; EngineError with a worker's failure."""
+    """Runs upstream's `train` in this process; EngineError with a worker's failure."""
     from omegaconf import OmegaConf
 
     sections = OmegaConf.create(upstream_sections(recipe))

@@ -52,7 +52,7 @@ class MergedWeights(dict):
 
 
 def make_adaptor(description: Adaptor) -> type:
-    """Upstream's adaptor class of that name, with further names, reading merged weights.
+    """Makes upstream's adaptor class of that name read merged weights, by further names.
     `model_config` has lora_r and lora_alpha (worker.py).
     """
 
@@ -92,7 +92,7 @@ class PlainNames:
 
 
 class WeightContainer(MegatronStyleVllmWeightContainer):
-    """Upstream's container, reading the model through PlainNames."""
+    """A container of upstream that reads the model through PlainNames."""
 
     def _unwrap_megatron_model(self, model):
         return [PlainNames(chunk) for chunk in super()._unwrap_megatron_model(model)]

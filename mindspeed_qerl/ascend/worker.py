@@ -31,8 +31,8 @@ REPLAYED = ("actor_log_prob", "actor_train")
 
 @ray.remote(resources={"NPU": 0.7})
 class QeRLWorker(IntegratedWorker.__ray_actor_class__):
-    """Upstream's IntegratedWorker; `rl_config.qerl` is the Recipe, `rl_config.batches_asked` of
-    prompts before this start.
+    """A worker of upstream; `rl_config.qerl` is the Recipe, `rl_config.batches_asked` counts
+    batches of prompts before this start.
     """
 
     def __init__(self, *args, **kwargs):
@@ -96,7 +96,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return manager
 
     def generate_sequences(self):
-        """Upstream's rollout of one batch, with this iteration's noise."""
+        """Samples one batch as upstream does, with this iteration's noise."""
         rollout, batch = self.inference_model, self.batches_sampled[self.iteration]
         self.batches_sampled[self.iteration] += 1
         # an earlier batch of this iteration left them on the CPU
@@ -141,16 +141,16 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return super().dispatch_transfer_dock_data(stage, columns, *args, **kwargs)
 
     def take_routing(self) -> dict[int, Counts]:
-        """What this rank's routers replayed since the last call, by layer."""
+        """Returns what this rank's routers replayed since the last call, by layer."""
         return self.actor_hybrid.train_actor.routes.take_counts()
 
     def take_weight_squares(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """Of this rank's quantised weights in the last rollout (QuantizedModel.squares)."""
+        """Returns QuantizedModel.squares of this rank's weights in the last rollout."""
         return self.inference_model.quantized.squares
 
     def take_metrics(self) -> dict[str, Metric]:
-        """Of this rank's updates since the last call; of several ranks with the same logits the
-        first one's.
+        """Returns the metrics of this rank's updates since the last call; of several ranks with the
+        same logits the first one's.
         """
         metrics, state = self.actor_hybrid.train_actor.loss_func.take_metrics(), self.parallel_state
         if state.get_tensor_model_parallel_rank() or state.get_context_parallel_rank():
@@ -204,8 +204,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     @torch.no_grad()
     def prove(self) -> tuple[Movement, list[str]]:
-        """What the adapters did to this rank's weights in vLLM, beside (alpha / r) B A (proof.py),
-        and which of the quantised ones are not the rounding of that; all ranks at once.
+        """Returns what the adapters did to this rank's weights in vLLM, beside (alpha / r) B A
+        (proof.py), and which quantized ones are not the rounding of that; all ranks at once.
         """
         rollout, config = self.inference_model, self.actor_model_config
         state = self.parallel_state
@@ -237,11 +237,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return join(movements), unlike
 
     def count_adapters(self) -> dict[str, dict[str, int]]:
-        """What this rank trains."""
+        """Counts what this rank trains."""
         return proof.count_adapters(self.model, self.parallel_state)
 
     def set_noise(self, level: NoiseLevel) -> None:
-        """How much noise the next rollouts have."""
+        """Sets how much noise the next rollouts have."""
         self.inference_model.noise_level = level
 
     def noise_targets(self) -> list[str]:
@@ -249,6 +249,6 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return [target.name for target in self.inference_model.injector.targets]
 
     def noise_metrics(self) -> dict[str, float]:
-        """Of the noise of the last sync; empty without any."""
+        """Returns the metrics of the last sync's noise; none without any."""
         report = self.inference_model.noise_report
         return report.to_metrics() if report else {}

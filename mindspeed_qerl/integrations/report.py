@@ -26,7 +26,7 @@ EVENTS = {
 
 
 def read_lines(folder: Path) -> Rows:
-    """Of all workers, by sync and rank. ValueError: a line is damaged, or none of a worker's."""
+    """Reads the lines of all workers, by sync and rank; ValueError names one that is none."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         for row in read_jsonl(path):
@@ -37,7 +37,7 @@ def read_lines(folder: Path) -> Rows:
 
 
 def faults(rows: Rows) -> list[str]:
-    """What is wrong with a run, a sentence each: weights that did not arrive, workers without
+    """Says what is wrong with a run, a sentence each: weights that did not arrive, workers without
     noise, workers whose noise differs.
     """
     sentences = []

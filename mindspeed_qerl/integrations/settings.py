@@ -79,7 +79,7 @@ def read_settings(values: Mapping[str, Any]) -> Settings:
 
 
 def settings_of_environment() -> Settings | None:
-    """Of the JSON in MINDSPEED_QERL_ROLLOUT, or in the file that it names; None: not set."""
+    """Reads the JSON in MINDSPEED_QERL_ROLLOUT, or in the file that it names; None: not set."""
     text = os.environ.get(VARIABLE)
     if not text:
         return None

@@ -4,7 +4,7 @@
         --external_plugins examples/grpo/ms_swift_plugin.py
 
 which imports this, and MINDSPEED_QERL_ROLLOUT in the environment. ms-swift's server (`swift
-rollout`) is another process: set the variable there (vllm.py, the plugin). Written for ms-swift 4.6.
+rollout`) is another process: set the variable there (vllm.py, the plugin). For ms-swift 4.6.
 """
 
 from typing import Any

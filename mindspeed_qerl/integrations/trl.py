@@ -48,7 +48,7 @@ def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
 
 
 def telling(score: Callable[..., Any], rollout: WorkerRollout, trainer: Any) -> Callable[..., Any]:
-    """`score`, TRL's `_generate_and_score_completions`, which tells `rollout` what its noise did."""
+    """Makes `score`, TRL's `_generate_and_score_completions`, tell what the noise did."""
 
     def score_and_tell(*args: Any, **kwargs: Any) -> Any:
         batch = score(*args, **kwargs)

@@ -271,8 +271,8 @@ class WorkerRollout:
             return None
         return (
             f"{100 * arrived:.2g} % of the update arrived in vLLM (standard error "
-            f"{100 * error:.2g} %), and min_arrived = {least:g} asks for more: the rest was rounded "
-            'away. Load the trainer in float32 and set rounding: "unbiased", or sync adapters '
+            f"{100 * error:.2g} %), and min_arrived = {least:g} asks for more: the rest was "
+            'rounded away. Load the trainer in float32 and set rounding: "unbiased", or sync adapters '
             "alone; min_arrived: 0 accepts it"
         )
 
@@ -282,8 +282,8 @@ class WorkerRollout:
         assert schedule, "noise is configured"
         if schedule.kind == "target" and not self.is_told:
             raise RuntimeError(
-                "noise.kind = 'target' needs the trainer's log-probs, and nobody tells them to this "
-                "vLLM worker: ms-swift does, TRL with vllm_importance_sampling_correction, its "
+                "noise.kind = 'target' needs the trainer's log-probs, and nobody tells them to "
+                "this vLLM worker: ms-swift does, TRL with vllm_importance_sampling_correction, its "
                 "default, and both with vLLM in their own process (mode colocate)"
             )
         if self.controller is None:
@@ -311,8 +311,8 @@ class WorkerRollout:
         )
 
     def measured(self, values: Mapping[str, float]) -> None:
-        """What the last noise did, `mismatch/*` over the answers of all ranks; the first that is
-        told of a step counts.
+        """Takes what the last noise did, `mismatch/*` over the answers of all ranks; of a step the
+        first that is told counts.
         """
         if self.controller and self.measured_step != self.noise_step:
             step = self.measured_step = self.noise_step
@@ -322,7 +322,7 @@ class WorkerRollout:
                 logger.warning("AQN: no log-prob of this step is known, so that sigma stays")
 
     def _measured_before(self, step: int) -> dict[int, dict[str, float]]:
-        """What this rank was told of the steps before, by the lines of a run that is resumed."""
+        """Returns what this rank was told before, from the lines of a run that is resumed."""
         from mindspeed_qerl.runs.metrics import read_jsonl  # pydantic and such
 
         files = sorted(Path(self.settings.report).glob("*.jsonl"), key=os.path.getmtime)
@@ -357,8 +357,8 @@ class WorkerRollout:
 
 
 def attach_when_loaded(worker: Any) -> None:
-    """The same of a worker that has yet to load its model, by MINDSPEED_QERL_ROLLOUT; nothing
-    without it, or where the plugin and `worker_extension_cls` both ask.
+    """Makes a worker that has yet to load its model a WorkerRollout by MINDSPEED_QERL_ROLLOUT; does
+    nothing without it, and once where the plugin and `worker_extension_cls` both ask.
     """
     settings = settings_of_environment()
     if settings is None or hasattr(worker, WILL_ATTACH):

@@ -3,7 +3,7 @@ any layout.
 
     y = W x + (alpha / r) B A x        A: [r, in] Kaiming-uniform, B: [out, r] zero, W frozen
 
-In bfloat16 W x lies on a grid that is wider than what an update adds to it, so that the sum would be
+In bfloat16 W x lies on a grid that is wider than what an update adds, so that the sum would be
 rounded back to W x. There a layer multiplies with the merged weights that the rollout engine gets
 (rounding.py), whose product sums in float32 and rounds once; gradients go straight through to A and
 B.

@@ -43,7 +43,7 @@ class Failure:
 
 
 class Arrival:
-    """What was sent in this sync and in the one before it.
+    """Compares what was sent in this sync, and in the one before it, with what is held.
 
     Args:
         elements: of each tensor, that are compared; 0: all of them.
@@ -96,14 +96,14 @@ class Arrival:
 
     @property
     def unchanged(self) -> bool:
-        """Whether all that was sent is what the sync before had sent."""
+        """True if all that was sent is what the sync before had sent."""
         if not self.before or self.sent.keys() != self.before.keys():
             return False
         pairs = ((sample, self.before[name]) for name, sample in self.sent.items())
         return all(torch.equal(sample.values, before.values) for sample, before in pairs)
 
     def failures(self, held: Iterable[Held]) -> list[Failure]:
-        """What is not there as it was sent, or is there and was never sent for.
+        """Returns what is not there as it was sent, or is there and was never sent for.
 
         >>> arrival = Arrival()
         >>> arrival.expect("up.weight", torch.eye(2))
@@ -127,7 +127,7 @@ class Arrival:
         return sorted(failures, key=lambda failure: failure.name)
 
     def _sampled(self, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is held of a sample, and, bool [elements], which of its elements those are."""
+        """Returns what is held of a sample, and which of its elements it is, bool [elements]."""
         if held.name not in self.sent:
             return torch.empty(0), torch.zeros(1, dtype=torch.bool)
         place = self.sent[held.name].index - torch.tensor(held.start)
@@ -169,7 +169,7 @@ class Arrival:
         return f"{int(wrong.sum())} of {len(values)} sampled elements differ"
 
     def _equal(self, values: torch.Tensor, sent: torch.Tensor) -> bool:
-        """Whether `values` are those that were sent, rounded to their dtype."""
+        """Returns True if `values` are those that were sent, rounded to their dtype."""
         sent = sent.to(values.dtype)
         if not self.tolerance:
             return torch.equal(values, sent)
@@ -246,8 +246,8 @@ def positions(shape: torch.Size, elements: int) -> torch.Tensor:
 
 
 def _is_elsewhere(name: str, held: set[str]) -> bool:
-    """Whether another worker may hold it: an expert, where this one holds others of its layer; or
-    an output layer that is the embedding.
+    """Returns True if another worker may hold it: an expert, where this one holds others of its
+    layer; or an output layer that is the embedding.
     """
     if name == "lm_head.weight":
         return True

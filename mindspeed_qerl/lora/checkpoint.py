@@ -43,8 +43,7 @@ Table = dict[str, ParameterMapping]  # by Megatron's module
 
 @dataclass(frozen=True)
 class Adapters:
-    """What a run had trained after `iteration`: W of every module here becomes W + (alpha / rank) B
-    A.
+    """A run's adapters after `iteration`: W of every module here becomes W + (alpha / rank) B A.
 
     weights: (A [rank, in], B [out, rank]) by Hugging Face module name, such as
     "model.layers.0.self_attn.q_proj", in the checkpoint's dtype. Modules that Megatron fuses share
@@ -108,7 +107,7 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
 
 
 def table_of_layer(shape: ModelShape) -> Table:
-    """What `whole_adapters` needs to know of a model: the mappings of its first layer, by
+    """Returns what `whole_adapters` needs to know of a model: the mappings of its first layer, by
     Megatron's module.
     """
     one_layer = mappings(shape, range(1), range(shape.num_experts), first=False, last=False)
@@ -189,7 +188,7 @@ def _experts(
     args: Namespace,
     table: Table,
 ) -> dict[str, Pair]:
-    """The same of grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
+    """Joins grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
     "mlp.experts.weight2" (f -> h).
 
     A rank's tensors are the memory of [experts, in, r] and [experts, r, out]
@@ -331,7 +330,7 @@ class _Opaque:
 
 
 class _Unpickling:
-    """What torch.load takes in the place of the module pickle."""
+    """Stands for the module pickle in torch.load."""
 
     class Unpickler(pickle.Unpickler):
         """Rebuilds tensors and plain containers, and makes an _Opaque of the rest (enums of

@@ -135,7 +135,7 @@ def load_peft(directory: str | Path) -> Adapters:
 
 
 def _more_than_lora(config: dict) -> list[str]:
-    """What a PEFT config asks for beside (alpha / r) B A."""
+    """Returns what a PEFT config asks for beside (alpha / r) B A."""
     more = [key for key in MORE_THAN_LORA if config.get(key)]
     if config.get("init_lora_weights", True) not in PLAIN_INITS:
         more.append(f"init_lora_weights = {config['init_lora_weights']}")

@@ -57,8 +57,8 @@ def kernel_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def take_apart(
     model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[Held]:
-    """What is fused or stacked in `tensors`, which have the names and shapes of parameters of
-    vLLM's `model`.
+    """Takes apart what is fused or stacked in `tensors`, which have the names and shapes of
+    parameters of vLLM's `model`.
     """
     for parameter, tensor in tensors:
         path, _, kind = parameter.rpartition(".")

@@ -118,5 +118,5 @@ def arrival_metrics(movement: Movement) -> dict[str, float]:
 
 
 def _sum(tensor: torch.Tensor) -> float:
-    """Of all elements; an NPU sums in float32, a row at a time."""
+    """Sums all elements; an NPU does so in float32, a row at a time."""
     return tensor.sum(-1).cpu().double().sum().item()

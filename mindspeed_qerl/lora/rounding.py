@@ -34,11 +34,11 @@ class Dither:
     across: torch.Tensor
 
     def to(self, device: torch.device) -> "Dither":
-        """The same on another device."""
+        """Copies it to another device."""
         return Dither(self.down.to(device), self.across.to(device))
 
     def part(self, start: Sequence[int], shape: Sequence[int]) -> "Dither":
-        """That of a matrix's part [shape] whose first element is at `start`."""
+        """Returns that of a matrix's part [shape] whose first element is at `start`."""
         down = self.down.narrow(0, start[0], shape[0])
         return Dither(down, self.across.narrow(0, start[1], shape[1]))
 
@@ -89,7 +89,7 @@ def merged(
     weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scaling: float, dither: Dither | None
 ) -> torch.Tensor:
     """Returns weight + scaling * b @ a in the dtype of `weight` [n, m], computed in float32 and
-    rounded once: by `dither`, which weights in bfloat16 have, else to nearest. b: [n, r]; a: [r, m].
+    rounded once: by `dither`, which weights in bfloat16 have, else to nearest. b: [n, r], a: [r, m]
     """
     b, a = b.float(), a.float()
     if dither is None:
@@ -116,7 +116,7 @@ def _input_bits(count: int) -> torch.Tensor:
 
 
 def _hashed(count: int, seed: int) -> torch.Tensor:
-    """Odd int32 [count]: 0 to count - 1 with `seed`, hashed by MurmurHash3's finaliser (Appleby)."""
+    """Hashes 0 to count - 1 with `seed` into odd int32, by MurmurHash3's finalizer (Appleby)."""
     numbers = _mixed(_mixed(torch.arange(count)) ^ seed) | 1
     return (numbers - ((numbers >> 31) << 32)).to(torch.int32)
 
