@@ -64,6 +64,17 @@ def test_rounding_is_right_in_the_mean_and_as_noisy_as_the_proof_says():
     assert abs(z.mean()) < 3 / math.sqrt(200) and 0.85 < z.std() < 1.15
 
 
+@pytest.mark.parametrize("distance", [1 / 64, 1 / 4, 1 / 2, 3 / 4, 63 / 64])
+def test_a_value_is_rounded_with_the_probability_of_its_distance(distance):
+    """Away from 0 as towards it, which the share, of updates of both signs, would not tell apart."""
+    shape, spacing = (256, 192), 2**-7
+    exact = torch.full(shape, 1 + distance * spacing)
+    exact[::2] *= -1
+    away = rounded(exact, torch.bfloat16, dither_of(NAME, shape)).abs() > 1
+    error = math.sqrt(distance * (1 - distance) / away.numel())
+    assert abs(away.double().mean() - distance) < 4 * error
+
+
 def test_bits_are_as_independent_ones():
     """Uniform, uncorrelated between rows, columns and names, and without a direction of their own."""
     bits = []
