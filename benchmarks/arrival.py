@@ -56,10 +56,11 @@ FILE = ROOT / "docs" / "studies" / "arrival.json"
 R, ALPHA, LR, BETAS = 32, 64, 5e-6, (0.9, 0.95)  # the NPU configs'
 MARKS = (1, 10, 50, 116)
 QUESTION, ANSWER = 32, 64  # tokens at most: the last ones, the first ones
-# folder in models/, answers that are asked about, pairs of a right and a wrong answer in an update
+# folder in models/, pairs of a right and a wrong answer in an update, answers that are asked about
+# after so many updates: more where the change is small
 MODELS = {
-    "SmolLM2-135M": ("smollm2_135m_instruct", 256, 2),
-    "tiny mixture": ("tiny_qwen3_moe", 2000, 16),
+    "SmolLM2-135M": ("smollm2_135m_instruct", 2, {64: (50, 116), 256: (1, 10)}),
+    "tiny mixture": ("tiny_qwen3_moe", 16, {2000: MARKS}),
 }
 TRUTH = ("float32", "beside")
 # (arithmetic, weights): colour and line in the picture
@@ -298,32 +299,47 @@ def start_of(arm: tuple[str, str]) -> tuple[str, str]:
     return arm[0], "NVFP4 beside" if "NVFP4" in arm[1] else "beside"
 
 
-def probes(name: str, data: Path, folder: Path) -> dict:
-    """Returns the log-probs by (mark, arm), the number of each token's answer, and `of_weights` by
-    mark; kept in `folder`, where what is there is not computed again.
+def probes(name: str, data: Path, folder: Path) -> list[dict]:
+    """Returns for each number of answers the log-probs by (mark, arm), the number of each token's
+    answer, and `of_weights` by mark; kept in `folder`, where what is there is not computed again.
     """
-    directory, count, pairs = MODELS[name]
+    directory, pairs, asked = MODELS[name]
     model, folder = ROOT / "models" / directory, folder / directory
     tokenizer, policy = load_tokenizer(model), Policy(model)
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
     folder.mkdir(parents=True, exist_ok=True)
-    updates, file = folder / "updates.pt", folder / "probes.pt"
+    updates = folder / "updates.pt"
     if not updates.exists():
-        torch.save(record(policy, tokenizer, rows[:-count], pairs), updates)
+        torch.save(record(policy, tokenizer, rows[: -max(asked)], pairs), updates)
     recorded = torch.load(updates)
+    return [
+        probes_of(policy, tokenizer, rows[-count:], recorded, marks, folder / f"probes_{count}.pt")
+        for count, marks in asked.items()
+    ]
+
+
+def probes_of(
+    policy: Policy,
+    tokenizer,
+    rows: list[dict],
+    recorded: dict[int, list],
+    marks: tuple[int, ...],
+    file: Path,
+) -> dict:
+    """Returns what `probes` does, of the answers of `rows` after `marks` updates."""
     found = torch.load(file, weights_only=False) if file.exists() else {"probes": {}, "weights": {}}
-    answers = [row["answer"] for row in rows[-count:]]
-    ids, mask = batch_of(tokenizer, [(row["question"], row["answer"]) for row in rows[-count:]])
+    answers = [row["answer"] for row in rows]
+    ids, mask = batch_of(tokenizer, [(row["question"], row["answer"]) for row in rows])
     found["answer"] = np.unique(answers, return_inverse=True)[1][mask.nonzero()[:, 0]]
-    for mark, factors in recorded.items():
-        for mine, kept in zip(policy.factors, factors):
+    for mark in (0, *marks):
+        for mine, kept in zip(policy.factors, recorded[mark]):
             mine.data.copy_(kept)
         for arm in (TRUTH, *ARMS):
             if (mark, arm) in found["probes"] or mark == 0 and arm != start_of(arm):
                 continue
             found["probes"][mark, arm] = policy.probe(arm, ids, mask)
             torch.save(found, file)
-            print(f"{name}, {mark} updates: {' '.join(arm)}", flush=True)
+            print(f"{file.stem}, {mark} updates: {' '.join(arm)}", flush=True)
         if mark and mark not in found["weights"]:
             truth = found["probes"][mark, TRUTH] - found["probes"][0, TRUTH]
             found["weights"][mark] = policy.of_weights(ids, mask, truth)
@@ -346,7 +362,7 @@ def summary(found: dict) -> dict[str, dict[str, list[float]]]:
     """Returns what docs/studies/arrival.json has of a model: rows of a table, by updates; a slope
     with its standard error and the correlation of shown and truth, k3 with its standard error.
     """
-    answer = found["answer"]
+    answer, marks = found["answer"], sorted(found["weights"])
     tokens = np.bincount(answer)
     probes = {key: values.double().numpy() for key, values in found["probes"].items()}
     rows: dict[str, dict[str, list[float]]] = defaultdict(dict)
@@ -357,7 +373,7 @@ def summary(found: dict) -> dict[str, dict[str, list[float]]]:
     def change(mark: int, arm: tuple[str, str]) -> np.ndarray:
         return probes[mark, arm] - probes[0, start_of(arm)]
 
-    for mark in MARKS:
+    for mark in marks:
         weights, truth = dict(found["weights"][mark]), change(mark, TRUTH)
         other_bits = weights.pop("other bits")
         put("change of the truth, nats rms", mark, np.sqrt(np.square(truth).mean()))
@@ -370,7 +386,7 @@ def summary(found: dict) -> dict[str, dict[str, list[float]]]:
             if arm[1] == "unbiased":
                 error = math.hypot(error, other_bits)
             put(", ".join(arm), mark, slope, error, np.corrcoef(shown, truth)[0, 1])
-    for mark in (0, *MARKS):
+    for mark in (0, *marks):
         k3 = {}
         for name, pair in PAIRS.items():
             arms = [arm if mark else start_of(arm) for arm in zip(("trainer", "sampler"), pair)]
@@ -379,8 +395,8 @@ def summary(found: dict) -> dict[str, dict[str, list[float]]]:
         k3["shipped - before"] = k3["shipped"] - k3["before"]
         for name, sums in k3.items():
             put(f"k3, {name}", mark, *ratio(sums, tokens))
-    put("answers", 0, len(tokens))
-    put("tokens", 0, len(answer))
+        put("answers", mark, len(tokens))
+        put("tokens", mark, len(answer))
     return rows
 
 
@@ -440,7 +456,10 @@ def main() -> None:
     own = ROOT / "models" / MODELS["tiny mixture"][0] / "data" / "raw" / "train.jsonl"
     for name, data in (("tiny mixture", own), ("SmolLM2-135M", arguments.data)):
         if data and not arguments.tables:
-            kept[name] = summary(probes(name, data, arguments.folder))
+            kept[name] = defaultdict(dict)
+            for found in probes(name, data, arguments.folder):
+                for row, by_mark in summary(found).items():
+                    kept[name][row] |= by_mark
             write_whole(FILE, json.dumps(kept, indent=1) + "\n")
     for name, rows in kept.items():
         print("\n".join(table(name, rows)))

@@ -7,8 +7,6 @@ cores, in one run.
     python benchmarks/step.py
     python benchmarks/step.py --size smollm2 --rounds 1    # needs `make real-model`
     python benchmarks/step.py --size large --prompts 32 --rounds 1
-    # our update with its metrics and without (metrics_cost.py), 3 minutes
-    python benchmarks/step.py --metrics
 
     tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
     large   10M parameters, 8 prompts x 8 answers of 256 tokens
@@ -218,12 +216,9 @@ def run_trl(setting: Setting, model_dir: Path, work: Path, sampler: str) -> list
 
     torch.set_num_threads(CORES)
     if sampler == "vllm":
-        from vllm import _custom_ops
-        from vllm.model_executor.layers import utils
+        from mindspeed_qerl.integrations.cpu import keep_weights
 
-        # oneDNN's and sgl's linear layers keep no weight that TRL's sync could load
-        _custom_ops._supports_onednn = False
-        utils.check_cpu_sgl_kernel = lambda *_: False
+        keep_weights()
     rows = read_rows(model_dir / "data" / "train_chat.parquet")
     chosen = PromptOrder(len(rows), SEED).take((setting.warm_up + setting.steps) * setting.prompts)
     dataset = Dataset.from_dict({"prompt": [rows[i].prompt for i in chosen]})
@@ -478,12 +473,6 @@ def main() -> None:
         default=2,
         help="how often each side runs: ours, TRL, TRL merged, ours, ... (default %(default)s)",
     )
-    parser.add_argument(
-        "--metrics", action="store_true", help="what metrics cost: our update with and without them"
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=8, help="of updates, for --metrics (default %(default)s)"
-    )
     parser.add_argument("--steps", type=int, help="counted steps a run (default 5)")
     parser.add_argument("--warm-up", type=int, help="steps before them (default 2)")
     parser.add_argument(
@@ -499,9 +488,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         settings = settings_from(arguments)
-        for name in ("rounds", "pairs"):
-            if getattr(arguments, name) < 1:
-                raise ValueError(f"--{name} {getattr(arguments, name)} is too small")
+        if arguments.rounds < 1:
+            raise ValueError(f"--rounds {arguments.rounds} is too small")
     except ValueError as error:
         parser.error(str(error))
 
@@ -509,7 +497,6 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    import metrics_cost
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 110)
@@ -517,15 +504,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="step_") as folder:
             work = Path(folder)
             parameters = make_model(work / "model", setting.shape)
-            if arguments.metrics:
-                measured = metrics_cost.measure_cost(
-                    setting,
-                    our_overrides(setting, work / "model"),
-                    1 if arguments.quick else arguments.pairs,
-                    work,
-                )
-                metrics_cost.report(setting, parameters, measured, console)
-                continue
             runs = {side: [] for side in SIDES if side != "TRL, vLLM" or setting.shape == "smollm2"}
             for turn in range(1 if arguments.quick else arguments.rounds):
                 for side in list(runs):

@@ -9,7 +9,7 @@ and each weight it reads from it comes merged.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from mindspeed_rl.models.rollout.vllm_adapter import megatron_weight_loaders
@@ -24,24 +24,30 @@ from mindspeed_qerl.lora.rounding import merged
 EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
 
 
-class MergedWeights(dict):
+class MergedWeights(Mapping[str, torch.Tensor]):
     """Training parameters by their names without LoRA; a weight comes merged with its adapter when
     it is asked for and not before: all of them at once would double the model's memory.
     """
 
     def __init__(self, parameters: dict[str, torch.Tensor], rank: int, scaling: float):
-        super().__init__(parameters)
-        self.rank, self.scaling = rank, scaling
+        self.parameters, self.rank, self.scaling = parameters, rank, scaling
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        weight, linear = super().__getitem__(name), name.removesuffix(".weight")
-        if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in self:
-            a, b = self[f"{name}_lora_a"], self[f"{name}_lora_b"]
+        parameters, linear = self.parameters, name.removesuffix(".weight")
+        weight = parameters[name]
+        if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in parameters:
+            a, b = parameters[f"{name}_lora_a"], parameters[f"{name}_lora_b"]
             result = merge_experts(name, weight, a, b, self.rank, self.scaling)
-        elif f"{linear}.lora_A.default.weight" in self:
-            a = self[f"{linear}.lora_A.default.weight"]
-            b = self[f"{linear}.lora_B.default.weight"]
+        elif f"{linear}.lora_A.default.weight" in parameters:
+            a = parameters[f"{linear}.lora_A.default.weight"]
+            b = parameters[f"{linear}.lora_B.default.weight"]
             result = merged(weight, b, a, self.scaling, getattr(weight, "dither", None))
         else:
             return weight

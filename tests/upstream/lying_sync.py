@@ -27,7 +27,7 @@ def lying_classes():
                 return super()._build_sharding_manager()
             merged = MergedWeights.__getitem__
             MergedWeights.__getitem__ = lambda weights, name: (
-                dict.__getitem__(weights, name) if "linear_proj" in name else merged(weights, name)
+                weights.parameters[name] if "linear_proj" in name else merged(weights, name)
             )
             return super()._build_sharding_manager()
 

@@ -1,5 +1,5 @@
 """What a rank really allocates where the planner has a formula (`terms`): KV cache,
-what is offloaded and what stays, the weight sync, int8 copies. On emulated NPUs, whose memory is
+what is offloaded and what stays, merged weights, the weight sync, int8 copies. On emulated NPUs, whose memory is
 the host's: only tensors count.
 
     python measure.py CONFIG.yaml FOLDER
@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed_qerl.ascend.merging import adapted_layers
 from mindspeed_qerl.layout import parts
 from mindspeed_qerl.layout.memory import Memory
 
@@ -53,7 +54,7 @@ def terms(memory: Memory) -> dict[str, int]:
     """Bytes of what a rehearsal measures as well here."""
     update = {part.name: part.bytes for part in memory.moments["update"]}
     sizes = {"KV cache of a token": memory.kv_token}
-    sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW")}
+    sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW", "merged weights")}
     sizes |= {"frozen base": 0, "vLLM's weights": 0}
     for part in memory.moments["weight sync"]:
         name = part.name.partition(",")[0]  # of the dense part, and of the experts
@@ -84,6 +85,9 @@ class Meter:
     """
 
     def __init__(self, offloader: Any, manager: Any, rollout: Any):
+        # whose import needs Megatron
+        from mindspeed_qerl.ascend import loss
+
         self.found: dict[str, int] = {}
         self.offloader, self.rollout = offloader, rollout
         for term, tensors in {"adapters": self._parameters, "gradients": self._gradients}.items():
@@ -91,6 +95,7 @@ class Meter:
             for way, name in ((f"offload_{part}", term), (f"onload_{part}", f"{term}, back")):
                 self._watch(offloader, way, functools.partial(self._moved, name, tensors))
         self._watch(offloader, "offload_optimizer", self._of_optimizer)
+        self._watch(loss, "forget_merged", self._forgotten)
         self._watch(manager, "onload_infer_params", self._onloaded)
         self._watch(manager.vllm_weight_container, "get_infer_params", self._synced)
         self._watch(rollout, "init_cache_engine", functools.partial(self._cached, rollout))
@@ -135,6 +140,16 @@ class Meter:
                 "frozen base",
                 held(chain.from_iterable(chunk.parameters() for chunk in self.offloader.model)),
             )
+
+    def _forgotten(self, forget: Callable, chunks: list[torch.nn.Module]) -> None:
+        merged = []
+        for *_, layer in adapted_layers(chunks):
+            if hasattr(layer, "merged_weights"):
+                merged += layer.merged_weights.values()
+            else:
+                merged.append(layer.merged_weight)
+        self._keep("merged weights", held(merged))
+        forget(chunks)
 
     def _of_optimizer(self, move: Callable) -> None:
         """All that upstream moves; on a CPU it finds it there and moves nothing
