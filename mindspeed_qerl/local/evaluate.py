@@ -146,7 +146,8 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     tokenizer = load_tokenizer(job.model)
     started = RunDirectory.open(job.run).started if job.run else None
     task = Prompts(job.data, tokenizer, job.prompt, job.max_prompt_length, job.problems, at=started)
-    try_rewards([(job.verifier, 1.0)], task.rows)
+    for warning in try_rewards([(job.verifier, 1.0)], task.rows):
+        tell(f"warning: {warning}")
     if task.dropped:
         tell(task.left_out("evaluation"))
     kinds, step = {"greedy": (1, 0.0)}, job.step or 0

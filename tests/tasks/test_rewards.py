@@ -288,7 +288,6 @@ def test_a_class_is_made_once_and_gets_texts(modules, monkeypatch):
 @pytest.mark.parametrize(
     "reward, columns, words",
     [
-        (lambda prompts, responses, answer: [], TRL, "(prompts, responses, answer): not one of"),
         (lambda completion, answer, gold: [], TRL, "(completion, answer, gold): not one of"),
         (lambda completion_ids, **kwargs: [], TRL, "(completion_ids, **kwargs): not one of"),
         (lambda *args, **kwargs: [], TRL, "(*args, **kwargs): not one of the forms"),
@@ -305,6 +304,56 @@ def test_what_fits_no_form_is_refused(reward, columns, words):
         call_reward("mine", reward, SAID, [row_of(columns)] * 2)
     assert str(error.value).startswith("verifier 'mine' takes ") and words in str(error.value)
     assert str(error.value).endswith("Columns that all rows have: prompt, solution")
+
+
+@pytest.mark.parametrize(
+    "parameters, wrong",
+    [
+        ("questions, responses, answers", "'questions' would be given the responses"),
+        ("prompts, responses, answer", "'prompts' would be given the responses"),
+        ("answers, responses, rows", "'answers' would be given the responses"),
+        ("rows, responses, answers", "'rows' would be given the responses"),
+        ("ground_truths, predictions, extra", "'ground_truths' would be given the responses"),
+        ("texts, user_prompts, golds", "'user_prompts' would be given the answers"),
+        ("texts, golds, questions", "'questions' would be given the rows"),
+        ("responses, answers, rows", None),
+        ("model_answers, gold_answers, extra_infos, weight=1.0", None),
+        ("a, _, c", None),
+        ("generated_texts, expected_output, c, **kwargs", None),
+        ("solutions, solution_labels, metadata", None),
+    ],
+)
+def test_a_parameter_that_names_another_role_than_its_place_is_refused(parameters, wrong):
+    reward = eval(f"lambda {parameters}: [0.0] * 4")
+    if wrong is None:
+        assert call_reward("mine", reward, TEXTS, ROWS).tolist() == [0.0] * 4
+    else:
+        with pytest.raises(RewardError, match=f"verifier 'mine' takes .*{wrong}"):
+            call_reward("mine", reward, TEXTS, ROWS)
+
+
+def test_a_reward_that_tells_no_gold_from_an_empty_answer_is_warned_of(modules):
+    (modules / "told.py").write_text("""
+def by_place(a, b, c): return [float(x in y) for x, y in zip(b, c)]
+def shortest(responses, answers, rows): return [-len(each) for each in responses]
+def right(responses, answers, rows): return [float(x == y) for x, y in zip(responses, answers)]
+def for_others(completions, **kwargs): return [None] * len(completions)
+def as_verl(solution_str, ground_truth): return 0.0
+""")
+
+    def warnings(*names):
+        return try_rewards([(f"told:{name}", 1.0) for name in names], ROWS)
+
+    assert warnings("right") == warnings("right", "for_others") == []
+    assert try_rewards([("gsm8k_strict", 1.0)], ROWS) == []
+    values = "gives the gold answer 0 and an empty one 0 (data.jsonl:1)"
+    first, second = warnings("by_place", "right", "as_verl")
+    assert first.startswith(f"verifier 'told:by_place' {values}")
+    assert "responses=['0'], answers=['0'], rows=[{'prompt': 'question 0', 'answer': '0'" in first
+    assert second.startswith(f"verifier 'told:as_verl' {values}")
+    assert second.endswith("passed ground_truth=['0'], solution_str=['0']")
+    [told] = warnings("shortest")
+    assert "gives the gold answer -1 and an empty one 0 " in told
 
 
 def test_a_column_that_a_later_row_lacks_is_found_before_the_start(modules):
