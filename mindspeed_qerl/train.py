@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
-from mindspeed_qerl.engines import engine_of, examine_for_engine, trainer_of
+from mindspeed_qerl.engines import data_files, engine_of, examine_for_engine, trainer_of
 from mindspeed_qerl.engines.noise import lost_noise
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import LOSS_MODES, Recipe
@@ -70,7 +70,7 @@ def _directory(recipe: Recipe, name: str, label: str) -> tuple[RunDirectory, int
     contents: dict[str, Any] = {
         "config": dict(recipe.sections),
         "command": sys.argv,
-        "data_files": engine.data_files(recipe),
+        "data_files": data_files(recipe),
         "versions": engine.versions(),
     }
     if section.resume:

@@ -9,6 +9,7 @@ from typing import Any
 from yaml import YAMLError
 
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.imports import CODE
 from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -107,8 +108,10 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
             rewards[row["step"]] = row["reward/mean"]
     scores, settings = _read_scores(run, evaluation)
     versions = run.read_json("versions.json")
-    data = {label: entry["sha256"] for label, entry in run.read_json("data.json").items()}
-    comparable = comparable_config(config)
+    data, comparable = {}, comparable_config(config)
+    for label, entry in run.read_json("data.json").items():
+        of = comparable if label.startswith(CODE) else data  # own code separates groups
+        of[label] = entry["sha256"]
     git = versions["git"] or {}
     code = {"mindspeed_qerl": git.get("commit") or versions["mindspeed_qerl"]}
     code |= versions.get("upstream", {})

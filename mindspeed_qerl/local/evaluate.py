@@ -24,6 +24,7 @@ from pydantic import Field
 from mindspeed_qerl import emulation
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import json_text, new_directory, whole_checkpoints
+from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.local.limits import BESIDE_ROUNDED
@@ -100,10 +101,12 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
     files: dict[str, Path | str] = {} if "data" in given else {"test": recipe.task.test_file}
     if "model" not in given and Path(recipe.model.path).is_dir():
         files |= model_files(recipe.model.path)
+    if "verifier" not in given:
+        files |= own_code(recipe.task.verifier_function[:1])
     if changed := run.other_data(files):
         raise ConfigError(
-            f"{path} has seen other files than are there now. Put them back, or give --model and "
-            "--data to evaluate with others\n" + "\n".join(changed)
+            f"{path} has seen other files than are there now. Put them back, or give --model, "
+            "--data or --verifier to evaluate with others\n" + "\n".join(changed)
         )
     if given.get("quantization"):
         given["quantization"] = replace(recipe.quantization, **given["quantization"])

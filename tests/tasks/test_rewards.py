@@ -17,6 +17,11 @@ import pytest
 import torch
 
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.imports import own_code
+from mindspeed_qerl.engines import data_files
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.gsm8k import verifier
 from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_rewards
 from mindspeed_qerl.tasks.rows import row_of
@@ -480,6 +485,57 @@ def test_what_is_wrong_with_a_name(modules, name, words):
     with pytest.raises(ConfigError) as error:
         load_reward(name)
     assert words.replace("FOLDER", str(modules)) in str(error.value)
+
+
+OWN = {
+    "task/__init__.py": "from .rewards import f as g",
+    "task/rewards.py": "from .. import nothing\nfrom task import limits\nimport numpy as np, os.path",
+    "task/limits.py": "def later():\n    from .deep.inner import most\n    return most",
+    "task/deep/inner.py": "import importlib\nmost = importlib.import_module('task_data').most",
+    "task_data.py": "import mindspeed_qerl.tasks.rows, torch.nn\nmost = 7",
+    "unused.py": "",
+}
+
+
+@pytest.fixture
+def task(modules):
+    for name, text in OWN.items():
+        (modules / name).parent.mkdir(parents=True, exist_ok=True)
+        (modules / name).write_text(text)
+    return modules
+
+
+def test_the_code_of_a_reward_is_all_that_a_user_wrote_of_it(task):
+    """Of packages, relative, inside functions, by import_module; nothing is imported for it."""
+    used = ["task", "task.deep.inner", "task.limits", "task.rewards", "task_data"]
+    files = own_code(["task.rewards:f", "gsm8k", "vanilla"])
+    assert list(files) == [f"code/{name}" for name in used]
+    assert all(task in file.parents for file in files.values()) and "task" not in sys.modules
+    assert own_code(["task:g"]) == files and list(own_code(["unused:f"])) == ["code/unused"]
+    assert own_code(["gsm8k", "numpy:sum", "json:loads", "no.such:f", "broken:f"]) == {
+        "code/broken": task / "broken.py"
+    }
+
+
+@pytest.mark.parametrize("changed", ["task/rewards.py", "task/deep/inner.py", "task_data.py"])
+@pytest.mark.parametrize("key", ["rl_config.verifier_function", "algorithm.loss_mode"])
+def test_a_run_is_not_resumed_with_other_code(task, changed, key):
+    (task / "models").symlink_to(ROOT / "models")
+    raw = compose("grpo_tiny_moe_cpu", [f"{key}=task.rewards:f"])
+    files = partial(data_files, read_recipe(raw))
+    run = RunDirectory.create(task, "run", config=raw, command=[], seed=1, data_files=files())
+    assert RunDirectory.finished(task / "run", config=raw, data_files=files()) is None
+    run.finish()
+    assert RunDirectory.finished(task / "run", config=raw, data_files=files()).path == run.path
+    (task / changed).write_text(OWN[changed] + "\nscale = 100")
+    assert RunDirectory.finished(task / "run", config=raw, data_files=files()) is None
+    run.fail("stopped")
+    with pytest.raises(ValueError, match=f"code/{changed[:-3].replace('/', '.')}.sha256 was '"):
+        run.resume(config=raw, command=[], data_files=files())
+    (task / changed).write_text(OWN[changed])
+    (task / "nothing.py").write_text("")  # what was found elsewhere, or not at all
+    (task / "os").mkdir()
+    run.resume(config=raw, command=[], data_files=files())
 
 
 def test_a_script_of_another_folder_finds_the_reward_too(modules):
