@@ -19,6 +19,7 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import read_packed_rows
+from mindspeed_qerl.tasks.prompts import check_template, load_tokenizer
 from mindspeed_qerl.tasks.rows import read_rows
 
 
@@ -51,6 +52,8 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             rows = read_packed_rows(recipe.task.data_path)
         else:
             rows = read_rows(recipe.task.train_file)
+        if recipe.task.chat_template_kwargs:
+            check_template(load_tokenizer(recipe.model.path), recipe.task.chat_template_kwargs)
         found_in_data = check_task(recipe.task, rows)
         found_in_data.raise_faults()
         found.warnings += [*found_in_data.warnings, *lost_noise(rehearsed or recipe)]

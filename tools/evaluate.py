@@ -25,6 +25,7 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
+from mindspeed_qerl.common.entry import json_object
 from mindspeed_qerl.local.evaluate import EvaluationJob, evaluate, of_run
 from mindspeed_qerl.recipe.features import (
     HARDWARE_ERRORS,
@@ -47,6 +48,10 @@ OPTIONS: dict[str, tuple[str, dict]] = {
         {"type": int, "metavar": "N"},
     ),
     "prompt": ("form of the prompts", {"choices": ("chat", "plain")}),
+    "chat_template_kwargs": (
+        "variables of the chat template, such as '{\"enable_thinking\": false}'",
+        {"type": json_object, "metavar": "JSON"},
+    ),
     "verifier": ("gsm8k, gsm8k_strict, or your own module:function", {}),
     "problems": ("the first N questions (default: all)", {"type": int, "metavar": "N"}),
     "samples": (

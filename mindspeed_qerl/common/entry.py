@@ -2,8 +2,11 @@
 library only.
 """
 
+import argparse
+import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import platform
 import sys
@@ -12,6 +15,14 @@ from pathlib import Path
 CHECKOUT = Path(__file__).resolve().parents[2]
 # of requirements/base.in, what no command can do without
 NEEDED = ("hydra", "numpy", "pydantic", "rich", "yaml")
+
+
+def json_object(text: str) -> dict:
+    """A value of an option, such as '{"enable_thinking": false}'."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f'{text} is no JSON object like {{"enable_thinking": false}}')
 
 
 def use_checkout() -> None:

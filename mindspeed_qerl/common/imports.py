@@ -123,4 +123,5 @@ def _imported(module: str, file: Path) -> Iterator[str]:
             base = ".".join([*above, *filter(None, [node.module])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
-            yield from (each.value for each in node.args if isinstance(each, ast.Constant))
+            words = [each.value for each in node.args if isinstance(each, ast.Constant)]
+            yield from (word for word in words if isinstance(word, str))

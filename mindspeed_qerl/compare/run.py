@@ -45,6 +45,7 @@ EVALUATION_SETTINGS = (  # of summary.json
     "max_tokens",
     "dtype",
     "prompt",
+    "chat_template_kwargs",
     "hardware_error",
     "quantization",
 )
@@ -108,7 +109,8 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
             rewards[row["step"]] = row["reward/mean"]
     scores, settings = _read_scores(run, evaluation)
     versions = run.read_json("versions.json")
-    data, comparable = {}, comparable_config(config)
+    data: dict[str, str] = {}
+    comparable = comparable_config(config)
     for label, entry in run.read_json("data.json").items():
         of = comparable if label.startswith(CODE) else data  # own code separates groups
         of[label] = entry["sha256"]

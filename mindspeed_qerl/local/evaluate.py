@@ -51,6 +51,7 @@ class EvaluationJob:
     run: str | None = None
     step: Count | None = None
     prompt: str = "chat"
+    chat_template_kwargs: dict[str, Any] | None = None
     verifier: str = "gsm8k"
     problems: Size | None = None
     samples: Count = 4
@@ -124,6 +125,7 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         data=recipe.task.test_file,
         run=str(path),
         prompt=recipe.task.prompt,
+        chat_template_kwargs=recipe.task.chat_template_kwargs,
         verifier=recipe.task.verifier_function[0],
         problems=settings.n_problems,
         max_tokens=recipe.sampling.max_tokens,
@@ -148,7 +150,15 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     _prepare_platform(job)
     tokenizer = load_tokenizer(job.model)
     started = RunDirectory.open(job.run).started if job.run else None
-    task = Prompts(job.data, tokenizer, job.prompt, job.max_prompt_length, job.problems, at=started)
+    task = Prompts(
+        job.data,
+        tokenizer,
+        job.prompt,
+        job.max_prompt_length,
+        job.problems,
+        started,
+        job.chat_template_kwargs,
+    )
     for warning in try_rewards([(job.verifier, 1.0)], task.rows):
         tell(f"warning: {warning}")
     if task.dropped:

@@ -128,7 +128,8 @@ def _gold(columns: Columns) -> str:
             f"reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the reward "
             "does not read it"
         )
-    name, value = given[0], values[given[0]]
+    name = given[0]
+    value: Any = values[name]
     if name == "reward_model" and isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)  # as verl's rewards compare with
     if name == "completion" and isinstance(value, list):
