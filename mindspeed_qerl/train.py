@@ -1,5 +1,6 @@
 """A run on one page: check the config, make the run directory, call the engine, report."""
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -77,7 +78,10 @@ def _directory(recipe: Recipe, name: str, label: str) -> tuple[RunDirectory, int
         "versions": engine.versions(),
     }
     if section.resume:
-        run = RunDirectory.take(section.resume)
+        try:
+            run = RunDirectory.take(section.resume)
+        except OSError as error:
+            raise ConfigError(f"run.resume = {section.resume!r}: {error}") from error
         after = trainer_of(recipe).last_checkpoint(recipe)
         return run.resume(may_change=engine.MAY_CHANGE, **contents), after
     name = section.name or name
@@ -167,7 +171,7 @@ def _report(directory: RunDirectory) -> None:
     except (OSError, ValueError) as error:  # a full disk, a damaged row of metrics.jsonl
         print(
             f"\nwarning: the report cannot be written: {error}. Later:\n"
-            f"  python -m mindspeed_qerl.runs.report {directory.path}",
+            f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}",
             file=sys.stderr,
         )
 

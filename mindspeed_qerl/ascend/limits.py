@@ -8,6 +8,7 @@ keys of one allowed value are in recipe/keys.yaml, layouts and batches in layout
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -159,7 +160,7 @@ def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
     if packed != wanted:
         key = "task.chat_template_kwargs"
         message = f"{key} = {wanted}, and {recipe.task.data_path} was packed with {packed}"
-        fix = f"Pack it again with --chat-template-kwargs '{json.dumps(wanted)}'"
+        fix = f"Pack it again with --chat-template-kwargs {shlex.quote(json.dumps(wanted))}"
         yield Fault("conflict", message, key, fix)
 
 

@@ -9,7 +9,9 @@ import importlib.util
 import json
 import os
 import platform
+import select
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -51,14 +53,31 @@ def use_checkout() -> None:
     sys.excepthook = _name_missing
 
 
-def command() -> int:
+def quietly(main: Callable[[], int | None]) -> int | None:
+    """The exit status of `main`; 0 if whoever reads what it prints leaves early, as `head` does."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        pipe = select.poll()
+        pipe.register(sys.stdout, 0)
+        if not pipe.poll(0):  # another pipe's
+            raise
+        # else Python would try once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def command() -> int | None:
     """What every console command calls: qerl-train is cli/train_grpo.py, qerl-plan-layout
     tools/plan_layout.py.
     """
     sys.excepthook = _name_missing
     name = Path(sys.argv[0]).name.removeprefix("qerl-").replace("-", "_")
     module = "mindspeed_qerl.cli.train_grpo" if name == "train" else f"mindspeed_qerl.tools.{name}"
-    return importlib.import_module(module).main()
+    return quietly(importlib.import_module(module).main)
 
 
 def _name_missing(kind, error, trace) -> None:

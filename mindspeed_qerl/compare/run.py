@@ -1,6 +1,7 @@
 """What a comparison reads of one run, and why it may not be averaged in."""
 
 import hashlib
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,7 @@ def _faults(
     elif len(rows) < train_iters:
         yield f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps"
     elif evaluation is not None and not scores:
-        command = f"tools/evaluate.py --run {run.path} --name {evaluation}"
+        command = shlex.join(["tools/evaluate.py", "--run", str(run.path), "--name", evaluation])
         yield f"it has no evaluation {evaluation!r}: make it with {command}"
     elif evaluation is None and train_iters not in scores:
         yield f"its last step, {train_iters}, was not evaluated"

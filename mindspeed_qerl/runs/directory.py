@@ -38,6 +38,12 @@ from mindspeed_qerl.runs.versions import own_versions
 ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
 
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")  # of a run, or an evaluation
+NAME_RULE = (
+    "it becomes a folder: use letters, digits and . _ = + - only, starting with a letter or digit"
+)
+
+
 class RunDirectory:
     """The files of one run. `create` makes a new one, `take` and `resume` resume one, `open` reads
     one. The process that writes the run holds its `lock`.
@@ -80,11 +86,8 @@ class RunDirectory:
         Raises ValueError for a bad name, FileNotFoundError for a missing data file (both before
         anything is made), and OSError when the directory cannot be written.
         """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", name):
-            raise ValueError(
-                f"run name {name!r} becomes a folder: use letters, digits and . _ = + - only, "
-                "starting with a letter or digit"
-            )
+        if not NAME.fullmatch(name):
+            raise ValueError(f"run.name = {name!r}: {NAME_RULE}")
         contents = {
             "config.yaml": _to_yaml(config),
             "command.txt": shlex.join(command) + "\n",
@@ -104,7 +107,12 @@ class RunDirectory:
         }
         # last: a directory that has it has everything
         contents["status.json"] = json_text(status)
-        path = _make_new(Path(root) / name, "_".join(filter(None, words)))
+        try:
+            path = _make_new(Path(root) / name, "_".join(filter(None, words)))
+        except OSError as error:
+            raise ConfigError(
+                f"run.root = {str(root)!r}: no folder can be made: {error}"
+            ) from error
         run = cls(path, hold(path))
         for file, text in contents.items():
             write_whole(path / file, text)

@@ -66,16 +66,36 @@ class Prompts:
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of a model directory; ConfigError if transformers cannot read it."""
+    """The tokenizer of a model directory; ConfigError if there is none that transformers can read.
+    Nothing is asked of a hub.
+    """
+    if not Path(directory).is_dir():
+        raise ConfigError(
+            f"{directory}: no such folder, and so no tokenizer: give that of a Hugging Face model"
+        )
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
         raise ConfigError(
-            f"{directory} has no tokenizer that transformers can read: {type(error).__name__}: "
-            f"{error}"
+            f"{directory} has no {_unreadable(directory, error)} that transformers can read: "
+            f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _unreadable(directory: str | Path, fault: Exception) -> str:
+    """What of a folder gave the `fault`: config.json, which is read with a tokenizer, if it does
+    so alone.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  as many
+        if str(error) == str(fault) and Path(directory, "config.json").is_file():
+            return "config.json"
+    return "tokenizer"
 
 
 def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:

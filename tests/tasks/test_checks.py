@@ -12,6 +12,8 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
+from mindspeed_qerl.families import read_config
+from mindspeed_qerl.families.config import resolve
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.gsm8k.convert import convert
@@ -19,7 +21,7 @@ from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
-from tests import GSM8K, needs_gsm8k
+from tests import GSM8K, ROOT, needs_gsm8k
 from tests.word_problems import converted
 
 
@@ -257,6 +259,44 @@ def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
         ConfigError, match="has no tokenizer that transformers can read: (Key|Type)Error: "
     ):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"torch_dtype": "torch.float32"}, "has no config.json that .*'torch.float32'"),
+        ({"dtype": "fp32"}, "has no config.json that .*fp32"),
+        ({"num_hidden_layers": "two"}, "has no config.json that .*num_hidden_layers"),
+        (None, "has no tokenizer that"),
+    ],
+)
+def test_the_file_that_transformers_does_not_read_is_named(tmp_path, change, words):
+    model = ROOT / "models" / "tiny_qwen3_moe"
+    config = json.loads((model / "config.json").read_text())
+    config.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | (change or {})))
+    if change:
+        (tmp_path / "tokenizer.json").symlink_to(model / "tokenizer.json")
+    with pytest.raises(ConfigError, match=words):
+        load_tokenizer(tmp_path)
+    if change:
+        with pytest.raises(ConfigError, match=f"{next(iter(change))}\\b"):
+            resolve(read_config(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "Qwen/Qwen3-0.6B", "a.jsonl"])
+def test_a_folder_that_is_not_there_asks_no_hub(tmp_path, monkeypatch, tom, name):
+    def connect(*_):
+        raise AssertionError("a hub is asked")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{name}: no such folder, and so no tokenizer"):
+        load_tokenizer(name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty has no tokenizer that"):
+        load_tokenizer("empty")
 
 
 def test_a_templates_date_is_the_one_it_is_told(tom, tokenizer):

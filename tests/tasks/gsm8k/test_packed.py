@@ -338,7 +338,7 @@ def half_written(path, data):
             ValueError,
             r"the tokenizer turns the label '\d\d' into .* and that back into '\d \d'",
         ),
-        ("no directory", ValueError, "nowhere has no tokenizer that transformers can read"),
+        ("no directory", ValueError, "nowhere: no such folder, and so no tokenizer"),
         ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
         ("disk full", OSError, "disk full"),
         (
