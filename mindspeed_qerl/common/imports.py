@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +77,12 @@ def own_code(names: Iterable[str]) -> dict[str, Path]:
     importlib.invalidate_caches()
     files: dict[str, Path] = {}
     waiting = [name.partition(":")[0] for name in names if ":" in name]
-    seen = set()
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        parent, _, _ = module.rpartition(".")
-        waiting += filter(None, [parent])
-        file = _file_of(module)
-        if file is not None:
-            files[CODE + module] = file
-            waiting += _imported(module, file)
+    for name in waiting:  # which grows
+        for module in accumulate(name.split("."), "{}.{}".format):
+            file = _file_of(module)
+            if file is not None and CODE + module not in files:
+                files[CODE + module] = file
+                waiting += _imported(module, file)
     return dict(sorted(files.items()))
 
 
@@ -101,9 +96,9 @@ def _file_of(module: str) -> Path | None:
         folders = spec.submodule_search_locations if spec else None
         importers: Iterable[Any] = filter(None, map(pkgutil.get_importer, folders or ()))
         spec = next(filter(None, (each.find_spec(name) for each in importers)), None)
-    if spec is None or not spec.has_location or spec.origin is None:
+    if spec is None or not spec.has_location:
         return None
-    file = Path(spec.origin).resolve()
+    file = Path(str(spec.origin)).resolve()
     is_installed = "site-packages" in file.parts or INSTALLED & set(file.parents)
     return None if is_installed else file
 
@@ -111,17 +106,15 @@ def _file_of(module: str) -> Path | None:
 def _imported(module: str, file: Path) -> Iterator[str]:
     """The modules, or names in modules, that the text of a module imports."""
     package = module if file.stem == "__init__" else module.rpartition(".")[0]
-    tree = ast.Module([], [])
     with suppress(SyntaxError, ValueError):  # a compiled one
-        tree = ast.parse(file.read_bytes())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            above = parents[: len(parents) - node.level + 1] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
-            words = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            yield from (word for word in words if isinstance(word, str))
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                relative = f"{'.' * node.level}{node.module or ''}"
+                with suppress(ImportError):  # above all packages
+                    base = importlib.util.resolve_name(relative, package)
+                    yield from (f"{base}.{alias.name}" for alias in node.names)
+            elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+                words = [each.value for each in node.args if isinstance(each, ast.Constant)]
+                yield from (word for word in words if isinstance(word, str))

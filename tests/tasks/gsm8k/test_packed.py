@@ -27,7 +27,6 @@ from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import convert_packed, indexed_format, pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rows import read_rows
-from tests import GSM8K, needs_gsm8k
 from tests.tasks.gsm8k.test_convert import snapshot
 from tests.tasks.gsm8k.tool import run_tool
 
@@ -184,13 +183,6 @@ def test_bytes_are_those_of_megatrons_writer(tmp_path):
             (tmp_path / "x.bin").read_bytes(),
             (tmp_path / "x.idx").read_bytes(),
         )
-
-
-def test_bytes_repeat(tmp_path, raw, bpe):
-    convert_packed(raw, tmp_path, bpe)
-    before = snapshot(tmp_path)
-    convert_packed(raw, tmp_path, bpe)  # over the first
-    assert snapshot(tmp_path) == before
 
 
 def test_the_report_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
@@ -413,13 +405,3 @@ def test_tool(tmp_path, raw, bpe):
 def test_arguments_that_do_not_go_together(tmp_path, arguments):
     done = run_tool("convert_gsm8k", "--input", tmp_path, "--output", tmp_path / "out", *arguments)
     assert done.returncode == 2 and "error: --" in done.stderr and not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-@needs_gsm8k
-def test_gsm8k_itself(tmp_path, bpe):
-    convert(GSM8K, tmp_path / "chat")
-    packed = convert_packed(GSM8K, tmp_path / "out", bpe)
-    for split, count, one in zip(("train", "test"), (7473, 1319), packed):
-        assert len(one.prompt_lengths) == count
-        check_split(split, one, bpe, tmp_path / "chat" / f"{split}_chat.parquet")

@@ -446,49 +446,6 @@ def test_equal_means_equal_as_decimals(number, other, style, same, frame):
     assert score(response, f"{gold:f}", "strict") == float(number == gold and frame == "#### {}")
 
 
-def read_word(word):
-    """A word of the generated texts as a number, by string methods: the next test's oracle."""
-    core = word.rstrip(".,%")
-    sign = -1 if core.startswith("-") else 1
-    whole, point, rest = core.lstrip("-$").partition(".")
-    groups = whole.split(",")
-    sizes = [len(group) for group in groups]
-    indian = len(sizes) > 2 and sizes[0] <= 2 and set(sizes[1:-1]) == {2} and sizes[-1] == 3
-    grouped = indian or sizes[0] <= 3 and set(sizes[1:]) == {3}
-    if (
-        not all(group.isdigit() for group in groups)
-        or (len(groups) > 1 and not grouped)
-        or (point and not rest.isdigit())
-    ):
-        return None
-    return sign * Decimal("".join(groups) + point + rest)
-
-
-def made_word(rng):
-    """A word, or `-?$?D,DD,DD.D.D%` with some of its parts left out: grouped well or badly."""
-    if rng.random() < 0.5:
-        return rng.choice("apples so is = + - ... $ # ## (a) Tom".split())
-    digits = str(rng.randrange(10**5)).zfill(5)
-    parts = [rng.choice(["", "-"]), rng.choice(["", "$"]), digits[: rng.randint(1, 4)]]
-    parts += ["," + digits[: rng.randint(2, 4)] for _ in range(rng.randint(0, 2))]
-    parts += ["." + digits[: rng.randint(1, 2)] for _ in range(rng.randint(0, 2))]
-    return "".join(parts) + rng.choice(["", "%", ".", ","])
-
-
-@pytest.mark.parametrize("count", [5000, pytest.param(10**5, marks=pytest.mark.full)])
-def test_last_number_against_a_word_by_word_reading(count):
-    rng, read_ones = random.Random(count), 0
-    for _ in range(count):
-        sentence = [made_word(rng) for _ in range(rng.randint(0, 12))]
-        numbers = [word for word in sentence if any(char.isdigit() for char in word)]
-        expected = read_word(numbers[-1]) if numbers else None
-        # a space alone may join two numbers
-        answer = extract_answer(" so ".join(sentence), "flexible")
-        assert (None if answer is None else Decimal(answer)) == expected, sentence
-        read_ones += answer is not None
-    assert read_ones > count / 5
-
-
 @given(
     st.lists(
         st.tuples(
