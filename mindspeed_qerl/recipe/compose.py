@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.recipe.overrides import PATHS, at, check_grammar, hydra_override, quoted
+from mindspeed_qerl.recipe.overrides import PATHS, at, hydra_override, parsed_override, quoted
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"  # of an installation
@@ -60,11 +60,7 @@ def combinations(
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     with _hydra(name.removesuffix(".yaml"), config_dir):
-        words = [quoted(override) for override in overrides]
-        parser = _parser()
-        for word in words:
-            check_grammar(word, parser)
-        parsed = parser.parse_overrides(words)
+        parsed = _parsed([quoted(override) for override in overrides])
         return BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
 
@@ -206,11 +202,13 @@ def _defaults(name: str, overrides: list[str]) -> Any:
     return loader.compute_defaults_list(name, overrides, RunMode.RUN)
 
 
-def _parser() -> Any:
+def _parsed(overrides: list[str]) -> list[Any]:
+    """What Hydra reads in `overrides`."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    return OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return [parsed_override(override, parser) for override in overrides]
 
 
 def _hydra_overrides(name: str, overrides: Iterable[str], folders: list[Path]) -> list[str]:
@@ -225,7 +223,5 @@ def _hydra_overrides(name: str, overrides: Iterable[str], folders: list[Path]) -
         )
     chosen = made_of.overrides.known_choices
     words = [hydra_override(override, folders, chosen) for override in overrides]
-    parser = _parser()
-    for word in words:
-        check_grammar(word, parser)
+    _parsed(words)
     return [search_path, *words]

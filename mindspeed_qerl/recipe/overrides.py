@@ -102,10 +102,10 @@ def _in_quotes(value: str) -> str:
     return f"'{escaped}'"
 
 
-def check_grammar(override: str, parser: Any) -> None:
-    """ConfigError for an override that Hydra's `parser` does not read, with one that it does."""
+def parsed_override(override: str, parser: Any) -> Any:
+    """What Hydra's `parser` makes of an override; ConfigError, with one that it reads, if nothing."""
     try:
-        parser.parse_override(override)
+        return parser.parse_override(override)
     except Exception as error:  # of several kinds, and of two libraries
         key, _, value = override.lstrip("+").partition("=")
         whole = f"{key}={_in_quotes(value)}"

@@ -16,12 +16,11 @@ from mindspeed_qerl.families import read_config
 from mindspeed_qerl.families.config import resolve
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.checks import check_task
-from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
-from tests import GSM8K, ROOT, needs_gsm8k
+from tests import ROOT
 from tests.word_problems import converted
 
 
@@ -56,13 +55,6 @@ def with_answer(row, answer):
 
 def test_rows_without_a_fault_are_silent(rows):
     assert check_rows(*rows, ["gsm8k"]) == ([], [])
-
-
-@needs_gsm8k
-def test_the_real_gsm8k_has_no_fault(tmp_path):
-    convert(GSM8K, tmp_path)
-    train, test = (read_rows(tmp_path / f"{name}_chat.parquet") for name in ("train", "test"))
-    assert check_rows(train, test, ["gsm8k_strict"]) == ([], [])
 
 
 def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):

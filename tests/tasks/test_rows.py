@@ -58,16 +58,6 @@ def test_a_prompt_is_one_user_turn_and_keeps_its_columns(tmp_path, write, name, 
     )
 
 
-def test_gsm8ks_converted_rows_are_such_rows(tmp_path):
-    for path in (
-        write_jsonl(tmp_path / "a.jsonl", [CONVERTED]),
-        write_parquet(tmp_path / "a.parquet", [CONVERTED]),
-    ):
-        [row] = read_rows(path)
-        assert row.messages == CONVERTED["messages"] and row.columns == CONVERTED
-        assert (row.prompt, row.question, row.answer) == ("3+4?\n", "3+4?", "7")
-
-
 @pytest.mark.parametrize(
     "columns, prompt, question",
     [
