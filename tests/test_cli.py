@@ -268,11 +268,15 @@ def test_a_bad_value_of_an_option_is_named_in_words(words, fault):
         ("run.root=/proc/nope", "error: run.root = '/proc/nope': no folder can be made: "),
         ("run.root=README.md", "error: run.root = 'README.md': no folder can be made: "),
         ("run.name=a/b", "error: run.name = 'a/b': it becomes a folder: use letters"),
+        (
+            "task.prompt=chat task.chat_template_kwargs.enable_thinking=false",
+            "error: task.chat_template_kwargs: models/tiny_qwen3_moe has no chat template that can",
+        ),
         ("run.resume=/proc/nope", "error: run.resume = '/proc/nope': /proc/nope is not a run"),
     ],
 )
-def test_a_place_that_cannot_be_is_named_with_its_key(override, message):
-    done = train("--config-name", TINY, override)
+def test_what_cannot_be_is_named_with_its_key_before_anything_starts(override, message):
+    done = train("--config-name", TINY, *override.split())
     assert done.returncode == 2 and message in done.stderr and not (ROOT / "runs" / "a").exists()
 
 
