@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.engines import engine_of
+from mindspeed_qerl.engines import data_files
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -81,15 +81,13 @@ def report(outcomes: Sequence[Outcome]) -> int:
 
 
 def finished(raw: dict[str, Any], name: str) -> RunDirectory | None:
-    """The newest run of the resolved config `raw`, named `name`, with the data and the model that
-    are there now, that finished.
+    """The newest run of the resolved config `raw`, named `name`, with the data, the code and the
+    model that are there now, that finished.
     """
     recipe = read_recipe(raw)
     parent = Path(recipe.run.root) / (recipe.run.name or name)
     try:
-        return RunDirectory.finished(
-            parent, config=raw, data_files=engine_of(recipe).data_files(recipe)
-        )
+        return RunDirectory.finished(parent, config=raw, data_files=data_files(recipe))
     except FileNotFoundError:  # the run itself says what is missing
         return None
 

@@ -1,5 +1,6 @@
 """A run on one page: check the config, make the run directory, call the engine, report."""
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
-from mindspeed_qerl.engines import engine_of, examine_for_engine, trainer_of
+from mindspeed_qerl.engines import data_files, engine_of, examine_for_engine, trainer_of
 from mindspeed_qerl.engines.noise import lost_noise
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import LOSS_MODES, Recipe
@@ -19,6 +20,7 @@ from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import read_packed_rows
+from mindspeed_qerl.tasks.prompts import check_template, load_tokenizer
 from mindspeed_qerl.tasks.rows import read_rows
 
 
@@ -51,6 +53,8 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             rows = read_packed_rows(recipe.task.data_path)
         else:
             rows = read_rows(recipe.task.train_file)
+        if recipe.task.chat_template_kwargs:
+            check_template(load_tokenizer(recipe.model.path), recipe.task.chat_template_kwargs)
         found_in_data = check_task(recipe.task, rows)
         found_in_data.raise_faults()
         found.warnings += [*found_in_data.warnings, *lost_noise(rehearsed or recipe)]
@@ -70,11 +74,14 @@ def _directory(recipe: Recipe, name: str, label: str) -> tuple[RunDirectory, int
     contents: dict[str, Any] = {
         "config": dict(recipe.sections),
         "command": sys.argv,
-        "data_files": engine.data_files(recipe),
+        "data_files": data_files(recipe),
         "versions": engine.versions(),
     }
     if section.resume:
-        run = RunDirectory.take(section.resume)
+        try:
+            run = RunDirectory.take(section.resume)
+        except OSError as error:
+            raise ConfigError(f"run.resume = {section.resume!r}: {error}") from error
         after = trainer_of(recipe).last_checkpoint(recipe)
         return run.resume(may_change=engine.MAY_CHANGE, **contents), after
     name = section.name or name
@@ -164,7 +171,7 @@ def _report(directory: RunDirectory) -> None:
     except (OSError, ValueError) as error:  # a full disk, a damaged row of metrics.jsonl
         print(
             f"\nwarning: the report cannot be written: {error}. Later:\n"
-            f"  python -m mindspeed_qerl.runs.report {directory.path}",
+            f"  python -m mindspeed_qerl.runs.report {shlex.quote(str(directory.path))}",
             file=sys.stderr,
         )
 

@@ -124,7 +124,7 @@ def test_parts_of_configs(prefix):
         ("aqn", "'aqn' is not an override: write key=value, without dashes"),
         ("=5", "'=5' is not an override: write key=value, without dashes"),
         ("~run.nobody", "Could not delete from config. 'run.nobody' does not exist"),
-        ("rl_config.epochs=[", "See https://hydra.cc/docs"),
+        ("rl_config.epochs=[", "rl_config.epochs=[ is not read: quotes, commas"),
         ("task.prompt=${nowhere}", "nowhere"),
     ],
 )
@@ -191,6 +191,93 @@ def test_many_known_names_are_not_listed():
     many = [f"name{number}" for number in range(30)]
     assert unknown("thing", "name", many) == "unknown thing 'name', did you mean 'name9'?"
     assert unknown("thing", "zzz", many[:3]) == "unknown thing 'zzz'. Known: name0, name1, name2"
+
+
+def entries():
+    """Every file and module that can be started, and prints."""
+    for file in [ROOT / "cli" / "train_grpo.py", *TOOLS]:
+        yield [file, "--help"]
+    for file in sorted((ROOT / "mindspeed_qerl").rglob("*.py")):
+        text = file.read_text()
+        if (
+            '__name__ == "__main__"' in text
+            and "print(" in text
+            and file.stem != "private_ray_guard"
+        ):
+            module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            yield ["-m", module, *(["--help"] if "argparse" in text else [])]
+
+
+@pytest.mark.parametrize("words", entries(), ids=lambda words: str(words[-2:][0])[-20:])
+def test_a_reader_that_leaves_early_ends_an_entry_quietly(words):
+    reads, writes = os.pipe()
+    os.close(reads)  # before the first word
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], check=False, cwd=ROOT, stdout=writes, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_another_broken_pipe_is_an_error(capfd):
+    def main():
+        print("said")
+        raise BrokenPipeError("a worker's")
+
+    with pytest.raises(BrokenPipeError, match="a worker's"):
+        entry.quietly(main)
+    assert entry.quietly(lambda: 3) == 3 and capfd.readouterr().out == "said\n"
+
+
+GIVEN = ("--model", "m", "--data", "d", "--output", "o")
+
+
+@pytest.mark.parametrize(
+    "words, fault",
+    [
+        (
+            ("--temperature", "0", *GIVEN),
+            "--temperature 0.0: must be above 0 (greedy answers alone",
+        ),
+        (("--temperature", "nan", *GIVEN), "--temperature nan: must be a finite number"),
+        (
+            ("--problems", "0", "--samples", "-1", *GIVEN),
+            "--problems 0: must be at least 1; --samples -1: must be at least 0",
+        ),
+        (("--max-num-seqs", "0", *GIVEN), "--max-num-seqs 0: must be at least 1"),
+        (
+            ("--hardware-error", "gaussian", "--gaussian-std", "2", *GIVEN),
+            "--gaussian-std 2.0: must be below 1",
+        ),
+        (("--run", "r", "--name", "a/b"), "--name a/b: it becomes a folder"),
+        (("--chat-template-kwargs", "[1]", *GIVEN), "[1] is no JSON object like {"),
+    ],
+)
+def test_a_bad_value_of_an_option_is_named_in_words(words, fault):
+    done = run(sys.executable, ROOT / "tools" / "evaluate.py", *words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"error: {fault}" in done.stderr.replace("argument --chat-template-kwargs: ", "")
+    assert "pydantic" not in done.stderr and "Input should" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("run.root=/proc/nope", "error: run.root = '/proc/nope': no folder can be made: "),
+        ("run.root=README.md", "error: run.root = 'README.md': no folder can be made: "),
+        ("run.name=a/b", "error: run.name = 'a/b': it becomes a folder: use letters"),
+        (
+            "task.prompt=chat task.chat_template_kwargs.enable_thinking=false",
+            "error: task.chat_template_kwargs: models/tiny_qwen3_moe has no chat template that can",
+        ),
+        ("run.resume=/proc/nope", "error: run.resume = '/proc/nope': /proc/nope is not a run"),
+    ],
+)
+def test_what_cannot_be_is_named_with_its_key_before_anything_starts(override, message):
+    done = train("--config-name", TINY, *override.split())
+    assert done.returncode == 2 and message in done.stderr and not (ROOT / "runs" / "a").exists()
 
 
 # ---- any Python, any folder ----

@@ -23,10 +23,11 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.common.entry import use_checkout
+    from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
 
+from mindspeed_qerl.common.entry import json_object
 from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import convert_packed
 
@@ -73,6 +74,12 @@ def main() -> int:
         "leave out because of it (all rows are written)",
     )
     parser.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="mindspeed: your task.chat_template_kwargs, such as '{\"enable_thinking\": false}'",
+    )
+    parser.add_argument(
         "--max-steps",
         type=int,
         metavar="N",
@@ -85,12 +92,15 @@ def main() -> int:
         parser.error(
             "--max-prompt-length is a number of tokens, at least 1, for --format mindspeed"
         )
+    if args.chat_template_kwargs and args.format == "chat":
+        parser.error("--chat-template-kwargs goes with --format mindspeed")
     try:
         if args.format == "chat":
             for split, count in convert(args.input, args.output, args.max_steps).items():
                 print(f"{args.output}: {count:,} rows of {split}")
         else:
-            for packed in convert_packed(args.input, args.output, args.tokenizer, args.max_steps):
+            more = (args.max_steps, args.chat_template_kwargs)
+            for packed in convert_packed(args.input, args.output, args.tokenizer, *more):
                 print(packed.report(args.max_prompt_length))
     except (ValueError, OSError) as error:
         print(f"convert_gsm8k: {error}", file=sys.stderr)
@@ -99,4 +109,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

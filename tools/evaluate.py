@@ -18,13 +18,17 @@ import warnings
 from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.common.entry import use_checkout
+    from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
 
+from pydantic import ValidationError
+
+from mindspeed_qerl.common.entry import json_object
 from mindspeed_qerl.local.evaluate import EvaluationJob, evaluate, of_run
 from mindspeed_qerl.recipe.features import (
     HARDWARE_ERRORS,
@@ -32,6 +36,7 @@ from mindspeed_qerl.recipe.features import (
     HardwareError,
     Quantization,
 )
+from mindspeed_qerl.runs.directory import NAME, NAME_RULE
 from mindspeed_qerl.tasks.gsm8k.verifier import RULES
 
 # the fields of EvaluationJob that have an option: what it is, and argparse's arguments
@@ -47,6 +52,10 @@ OPTIONS: dict[str, tuple[str, dict]] = {
         {"type": int, "metavar": "N"},
     ),
     "prompt": ("form of the prompts", {"choices": ("chat", "plain")}),
+    "chat_template_kwargs": (
+        "variables of the chat template, such as '{\"enable_thinking\": false}'",
+        {"type": json_object, "metavar": "JSON"},
+    ),
     "verifier": ("gsm8k, gsm8k_strict, or your own module:function", {}),
     "problems": ("the first N questions (default: all)", {"type": int, "metavar": "N"}),
     "samples": (
@@ -66,6 +75,9 @@ OPTIONS: dict[str, tuple[str, dict]] = {
         {"action": argparse.BooleanOptionalAction},
     ),
 }
+
+
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def main() -> int:
@@ -152,6 +164,8 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TORCH_LOGS", "-all")
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    if name and not NAME.fullmatch(name):
+        parser.error(f"--name {name}: {NAME_RULE}")
     try:
         if kinds:
             hardware = HardwareError(evaluation=tuple(kinds), **sizes)
@@ -164,12 +178,23 @@ def main() -> int:
         if run:
             output = Path(run) / "evaluations" / (name or f"step{evaluation.step}")
         summary = evaluate(evaluation, output, lambda line: print(line, flush=True))
+    except ValidationError as error:
+        parser.error("; ".join(map(words_of, error.errors())))
     except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
     _print(summary)
     print(f"\n{output}: summary.json, answers.jsonl")
     return 0
+
+
+def words_of(fault: Any) -> str:
+    """A value out of its range, as pydantic describes it, in the words of the command line."""
+    name, given = fault["loc"][0], fault.get("ctx", {})
+    bounds = [f"{word} {given[key]:g}" for key, word in BOUNDS.items() if key in given]
+    greedy = " (greedy answers alone: --samples 0)" if name == "temperature" else ""
+    option = f"--{name.replace('_', '-')} {fault['input']}"
+    return f"{option}: must be {' and '.join(bounds) or 'a finite number'}{greedy}"
 
 
 def _print(summary: dict) -> None:
@@ -212,4 +237,4 @@ def _print(summary: dict) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.common.entry import use_checkout
+    from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
 
@@ -76,4 +76,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

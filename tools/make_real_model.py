@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.common.entry import use_checkout
+    from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
 
@@ -124,4 +124,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

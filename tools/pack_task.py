@@ -15,10 +15,11 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.common.entry import use_checkout
+    from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
 
+from mindspeed_qerl.common.entry import json_object
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.rows import read_rows
 
@@ -50,9 +51,16 @@ def main() -> int:
         metavar="TOKENS",
         help="your rl_config.max_prompt_length; says how many rows the trainer will leave out",
     )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="your task.chat_template_kwargs, such as '{\"enable_thinking\": false}'",
+    )
     args = parser.parse_args()
     try:
-        packed = pack_rows(read_rows(args.rows), args.data_path, args.tokenizer)
+        rows, variables = read_rows(args.rows), args.chat_template_kwargs
+        packed = pack_rows(rows, args.data_path, args.tokenizer, variables)
     except (ValueError, OSError, TypeError) as error:
         print(f"pack_task: {error}", file=sys.stderr)
         return 1
@@ -61,4 +69,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -8,7 +8,6 @@ weights are needed. Memory and time are estimates, never measured on an NPU.
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,7 +16,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.common.entry import use_checkout
+    from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
 
@@ -433,5 +432,4 @@ def list_layouts(args: argparse.Namespace, shape: ModelShape, width: int, terms:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a traceback
-    sys.exit(main())
+    sys.exit(quietly(main))

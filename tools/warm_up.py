@@ -23,14 +23,14 @@ from pathlib import Path
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mindspeed_qerl.common.entry import use_checkout
+    from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.families.fingerprint import weights_digest
-from mindspeed_qerl.tasks.prompts import chat_ids, plain_ids
+from mindspeed_qerl.tasks.prompts import chat_ids, load_tokenizer, plain_ids
 from mindspeed_qerl.tasks.rows import read_rows
 
 HELD_OUT = 32  # solutions
@@ -55,11 +55,11 @@ def warm_up(arguments: argparse.Namespace) -> tuple[float, float]:
         )
     with new_directory(arguments.output) as making:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         from mindspeed_qerl.demo.supervised import fit, padded
 
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+        tokenizer = load_tokenizer(arguments.model)
         chosen = random.Random(f"warm-up {arguments.seed}").sample(
             rows, arguments.examples + HELD_OUT
         )
@@ -166,4 +166,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -6,7 +6,9 @@ names. The rules here are those that upstream lacks, or that it only meets in th
 keys of one allowed value are in recipe/keys.yaml, layouts and batches in layout/rules.py.
 """
 
+import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -30,7 +32,7 @@ from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe, Selection
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
-from mindspeed_qerl.tasks.packed import pack_rows, read_packed
+from mindspeed_qerl.tasks.packed import pack_rows, packed_template_kwargs, read_packed
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = True
@@ -140,7 +142,9 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
-    """A fault for each file of the packed training rows that is not there."""
+    """A fault for each file of the packed training rows that is not there, or of other prompts than
+    those of the evaluation.
+    """
     key = "megatron_training.data_path"
     fix = (
         "Make it with `python tools/convert_gsm8k.py --format mindspeed --tokenizer MODEL_DIR "
@@ -151,6 +155,13 @@ def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
             if not file.is_file():
                 message = f"{key} = {recipe.task.data_path!r}: no file {file}"
                 yield Fault("file", message, key, fix)
+    wanted = dict(recipe.task.chat_template_kwargs or {})
+    packed = packed_template_kwargs(recipe.task.data_path)
+    if packed != wanted:
+        key = "task.chat_template_kwargs"
+        message = f"{key} = {wanted}, and {recipe.task.data_path} was packed with {packed}"
+        fix = f"Pack it again with --chat-template-kwargs {shlex.quote(json.dumps(wanted))}"
+        yield Fault("conflict", message, key, fix)
 
 
 def faults_of_values(recipe: Recipe) -> Iterator[Fault]:

@@ -35,6 +35,7 @@ class TokenObserver(RunObserver):
             recipe.sampling.max_prompt_length,
             recipe.evaluation.n_problems,
             run.started,
+            recipe.task.chat_template_kwargs,
         )
         run.keep(evaluation_prompts=self.problems.digest())
         if self.problems.dropped:

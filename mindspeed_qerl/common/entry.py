@@ -2,16 +2,29 @@
 library only.
 """
 
+import argparse
+import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import platform
+import select
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # of requirements/base.in, what no command can do without
 NEEDED = ("hydra", "numpy", "pydantic", "rich", "yaml")
+
+
+def json_object(text: str) -> dict:
+    """A value of an option, such as '{"enable_thinking": false}'."""
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(f'{text} is no JSON object like {{"enable_thinking": false}}')
 
 
 def use_checkout() -> None:
@@ -40,14 +53,31 @@ def use_checkout() -> None:
     sys.excepthook = _name_missing
 
 
-def command() -> int:
+def quietly(main: Callable[[], int | None]) -> int | None:
+    """The exit status of `main`; 0 if whoever reads what it prints leaves early, as `head` does."""
+    try:
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        pipe = select.poll()
+        pipe.register(sys.stdout, 0)
+        if not pipe.poll(0):  # another pipe's
+            raise
+        # else Python would try once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def command() -> int | None:
     """What every console command calls: qerl-train is cli/train_grpo.py, qerl-plan-layout
     tools/plan_layout.py.
     """
     sys.excepthook = _name_missing
     name = Path(sys.argv[0]).name.removeprefix("qerl-").replace("-", "_")
     module = "mindspeed_qerl.cli.train_grpo" if name == "train" else f"mindspeed_qerl.tools.{name}"
-    return importlib.import_module(module).main()
+    return quietly(importlib.import_module(module).main)
 
 
 def _name_missing(kind, error, trace) -> None:

@@ -1,6 +1,7 @@
 """What a comparison reads of one run, and why it may not be averaged in."""
 
 import hashlib
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from yaml import YAMLError
 
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.imports import CODE
 from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -44,6 +46,7 @@ EVALUATION_SETTINGS = (  # of summary.json
     "max_tokens",
     "dtype",
     "prompt",
+    "chat_template_kwargs",
     "hardware_error",
     "quantization",
 )
@@ -107,8 +110,11 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
             rewards[row["step"]] = row["reward/mean"]
     scores, settings = _read_scores(run, evaluation)
     versions = run.read_json("versions.json")
-    data = {label: entry["sha256"] for label, entry in run.read_json("data.json").items()}
+    data: dict[str, str] = {}
     comparable = comparable_config(config)
+    for label, entry in run.read_json("data.json").items():
+        of = comparable if label.startswith(CODE) else data  # own code separates groups
+        of[label] = entry["sha256"]
     git = versions["git"] or {}
     code = {"mindspeed_qerl": git.get("commit") or versions["mindspeed_qerl"]}
     code |= versions.get("upstream", {})
@@ -176,7 +182,7 @@ def _faults(
     elif len(rows) < train_iters:
         yield f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps"
     elif evaluation is not None and not scores:
-        command = f"tools/evaluate.py --run {run.path} --name {evaluation}"
+        command = shlex.join(["tools/evaluate.py", "--run", str(run.path), "--name", evaluation])
         yield f"it has no evaluation {evaluation!r}: make it with {command}"
     elif evaluation is None and train_iters not in scores:
         yield f"its last step, {train_iters}, was not evaluated"

@@ -16,6 +16,7 @@ which leaves RL something to choose from. Nothing is downloaded.
 import json
 import random
 import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,31 +90,13 @@ def make_tiny_model(output_dir: str | Path, recipe: Recipe) -> dict:
     try:
         with new_directory(output_dir) as making:
             return _make(making, recipe)
-    except FileExistsError:
-        report = _read_made(output_dir, recipe)
+    except FileExistsError as error:
+        report = {}
+        with suppress(OSError, ValueError):
+            report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
+        if report.get("recipe") != asdict(recipe):
+            raise FileExistsError(f"{error}. It was not made by this recipe") from error
     print(f"{output_dir} is already made")
-    return report
-
-
-def _read_made(output_dir: Path, recipe: Recipe) -> dict:
-    """The recipe.json of a directory that was made by `recipe`; else FileExistsError."""
-    way_out = "Choose another output directory, or remove this one first."
-    try:
-        report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
-        made_by = report["recipe"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileExistsError(
-            f"{output_dir} exists and was not made by this tool (no readable recipe.json). "
-            f"{way_out}"
-        ) from error
-    changed = []
-    for key, value in asdict(recipe).items():
-        if made_by.get(key) != value:
-            changed.append(f"{key} is {made_by.get(key)}, asked for {value}")
-    if changed:
-        raise FileExistsError(
-            f"{output_dir} was made by another recipe: {'; '.join(changed)}. {way_out}"
-        )
     return report
 
 

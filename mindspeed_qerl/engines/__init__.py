@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
+from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.keys import ENGINES
@@ -70,6 +71,14 @@ def engine_of(recipe: Recipe) -> Engine:
 def trainer_of(recipe: Recipe) -> Trainer:
     """What runs a recipe whose engine `engine_of` knows."""
     return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.engine")
+
+
+def data_files(recipe: Recipe) -> DataFiles:
+    """The files that decide a run's numbers, by label: those that its engine reads, and the code of
+    the user's own rewards and loss.
+    """
+    code = own_code([*recipe.task.verifier_function, recipe.algorithm.loss_mode])
+    return {**engine_of(recipe).data_files(recipe), **code}
 
 
 def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:

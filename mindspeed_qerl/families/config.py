@@ -6,6 +6,7 @@ Defaults, older and newer keys are the library's business: `resolve` asks the in
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ ASK = (
     "print(config.ANSWER + config.answer(sys.stdin.read()))"
 )
 PATIENCE = 120  # seconds
+DTYPE = re.compile(r"b?float\d+(_\w+)?|u?int\d+|half|float|double|auto")
 OWN_CODE = {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
 # rotary positions: key -> the values that say what is built. Below 4.43 transformers wrote "type".
 POSITIONS = {
@@ -41,6 +43,10 @@ def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: transformers is not installed, or refuses it.
     """
+    for key in ("dtype", "torch_dtype"):
+        name = config.get(key)
+        if isinstance(name, str) and not DTYPE.fullmatch(name):
+            raise ConfigError(f"{key} = {name!r} is no name of torch's, such as float32")
     values = json.loads(_answer_of(json.dumps(config)))
     if "error" in values:
         raise ConfigError(values["error"])

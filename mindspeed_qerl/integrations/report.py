@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
 from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
@@ -138,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    quietly(main)

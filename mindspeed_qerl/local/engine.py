@@ -33,10 +33,10 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
     """
     task, longest = recipe.task, recipe.sampling.max_prompt_length
     tokenizer = load_tokenizer(recipe.model.path)
-    train = Prompts(task.train_file, tokenizer, task.prompt, longest, at=run.started)
-    test = Prompts(
-        task.test_file, tokenizer, task.prompt, longest, recipe.evaluation.n_problems, run.started
-    )
+    chat: dict[str, Any] = {"at": run.started, "template_kwargs": task.chat_template_kwargs}
+    train = Prompts(task.train_file, tokenizer, task.prompt, longest, **chat)
+    limit = recipe.evaluation.n_problems
+    test = Prompts(task.test_file, tokenizer, task.prompt, longest, limit, **chat)
     for name, prompts in (("training", train), ("evaluation", test)):
         if prompts.dropped:
             progress.message(prompts.left_out(name))

@@ -24,6 +24,7 @@ from pydantic import Field
 from mindspeed_qerl import emulation
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import json_text, new_directory, whole_checkpoints
+from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.local.limits import BESIDE_ROUNDED
@@ -50,6 +51,7 @@ class EvaluationJob:
     run: str | None = None
     step: Count | None = None
     prompt: str = "chat"
+    chat_template_kwargs: dict[str, Any] | None = None
     verifier: str = "gsm8k"
     problems: Size | None = None
     samples: Count = 4
@@ -100,10 +102,12 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
     files: dict[str, Path | str] = {} if "data" in given else {"test": recipe.task.test_file}
     if "model" not in given and Path(recipe.model.path).is_dir():
         files |= model_files(recipe.model.path)
+    if "verifier" not in given:
+        files |= own_code(recipe.task.verifier_function[:1])
     if changed := run.other_data(files):
         raise ConfigError(
-            f"{path} has seen other files than are there now. Put them back, or give --model and "
-            "--data to evaluate with others\n" + "\n".join(changed)
+            f"{path} has seen other files than are there now. Put them back, or give --model, "
+            "--data or --verifier to evaluate with others\n" + "\n".join(changed)
         )
     if given.get("quantization"):
         given["quantization"] = replace(recipe.quantization, **given["quantization"])
@@ -121,6 +125,7 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         data=recipe.task.test_file,
         run=str(path),
         prompt=recipe.task.prompt,
+        chat_template_kwargs=recipe.task.chat_template_kwargs,
         verifier=recipe.task.verifier_function[0],
         problems=settings.n_problems,
         max_tokens=recipe.sampling.max_tokens,
@@ -145,8 +150,17 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     _prepare_platform(job)
     tokenizer = load_tokenizer(job.model)
     started = RunDirectory.open(job.run).started if job.run else None
-    task = Prompts(job.data, tokenizer, job.prompt, job.max_prompt_length, job.problems, at=started)
-    try_rewards([(job.verifier, 1.0)], task.rows)
+    task = Prompts(
+        job.data,
+        tokenizer,
+        job.prompt,
+        job.max_prompt_length,
+        job.problems,
+        started,
+        job.chat_template_kwargs,
+    )
+    for warning in try_rewards([(job.verifier, 1.0)], task.rows):
+        tell(f"warning: {warning}")
     if task.dropped:
         tell(task.left_out("evaluation"))
     kinds, step = {"greedy": (1, 0.0)}, job.step or 0

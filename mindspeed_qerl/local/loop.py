@@ -4,6 +4,7 @@ sample (synced weights, noise on) -> score -> select and group advantages -> upd
 clean weights) -> sync (merged weights to the rollout engine) -> evaluate (noise off)
 """
 
+import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -271,7 +272,7 @@ class LocalEngine:
             raise WorkerError(
                 f"the checkpoint after step {step} in {run.checkpoints_dir} was not written: "
                 f"{error}\nThose before it are whole: make room if the disk is full, and resume "
-                f"with run.resume={run.path}"
+                f"with {shlex.quote(f'run.resume={run.path}')}"
             ) from error
 
     def restore(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.recipe.overrides import PATHS, at, hydra_override, quoted
+from mindspeed_qerl.recipe.overrides import PATHS, at, hydra_override, parsed_override, quoted
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"  # of an installation
@@ -58,12 +58,9 @@ def combinations(
     `aqn=off,qerl seed=1,2`.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     with _hydra(name.removesuffix(".yaml"), config_dir):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        parsed = parser.parse_overrides([quoted(override) for override in overrides])
+        parsed = _parsed([quoted(override) for override in overrides])
         return BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
 
@@ -191,7 +188,9 @@ def _hydra(name: str, config_dir: str | None) -> Iterator[list[Path]]:
         raise
     except Exception as error:  # Hydra has assertions and errors of any kind
         reason = str(error) or str(error.__cause__)
-        raise ConfigError(f"{known[name]}: {' '.join(reason.split())}") from error
+        mark = getattr(error, "problem_mark", None)  # YAML's, of any of the files
+        place = mark.name if mark else known[name]
+        raise ConfigError(f"{place}: {' '.join(reason.split())}") from error
 
 
 def _defaults(name: str, overrides: list[str]) -> Any:
@@ -201,6 +200,15 @@ def _defaults(name: str, overrides: list[str]) -> Any:
 
     loader = GlobalHydra.instance().config_loader()
     return loader.compute_defaults_list(name, overrides, RunMode.RUN)
+
+
+def _parsed(overrides: list[str]) -> list[Any]:
+    """What Hydra reads in `overrides`."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return [parsed_override(override, parser) for override in overrides]
 
 
 def _hydra_overrides(name: str, overrides: Iterable[str], folders: list[Path]) -> list[str]:
@@ -215,4 +223,5 @@ def _hydra_overrides(name: str, overrides: Iterable[str], folders: list[Path]) -
         )
     chosen = made_of.overrides.known_choices
     words = [hydra_override(override, folders, chosen) for override in overrides]
+    _parsed(words)
     return [search_path, *words]

@@ -25,6 +25,12 @@ def conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
             f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
             "long as each other, of at least one",
         )
+    if task.chat_template_kwargs and task.prompt == "plain":
+        yield _conflict(
+            "task.chat_template_kwargs",
+            f"task.chat_template_kwargs = {dict(task.chat_template_kwargs)} with task.prompt = "
+            "'plain', which has no template: leave one of them out",
+        )
     if sampling.longest > batch.max_model_len:
         yield _conflict(
             "generate_config.max_model_len",

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.recipe.overrides import Config, at
 
@@ -142,8 +143,13 @@ _TEXT = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 TABLE = {section: _by_key(groups) for section, groups in yaml.load(_TEXT, _LOADER).items()}
 
-if __name__ == "__main__":
+
+def main() -> None:
     for section, table in TABLE.items():
         print(f"\n# {section}")
         for key, decisions in sorted(table.items()):
             print(key, *(f"    {engine}: {each}" for engine, each in decisions.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    quietly(main)

@@ -3,12 +3,14 @@ unknown one may stand for.
 """
 
 import difflib
+import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
 
+QUOTES = ("'", '"')
 Config = Mapping[str, Any]  # as YAML gives it, resolved
 
 # What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does
@@ -89,9 +91,29 @@ def quoted(override: str) -> str:
     """
     key, _, value = override.partition("=")
     is_path = key.rpartition(".")[2] in PATHS
-    if is_path and value != "null" and not set(value) & set("'\"\\,[{"):
-        return f"{key}='{value}'"
+    if is_path and value != "null" and value[:1] not in QUOTES and not set(value) & set("\\,[{"):
+        return f"{key}={_in_quotes(value)}"
     return override
+
+
+def _in_quotes(value: str) -> str:
+    """A text as Hydra's grammar has it, where a backslash before a quote makes it one of it."""
+    escaped = value.replace("'", r"\'")
+    return f"'{escaped}'"
+
+
+def parsed_override(override: str, parser: Any) -> Any:
+    """What Hydra's `parser` makes of an override; ConfigError, with one that it reads, if nothing."""
+    try:
+        return parser.parse_overrides([override])[0]
+    except Exception as error:  # of several kinds, and of two libraries
+        key, _, value = override.lstrip("+").partition("=")
+        whole = f"{key}={_in_quotes(value)}"
+        in_shell = shlex.quote(whole) if set(whole) & set('"$`!') else f'"{whole}"'
+        raise ConfigError(
+            f"{key}={value} is not read: quotes, commas, colons, brackets and the like have a "
+            f"meaning in Hydra's grammar (https://hydra.cc/docs). As one text, in a shell: {in_shell}"
+        ) from error
 
 
 def hydra_override(override: str, folders: list[Path], chosen: Collection[str]) -> str:

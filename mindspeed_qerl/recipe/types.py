@@ -260,6 +260,8 @@ class Task:
     train_file: str = ""
     test_file: str = ""
     prompt: Literal["chat", "plain"] = "chat"
+    # variables of the chat template, as TRL calls them: {"enable_thinking": false}
+    chat_template_kwargs: Mapping[str, Any] | None = None
     allow_overlap: bool = False  # test questions among the training questions
     # the packed training rows that upstream's trainer reads
     data_path: str = key("megatron.data_path", "")

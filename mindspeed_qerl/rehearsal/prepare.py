@@ -119,6 +119,8 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
         noise=noise,
         layout=layout,
         model=replace(recipe.model, path=str(directory)),
+        # its chat template has no variables
+        task=replace(recipe.task, chat_template_kwargs=None),
         batch=replace(
             recipe.batch, seq_length=length, max_model_len=length, max_num_batched_tokens=batched
         ),

@@ -5,7 +5,7 @@
     command.txt     the command line, quoted for a shell
     versions.json   Python, machine, every installed package, the source's git commit, and what the
                     engine adds
-    data.json       path and sha256 of each data file, and of the model's
+    data.json       path and sha256 of each data file, of the model's, and of the user's own code
     status.json     state ("running", "finished" or "failed"), step, reason, started, ended, seed,
                     id
     lock            held by the process that writes the run
@@ -31,10 +31,17 @@ import yaml
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import hold, json_text, whole_checkpoints, write_whole
+from mindspeed_qerl.common.imports import CODE
 from mindspeed_qerl.runs.description import DataFiles, describe_data, differences
 from mindspeed_qerl.runs.versions import own_versions
 
 ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*")  # of a run, or an evaluation
+NAME_RULE = (
+    "it becomes a folder: use letters, digits and . _ = + - only, starting with a letter or digit"
+)
 
 
 class RunDirectory:
@@ -79,11 +86,8 @@ class RunDirectory:
         Raises ValueError for a bad name, FileNotFoundError for a missing data file (both before
         anything is made), and OSError when the directory cannot be written.
         """
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", name):
-            raise ValueError(
-                f"run name {name!r} becomes a folder: use letters, digits and . _ = + - only, "
-                "starting with a letter or digit"
-            )
+        if not NAME.fullmatch(name):
+            raise ValueError(f"run.name = {name!r}: {NAME_RULE}")
         contents = {
             "config.yaml": _to_yaml(config),
             "command.txt": shlex.join(command) + "\n",
@@ -103,7 +107,12 @@ class RunDirectory:
         }
         # last: a directory that has it has everything
         contents["status.json"] = json_text(status)
-        path = _make_new(Path(root) / name, "_".join(filter(None, words)))
+        try:
+            path = _make_new(Path(root) / name, "_".join(filter(None, words)))
+        except OSError as error:
+            raise ConfigError(
+                f"run.root = {str(root)!r}: no folder can be made: {error}"
+            ) from error
         run = cls(path, hold(path))
         for file, text in contents.items():
             write_whole(path / file, text)
@@ -154,8 +163,9 @@ class RunDirectory:
             )
         if lines := self.other_data(data_files):
             raise ValueError(
-                f"{self.path} was started with other data, or another model. Put the files back "
-                "that it was started with, or start a new run.\n" + "\n".join(lines)
+                f"{self.path} was started with other data, code of your own, or another "
+                "model. Put the files back that it was started with, or start a new run.\n"
+                + "\n".join(lines)
             )
         write_whole(self.config_file, _to_yaml(config))
         started_with = self.read_json("versions.json")
@@ -178,15 +188,18 @@ class RunDirectory:
 
     def other_data(self, data_files: DataFiles) -> list[str]:
         """A line for each of the files that is not what the run was started with; of the model, if
-        it is given, also for those that are gone. FileNotFoundError for one that is missing.
+        it is given, also for those that are gone, of own code for those that are new.
+        FileNotFoundError for one that is missing.
         """
         before, after = self.read_json("data.json"), describe_data(data_files)
         model_is_given = any(label.startswith("model/") for label in after)
+        code_is_known = any(label.startswith(CODE) for label in before)
         lines = []
         for label in {**before, **after}:
             was, now = (files.get(label, {}).get("sha256") for files in (before, after))
             is_of_model = model_is_given and label.startswith("model/")
-            if was != now and (is_of_model or (was and now)):
+            is_new_code = code_is_known and label.startswith(CODE)
+            if was != now and (is_of_model or (now and (was or is_new_code))):
                 lines.append(f"{label}.sha256 was {was!r} and is {now!r}")
         return lines
 

@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.markdown import Markdown
 
+from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
 from mindspeed_qerl.runs.plots import Columns, finite, write_plots
@@ -184,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quietly(main))

@@ -52,9 +52,12 @@ def check_task(task: recipe.Task, train: Rows | None) -> Found:
         train: the training rows; None if only their token ids are there, which cannot be compared.
     """
     test = read_rows(task.test_file)
-    try_rewards(task.verifiers, train or rows_of_labels([row.answer for row in test], None))
+    given = train or rows_of_labels([row.answer for row in test], None)
+    warnings = try_rewards(task.verifiers, given)
     try_rewards(task.verifiers[:1], test)
-    return check_rows(train or [], test, task.verifier_function, task.allow_overlap)
+    found = check_rows(train or [], test, task.verifier_function, task.allow_overlap)
+    found.warnings[:0] = warnings
+    return found
 
 
 def check_rows(

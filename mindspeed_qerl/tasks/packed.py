@@ -39,10 +39,17 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
-from mindspeed_qerl.tasks.prompts import chat_ids, check_vocabulary, load_tokenizer
+from mindspeed_qerl.tasks.prompts import (
+    chat_ids,
+    check_template,
+    check_vocabulary,
+    load_tokenizer,
+)
 from mindspeed_qerl.tasks.rows import Row, Rows, read_rows, row_of
 
 MAGIC = b"MMIDIDX\0\0"
+VARIABLES = "_chat_template_kwargs.json"  # behind a data_path; nothing that upstream looks for
+Variables = Mapping[str, Any]  # of a chat template
 INT32 = 4  # DType.int32, indexed_dataset.py:416
 
 
@@ -70,13 +77,18 @@ class PackedSplit:
 
 
 def convert_packed(
-    source: str | Path, output: str | Path, tokenizer: str | Path, max_steps: int | None = None
+    source: str | Path,
+    output: str | Path,
+    tokenizer: str | Path,
+    max_steps: int | None = None,
+    template_kwargs: Variables | None = None,
 ) -> list[PackedSplit]:
     """Write gsm8k_{train,test}_packed_{input_ids,labels}_document.{bin,idx} to the folder `output`;
     earlier ones are replaced.
 
     `source` and `max_steps` are what `convert.convert` takes, `tokenizer` the directory of a
-    Hugging Face model with a chat template. Everything is read, checked and tokenised before
+    Hugging Face model with a chat template, whose variables have the values of `template_kwargs`
+    (kept in {name}_chat_template_kwargs.json). Everything is read, checked and tokenised before
     anything is written: whatever fails, `output` is as it was before.
 
     FileNotFoundError if a split is missing. ValueError for a bad row, for a tokenizer that cannot
@@ -87,10 +99,15 @@ def convert_packed(
     for split, columns in read_splits(source, max_steps).items():
         rows = [row_of(row, split) for row in columns]
         splits[f"gsm8k_{split}"] = rows, [row.answer for row in rows]
-    return _pack(Path(output), splits, {}, tokenizer)
+    return _pack(Path(output), splits, {}, tokenizer, template_kwargs)
 
 
-def pack_rows(rows: Rows, data_path: str | Path, tokenizer: str | Path) -> PackedSplit:
+def pack_rows(
+    rows: Rows,
+    data_path: str | Path,
+    tokenizer: str | Path,
+    template_kwargs: Variables | None = None,
+) -> PackedSplit:
     """Write the rows of a task for `data_path`:
     {data_path}_packed_{input_ids,labels}_document.{bin,idx} and {data_path}_rows.jsonl, the columns
     of each row, which the labels count. Earlier ones are replaced; errors, and what happens then,
@@ -100,7 +117,7 @@ def pack_rows(rows: Rows, data_path: str | Path, tokenizer: str | Path) -> Packe
     lines = [json.dumps(row.columns) + "\n" for row in rows]
     counted = {f"{path.name}_rows.jsonl": "".join(lines).encode()}
     labels = list(map(str, range(len(rows))))
-    [packed] = _pack(path.parent, {path.name: (rows, labels)}, counted, tokenizer)
+    [packed] = _pack(path.parent, {path.name: (rows, labels)}, counted, tokenizer, template_kwargs)
     return packed
 
 
@@ -109,22 +126,26 @@ def _pack(
     splits: Mapping[str, tuple[Rows, Sequence[str]]],
     others: dict[str, bytes],
     tokenizer_dir: str | Path,
+    template_kwargs: Variables | None,
 ) -> list[PackedSplit]:
     """Write {name: (rows, label of each)} with the files {name: content} of `others`, all of them
     or none.
     """
     output, tokenizer = output.absolute(), load_tokenizer(tokenizer_dir)
+    check_template(tokenizer, template_kwargs)
     now = datetime.now()  # one date for all rows
     packed = []
     contents = dict(others)
     for name, (rows, labels) in splits.items():
         check_data_path(output / name)
-        prompts = [chat_ids(tokenizer, row, now) for row in rows]
+        prompts = [chat_ids(tokenizer, row, now, template_kwargs) for row in rows]
         check_vocabulary(tokenizer, rows, prompts)
         fields = {"input_ids": prompts, "labels": _label_ids(tokenizer, labels)}
         for field, ids in fields.items():
             file = f"{name}_packed_{field}_document"
             contents[f"{file}.bin"], contents[f"{file}.idx"] = indexed_format(ids)
+        if template_kwargs:
+            contents[f"{name}{VARIABLES}"] = json.dumps(template_kwargs).encode()
         packed.append(PackedSplit(output / name, list(map(len, prompts))))
         # MindSpeed-RL reads every field that is there, such as the attention_mask of an earlier run
         # of its preprocessor; and rows that an earlier packing counted would be taken for the
@@ -132,6 +153,7 @@ def _pack(
         for path in [
             *output.glob(f"{name}_packed_*_document*"),
             *output.glob(f"{name}_rows.jsonl"),
+            *output.glob(f"{name}{VARIABLES}"),
         ]:
             if path.name not in contents:
                 raise ValueError(
@@ -158,6 +180,12 @@ def _label_ids(tokenizer: Any, labels: Sequence[str]) -> list[list[int]]:
             )
         encoded.append(ids)
     return encoded
+
+
+def packed_template_kwargs(data_path: str | Path) -> Variables:
+    """The variables of the chat template that `data_path` was packed with."""
+    path = Path(f"{data_path}{VARIABLES}")
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def read_packed_rows(data_path: str | Path) -> list[Row] | None:

@@ -3,18 +3,18 @@
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.tasks.rows import Row, Rows, read_rows
 
 
 class Prompts:
     """The rows of a file whose prompts are short enough, and these prompts as token ids, with the
-    date of `at` (`chat_ids`).
+    date of `at` and the variables of `template_kwargs` (`chat_ids`).
 
     Attributes:
         rows, prompts: as many of both. total: how many rows there were. dropped: how many of them
@@ -33,10 +33,12 @@ class Prompts:
         max_prompt_length: int,
         limit: int | None = None,
         at: datetime | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ):
         rows = read_rows(path)[:limit]
         if prompt == "chat":
-            prompts = [chat_ids(tokenizer, row, at) for row in rows]
+            check_template(tokenizer, template_kwargs)
+            prompts = [chat_ids(tokenizer, row, at, template_kwargs) for row in rows]
         else:
             prompts = [plain_ids(tokenizer, row) for row in rows]
         check_vocabulary(tokenizer, rows, prompts)
@@ -64,16 +66,36 @@ class Prompts:
 
 
 def load_tokenizer(directory: str | Path) -> Any:
-    """The tokenizer of a model directory; ConfigError if transformers cannot read it."""
+    """The tokenizer of a model directory; ConfigError if there is none that transformers can read.
+    Nothing is asked of a hub.
+    """
+    if not Path(directory).is_dir():
+        raise ConfigError(
+            f"{directory}: no such folder, and so no tokenizer: give that of a Hugging Face model"
+        )
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
         raise ConfigError(
-            f"{directory} has no tokenizer that transformers can read: {type(error).__name__}: "
-            f"{error}"
+            f"{directory} has no {_unreadable(directory, error)} that transformers can read: "
+            f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _unreadable(directory: str | Path, fault: Exception) -> str:
+    """What of a folder gave the `fault`: config.json, which is read with a tokenizer, if it does
+    so alone.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  as many
+        if str(error) == str(fault) and Path(directory, "config.json").is_file():
+            return "config.json"
+    return "tokenizer"
 
 
 def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
@@ -94,17 +116,50 @@ def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]
             )
 
 
-def chat_ids(tokenizer: Any, row: Row, at: datetime | None = None) -> list[int]:
+def check_template(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
+    """ConfigError for a key of `template_kwargs` that the chat template does not read, or that is
+    not for a config to say.
+    """
+    if not template_kwargs:
+        return
+    from jinja2 import meta
+    from transformers.utils import chat_template_utils
+
+    try:
+        template = tokenizer.get_chat_template()
+        environment = chat_template_utils._compile_jinja_template(template).environment
+        read = meta.find_undeclared_variables(environment.parse(template))
+    except Exception as error:
+        raise ConfigError(
+            f"task.chat_template_kwargs: {tokenizer.name_or_path} has no chat template that can be "
+            f"read: {error}"
+        ) from error
+    known = read - {"messages", "add_generation_prompt", "strftime_now", "raise_exception"}
+    for key in template_kwargs:
+        if key not in known:
+            name = unknown("variable of the chat template", key, known)
+            raise ConfigError(f"task.chat_template_kwargs: {name} ({tokenizer.name_or_path})")
+
+
+def chat_ids(
+    tokenizer: Any,
+    row: Row,
+    at: datetime | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of the chat template applied to the row's messages, up to where the model's answer
     begins.
 
-    A template that asks for the date (`strftime_now`) is told that of `at`, by default now.
-    ConfigError names the row that the template fails on.
+    A template that asks for the date (`strftime_now`) is told that of `at`, by default now, and its
+    variables have the values of `template_kwargs` (`check_template`). ConfigError names the row
+    that the template fails on.
     """
-    clock = {"strftime_now": at.strftime} if at else {}
+    variables = dict(template_kwargs or {})
+    if at:
+        variables["strftime_now"] = at.strftime
     try:
         return tokenizer.apply_chat_template(
-            row.messages, add_generation_prompt=True, return_dict=False, **clock
+            row.messages, add_generation_prompt=True, return_dict=False, **variables
         )
     except Exception as error:  # a template is a program: what it raises is its own
         raise ConfigError(

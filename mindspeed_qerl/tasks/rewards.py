@@ -11,6 +11,7 @@ import asyncio
 import copy
 import inspect
 import math
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,14 @@ FORMS = {
     "solution_strs": ("verl, batched", ("ground_truths", "extra_infos")),
 }
 # Parameters of forms that are not known: such a reward is not called by position.
-FOREIGN = {"completion", "completion_ids", "prompts", "prompt", "data_source"}
+FOREIGN = {"completion", "completion_ids", "data_source"}
+# What a reward of our form is called with, and words in the names of its parameters that say so.
+PLACES = {
+    "responses": "response completion output prediction predicted generated text reply",
+    "answers": "answer gold truth label target reference expected",
+    "rows": "row column record example metadata meta extra info",
+}
+NO_PLACE = "prompt question query instruction problem input message"
 
 
 class RewardError(ConfigError):
@@ -68,6 +76,16 @@ def score(
     array([1. , 1.5])
     """
     scores = {name: call_reward(name, load_reward(name), responses, rows) for name, _ in verifiers}
+    return _weighted(verifiers, scores, responses, rows), scores
+
+
+def _weighted(
+    verifiers: Sequence[tuple[str, float]],
+    scores: dict[str, np.ndarray],
+    responses: Sequence[str],
+    rows: Rows,
+) -> np.ndarray:
+    """The sum of weight times score; in `scores` a reward that leaves a row to others becomes 0."""
     skipped = np.isnan([*scores.values()]).all(axis=0)
     if skipped.any():
         index = int(skipped.argmax())
@@ -79,16 +97,34 @@ def score(
     for name, weight in verifiers:
         scores[name] = np.nan_to_num(scores[name])
         total += weight * scores[name]
-    return total, scores
+    return total
 
 
-def try_rewards(verifiers: Sequence[tuple[str, float]], rows: Rows) -> None:
-    """Call the rewards on two of the rows, before anything heavy starts: with a row's answer as
-    response, and with an empty one. All rows are looked through for the columns that they take.
+def try_rewards(verifiers: Sequence[tuple[str, float]], rows: Rows) -> list[str]:
+    """Call the rewards on the first and the last row, before anything heavy starts: with a row's
+    answer as response, and with an empty one. All rows are looked through for the columns that they
+    take.
+
+    Returns:
+        A warning for each reward of a user's own that gives no answer more than the empty one.
     """
+    ends = [rows[0], rows[-1]]
+    tried, responses = ends * 2, [*(row.answer for row in ends), "", ""]
+    scores, warnings = {}, []
     for name, _ in verifiers:
-        _form_of(name, load_reward(name), rows)
-    score(verifiers, [rows[0].answer, ""], [rows[0], rows[-1]])
+        reward = load_reward(name)
+        form, parameters = _form_of(name, reward, rows)
+        scores[name] = call_reward(name, reward, responses, tried)
+        gold, empty = scores[name].reshape(2, 2)
+        if name not in VERIFIERS and (gold <= empty).all():
+            passed = _arguments(reward, form, parameters, responses[:1], tried[:1])
+            warnings.append(
+                f"verifier {name!r} gives the gold answer {gold[0]:g} and an empty one "
+                f"{empty[0]:g} ({rows[0].where}): fine if it judges something else, such as the "
+                f"form. It was passed {', '.join(f'{key}={value!r:.80}' for key, value in passed.items())}"
+            )
+    _weighted(verifiers, scores, responses, tried)
+    return warnings
 
 
 def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Rows) -> np.ndarray:
@@ -135,14 +171,15 @@ def _form_of(name: str, reward: Reward, rows: Rows) -> tuple[str, list[str]]:
         if known_by is None:
             if len(takes) < 3 or FOREIGN & takes.keys():
                 raise TypeError("not one of the forms")
-            signature.bind("responses", "answers", "rows")
+            signature.bind(*PLACES)
+            _check_places(takes)
             return "ours", []
         form, others = FORMS[known_by]
         plural = "s" if form == "verl, batched" else ""
         given = {known_by, *others}
         offered = given.union(*({f"{column}{plural}" for column in row.columns} for row in rows))
         takes_all = form == "trl" and any(each.kind is each.VAR_KEYWORD for each in takes.values())
-        parameters = [each for each in offered if takes_all or each in takes]
+        parameters = [each for each in sorted(offered) if takes_all or each in takes]
         certain = given | {f"{column}{plural}" for column in in_all}
         signature.bind(**dict.fromkeys(certain.intersection(parameters)))
     except TypeError as error:
@@ -155,6 +192,22 @@ def _form_of(name: str, reward: Reward, rows: Rows) -> tuple[str, list[str]]:
     return form, parameters
 
 
+def _check_places(parameters: Iterable[str]) -> None:
+    """TypeError if the name of one of the first three says that it is to hold something else.
+
+    >>> _check_places(["model_answers", "golds", "_"])
+    >>> _check_places(["questions", "responses", "answers"])
+    Traceback (most recent call last):
+    TypeError: 'questions' would be given the responses: name each for what it gets
+    """
+    for place, parameter in zip(PLACES, parameters):
+        words = {word.rstrip("s") for word in re.findall("[a-z]+", parameter.lower())}
+        if words & set(PLACES[place].split()) or "model" in words and place == "responses":
+            continue
+        if words & set(" ".join([*PLACES.values(), NO_PLACE]).split()):
+            raise TypeError(f"{parameter!r} would be given the {place}: name each for what it gets")
+
+
 def _call(
     reward: Reward,
     form: str,
@@ -163,10 +216,27 @@ def _call(
     rows: Rows,
 ) -> Any:
     """What `reward` returns for copies of what there is, by the parameters of `_form_of`."""
+    arguments = _arguments(reward, form, parameters, responses, rows)
+    if form == "ours":
+        return _awaited([reward(*arguments.values())])[0]
+    values = list(arguments.values())
+    calls = zip(*values) if form == "verl" else [values]
+    results = _awaited([reward(**dict(zip(arguments, each))) for each in calls])
+    return results if form == "verl" else results[0]
+
+
+def _arguments(
+    reward: Reward,
+    form: str,
+    parameters: Sequence[str],
+    responses: Sequence[str],
+    rows: Rows,
+) -> dict[str, list]:
+    """What `reward` is passed, by parameter, one for each response; see `_call`."""
     columns = [copy.deepcopy(row.columns) for row in rows]
     answers = [row.answer for row in rows]
     if form == "ours":
-        return _awaited([reward(list(responses), answers, columns)])[0]
+        return dict(zip(PLACES, (list(responses), answers, columns)))
     known: dict[str, list] = {}
     for name in set().union(*columns):
         known[name] = [each.get(name) for each in columns]
@@ -186,10 +256,7 @@ def _call(
                 answers[i] = each["reward_model"]["ground_truth"]
     if form == "verl, batched":
         known = {f"{name}s": values for name, values in known.items()}
-    values = [known[name] for name in parameters]
-    calls = zip(*values) if form == "verl" else [values]
-    results = _awaited([reward(**dict(zip(parameters, each))) for each in calls])
-    return results if form == "verl" else results[0]
+    return {name: known[name] for name in parameters}
 
 
 def _awaited(values: list[Any]) -> list[Any]:

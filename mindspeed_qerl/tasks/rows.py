@@ -16,6 +16,7 @@ imports in a bare Python.
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,9 +27,12 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 
 GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order
-# What the model's own turns are called: by OpenAI, Gemma and ShareGPT.
-MODEL_ROLES = ("assistant", "model", "gpt")
+# Whom the model answers: OpenAI's and ShareGPT's users; tools of OpenAI, Llama and ChatGLM.
+ANSWERED_ROLES = ("user", "human", "tool", "function", "ipython", "observation")
 Columns = dict[str, Any]  # of a row, by name
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed")  # of a line of JSON that may have a surrogate
+# decimal digits, and bits of a whole number, that these types keep (IEEE 754)
+KEPT = {"halffloat": (3, 11), "float": (6, 24)}
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,13 @@ def row_of(columns: Columns, where: str = "") -> Row:
         prompt = plain_prompt(check_text(columns, "question"))
     if messages is None:
         messages = [{"role": "user", "content": prompt}]
-    _check_messages(messages)
+    last = _turns(messages, "messages")[-1]["role"]
+    if last.lower() not in ANSWERED_ROLES:
+        raise ValueError(
+            f"the messages end with a turn of the role {last!r}, which the model would read before "
+            f"it answers; the last may be of {', '.join(ANSWERED_ROLES)}. Leave it out, and put "
+            "what is right into the column 'answer'"
+        )
     if prompt is None and len(messages) == 1:
         question = prompt = messages[0]["content"]
     elif prompt is None:
@@ -118,34 +128,58 @@ def _gold(columns: Columns) -> str:
             f"reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the reward "
             "does not read it"
         )
-    name, value = given[0], values[given[0]]
+    name = given[0]
+    value: Any = values[name]
     if name == "reward_model" and isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)  # as verl's rewards compare with
     if name == "completion" and isinstance(value, list):
-        value = value[-1]["content"]
-    if type(value) is int:
-        return str(value)
-    if type(value) is float and math.isfinite(value):
-        return format(Decimal(str(value)).normalize(), "f")
+        value = _turns(value, name)[-1]["content"]
+    kind = type(value)
+    if kind is Rounded:
+        raise ValueError(
+            f"column {name!r}: {value} was stored in too few bits to tell what was written: store "
+            "it as text"
+        )
+    if kind is int or kind in (float, Decimal) and math.isfinite(value):
+        return _as_written(value)
     return check_text({name: value}, name)
 
 
-def _check_messages(messages: Any) -> None:
-    """ValueError unless `messages` are a conversation that the model is to go on with."""
+class Rounded(float):
+    """A number of which fewer bits were kept than its digits need."""
+
+
+def _as_written(value: float | Decimal) -> str:
+    """Writes a number as a person would: digits, and a point only before a fraction.
+
+    >>> _as_written(4.0), _as_written(-1e-7), _as_written(Decimal("33.30")), _as_written(-0.0)
+    ('4', '-0.0000001', '33.3', '0')
+    """
+    text = format(Decimal(str(value)), "f")
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def _float(text: str) -> float:
+    """A number of JSON; `Rounded` if it has more digits than 64 bits keep."""
+    value = float(text)
+    is_exact = math.isinf(value) or Decimal(text) == Decimal(repr(value))
+    return value if is_exact else Rounded(value)
+
+
+def _turns(messages: Any, column: str) -> list[dict[str, str]]:
+    """`messages`; ValueError unless they are turns, at least one, each with role and content."""
     try:
         roles = [check_text(turn, "role") for turn in messages if check_text(turn, "content")]
     except (TypeError, ValueError):
         roles = []
     if not roles:
         raise ValueError(
-            "messages: expected a list of {role, content}, both of them text, got "
+            f"{column}: expected a list of {{role, content}}, both of them text, got "
             f"{str(messages)[:80]}"
         )
-    if roles[-1].lower() in MODEL_ROLES:
-        raise ValueError(
-            f"the messages end with a turn of the role {roles[-1]!r}, which the model would read "
-            "before it answers: leave it out, and put what is right into the column 'answer'"
-        )
+    return messages
 
 
 def check_text(row: Columns, column: str) -> str:
@@ -173,12 +207,27 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Columns]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_float=_float)
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: invalid JSON ({error})") from None
             if type(row) is not dict:
                 raise ConfigError(f"{path}:{number}: expected a JSON object, got {row!r:.80}")
+            if HALF.search(line):
+                _check_characters(row, f"{path}:{number}")
             yield f"{path}:{number}", row
+
+
+def _check_characters(row: Columns, where: str) -> None:
+    """ConfigError names the column with half of a character, which no tokenizer reads."""
+    for column, value in row.items():
+        try:
+            json.dumps([column, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ConfigError(
+                f"{where}: column {column!a} has {half!a}, half of a character (a surrogate "
+                "without its other one), as texts have that were cut within an emoji: take it out"
+            ) from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Columns]]:
@@ -189,5 +238,38 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Columns]]:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{path}: not a readable parquet file ({error})") from None
-    for number, row in enumerate(table.to_pylist(), 1):
-        yield f"{path}: row {number}", row
+    narrow = [field for field in table.schema if "float" in str(field.type)]
+    for number, row in enumerate(_plain_rows(table, path), 1):
+        widened = {field.name: _widened(row[field.name], field.type) for field in narrow}
+        yield f"{path}: row {number}", row | widened
+
+
+def _plain_rows(table: Any, path: Path) -> list[Columns]:
+    try:
+        return table.to_pylist()
+    except ValueError:  # a text that is no UTF-8
+        for i in range(len(table)):
+            try:
+                table.slice(i, 1).to_pylist()
+            except ValueError as error:
+                raise ConfigError(f"{path}: row {i + 1}: {error}") from None
+        raise
+
+
+def _widened(value: Any, kind: Any) -> Any:
+    """A value of Arrow's type `kind` with each number of 16 or 32 bits as its shortest decimal:
+    33.3, not 33.29999923706055. One that may have had more digits than it shows is `Rounded`.
+    """
+    if isinstance(value, dict):
+        return {field.name: _widened(value[field.name], field.type) for field in kind}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_widened(each, kind.value_type) for each in value]
+    if value is None or str(kind) not in KEPT:
+        return value
+    import numpy
+
+    shortest = str(numpy.dtype(kind.to_pandas_dtype()).type(value))
+    digits, bits = KEPT[str(kind)]
+    fits = len(Decimal(shortest).normalize().as_tuple().digits) <= digits
+    is_whole = value == value // 1 and abs(value) <= 2**bits
+    return float(shortest) if fits or is_whole else Rounded(shortest)

@@ -123,17 +123,13 @@ def test_made_again_it_is_read_from_the_cache(made, capsys):
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
 
-def test_another_recipe_is_refused_and_named(made):
-    with pytest.raises(FileExistsError, match="seed is 0, asked for 1"):
-        tiny_model.make_tiny_model(made[0], replace(QUICK, seed=1))
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "recipe.json", "file"])
-def test_what_is_in_the_way_is_refused_and_kept(tmp_path, name):
-    (tmp_path / name).write_text("mine")
-    with pytest.raises(FileExistsError, match="was not made by this tool"):
-        tiny_model.make_tiny_model(tmp_path / name if name == "file" else tmp_path, QUICK)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+@pytest.mark.parametrize("name, mine", [("notes.txt", "mine"), ("recipe.json", "{}"), ("file", "")])
+def test_what_is_in_the_way_is_refused_and_kept(tmp_path, made, name, mine):
+    (tmp_path / name).write_text(mine)
+    for way in (tmp_path / name if name == "file" else tmp_path, made[0]):
+        with pytest.raises(FileExistsError, match="exists already.* not made by this recipe"):
+            tiny_model.make_tiny_model(way, replace(QUICK, seed=1))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, mine)]
 
 
 def test_a_making_that_fails_leaves_nothing(tmp_path, monkeypatch):

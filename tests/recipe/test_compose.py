@@ -3,14 +3,16 @@ entry; paths are what is configured.
 """
 
 import os
+import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, text_of_config
-from mindspeed_qerl.recipe.overrides import PATHS
+from mindspeed_qerl.recipe.overrides import PATHS, at
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
 from tests.tasks.gsm8k.tool import run_program
@@ -83,6 +85,27 @@ def test_every_entry_says_it_in_a_line(own_configs, words):
     assert place in last and reason in last
     # argparse's own
     assert not before or before[0].startswith("usage: ")
+
+
+def test_a_fault_of_a_part_is_named_with_the_parts_file(own_configs):
+    part = own_configs / "aqn" / "broken.yaml"
+    part.write_text("enabled: true\n  targets: [1\n")
+    with pytest.raises(ConfigError) as refused:
+        compose(TINY, ["aqn=broken"])
+    assert str(refused.value).startswith(f"{part}: ") and TINY not in str(refused.value)
+
+
+@pytest.mark.parametrize("value", ["it's", 'say "hi"', "a]b", "it's $5", r"a\b'c", "x,y}"])
+@pytest.mark.parametrize("key", ["run.name", "rl_config.filter_groups_metric"])
+def test_what_hydra_does_not_read_is_refused_with_what_it_does(key, value):
+    """As a shell would pass it on."""
+    for refuses in (partial(compose, TINY), partial(combinations, TINY)):
+        with pytest.raises(ConfigError) as refused:
+            refuses([f"{key}={value}"])
+        message = str(refused.value)
+        assert message.startswith(f"{key}={value} is not read: ") and ".yaml" not in message
+        [word] = shlex.split(message.partition("in a shell: ")[2])
+        assert at(key, compose(TINY, [word])) == value
 
 
 def test_a_broken_config_is_in_nobodys_way(own_configs):
@@ -207,6 +230,8 @@ def test_what_a_shell_would_have_expanded_is_refused(own_configs, by, text):
         ("run.root=", [""]),
         ('run.root="a b"', ["a b"]),
         ("run.root=a b", ["a b"]),
+        ("task.train_file=it's", ["it's"]),
+        ("run.root=a 'b' \"c\"", ["a 'b' \"c\""]),
     ],
 )
 def test_sweeps_lists_and_interpolations_stay_what_they_are(override, values):

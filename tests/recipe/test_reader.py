@@ -134,6 +134,11 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
         ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
         ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3]: Input should be a valid dictionary"),
         ("aqm", {}, "unknown key 'aqm', did you mean 'aqn'"),
+        (
+            "task.chat_template_kwargs",
+            {"x": 1},
+            "{'x': 1} with task.prompt = 'plain', which has no",
+        ),
         ("megatron_training.learning_rate", 1e-5, "did you mean 'actor_config.lr'"),
         ("beta", 0.1, "did you mean 'rl_config.init_kl_coef'"),
         ("generate_config.temprature", 1, "'generate_config.sampling_config.temperature'"),

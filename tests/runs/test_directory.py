@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.description import label_of
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -158,7 +159,7 @@ def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"name": "a/b"}, ValueError, "run name 'a/b' becomes a folder: .*letters, digits"),
+        ({"name": "a/b"}, ValueError, "run.name = 'a/b': it becomes a folder: .*letters, digits"),
         ({"name": ".."}, ValueError, "letters, digits"),
         ({"data_files": {"train": Path("no/such.parquet")}}, FileNotFoundError, "no/such.parquet"),
     ],
@@ -171,7 +172,9 @@ def test_bad_input_is_refused_before_anything_is_made(tmp_path, changes, error, 
 
 def test_folders_that_cannot_be_used_are_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="file/run"):
+    with pytest.raises(
+        ConfigError, match="run.root = '.*/file': no folder can be made: .*file/run"
+    ):
         create(tmp_path / "file")
     with pytest.raises(FileNotFoundError, match=r"is not a run directory: it has no status\.json"):
         RunDirectory.open(tmp_path)

@@ -12,15 +12,15 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
-from mindspeed_qerl.recipe.reader import Found
+from mindspeed_qerl.families import read_config
+from mindspeed_qerl.families.config import resolve
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.checks import check_task
-from mindspeed_qerl.tasks.gsm8k.convert import convert
 from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
-from tests import GSM8K, needs_gsm8k
+from tests import ROOT
 from tests.word_problems import converted
 
 
@@ -55,13 +55,6 @@ def with_answer(row, answer):
 
 def test_rows_without_a_fault_are_silent(rows):
     assert check_rows(*rows, ["gsm8k"]) == ([], [])
-
-
-@needs_gsm8k
-def test_the_real_gsm8k_has_no_fault(tmp_path):
-    convert(GSM8K, tmp_path)
-    train, test = (read_rows(tmp_path / f"{name}_chat.parquet") for name in ("train", "test"))
-    assert check_rows(train, test, ["gsm8k_strict"]) == ([], [])
 
 
 def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):
@@ -122,7 +115,8 @@ def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
         )
         with pytest.raises(RewardError, match="missing a required argument: 'level'"):
             check_task(task, train and [row_of(train)])
-    assert check_task(task, [row_of(with_level | {"prompt": "q"})]) == Found()
+    [warning] = check_task(task, [row_of(with_level | {"prompt": "q"})]).warnings
+    assert warning.startswith("verifier 'by_level:reward' gives the gold answer 1 and an empty ")
 
 
 def test_repeated_rows_are_counted(rows):
@@ -257,6 +251,41 @@ def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
         ConfigError, match="has no tokenizer that transformers can read: (Key|Type)Error: "
     ):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"torch_dtype": "torch.float32"}, "has no config.json that .*'torch.float32'"),
+        ({"dtype": "fp32"}, "has no config.json that .*fp32"),
+        ({"num_hidden_layers": "two"}, "has no config.json that .*num_hidden_layers"),
+    ],
+)
+def test_the_file_that_transformers_does_not_read_is_named(tmp_path, change, words):
+    model = ROOT / "models" / "tiny_qwen3_moe"
+    config = json.loads((model / "config.json").read_text())
+    config.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    (tmp_path / "tokenizer.json").symlink_to(model / "tokenizer.json")
+    with pytest.raises(ConfigError, match=words):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=f"{next(iter(change))}\\b"):
+        resolve(read_config(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "Qwen/Qwen3-0.6B", "a.jsonl"])
+def test_a_folder_that_is_not_there_asks_no_hub(tmp_path, monkeypatch, tom, name):
+    def connect(*_):
+        raise AssertionError("a hub is asked")
+
+    monkeypatch.setattr("socket.socket.connect", connect)
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^{name}: no such folder, and so no tokenizer"):
+        load_tokenizer(name)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty has no tokenizer that"):
+        load_tokenizer("empty")
 
 
 def test_a_templates_date_is_the_one_it_is_told(tom, tokenizer):

@@ -17,6 +17,11 @@ import pytest
 import torch
 
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.imports import own_code
+from mindspeed_qerl.engines import data_files
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.gsm8k import verifier
 from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_rewards
 from mindspeed_qerl.tasks.rows import row_of
@@ -288,7 +293,6 @@ def test_a_class_is_made_once_and_gets_texts(modules, monkeypatch):
 @pytest.mark.parametrize(
     "reward, columns, words",
     [
-        (lambda prompts, responses, answer: [], TRL, "(prompts, responses, answer): not one of"),
         (lambda completion, answer, gold: [], TRL, "(completion, answer, gold): not one of"),
         (lambda completion_ids, **kwargs: [], TRL, "(completion_ids, **kwargs): not one of"),
         (lambda *args, **kwargs: [], TRL, "(*args, **kwargs): not one of the forms"),
@@ -305,6 +309,56 @@ def test_what_fits_no_form_is_refused(reward, columns, words):
         call_reward("mine", reward, SAID, [row_of(columns)] * 2)
     assert str(error.value).startswith("verifier 'mine' takes ") and words in str(error.value)
     assert str(error.value).endswith("Columns that all rows have: prompt, solution")
+
+
+@pytest.mark.parametrize(
+    "parameters, wrong",
+    [
+        ("questions, responses, answers", "'questions' would be given the responses"),
+        ("prompts, responses, answer", "'prompts' would be given the responses"),
+        ("answers, responses, rows", "'answers' would be given the responses"),
+        ("rows, responses, answers", "'rows' would be given the responses"),
+        ("ground_truths, predictions, extra", "'ground_truths' would be given the responses"),
+        ("texts, user_prompts, golds", "'user_prompts' would be given the answers"),
+        ("texts, golds, questions", "'questions' would be given the rows"),
+        ("responses, answers, rows", None),
+        ("model_answers, gold_answers, extra_infos, weight=1.0", None),
+        ("a, _, c", None),
+        ("generated_texts, expected_output, c, **kwargs", None),
+        ("solutions, solution_labels, metadata", None),
+    ],
+)
+def test_a_parameter_that_names_another_role_than_its_place_is_refused(parameters, wrong):
+    reward = eval(f"lambda {parameters}: [0.0] * 4")
+    if wrong is None:
+        assert call_reward("mine", reward, TEXTS, ROWS).tolist() == [0.0] * 4
+    else:
+        with pytest.raises(RewardError, match=f"verifier 'mine' takes .*{wrong}"):
+            call_reward("mine", reward, TEXTS, ROWS)
+
+
+def test_a_reward_that_tells_no_gold_from_an_empty_answer_is_warned_of(modules):
+    (modules / "told.py").write_text("""
+def by_place(a, b, c): return [float(x in y) for x, y in zip(b, c)]
+def shortest(responses, answers, rows): return [-len(each) for each in responses]
+def right(responses, answers, rows): return [float(x == y) for x, y in zip(responses, answers)]
+def for_others(completions, **kwargs): return [None] * len(completions)
+def as_verl(solution_str, ground_truth): return 0.0
+""")
+
+    def warnings(*names):
+        return try_rewards([(f"told:{name}", 1.0) for name in names], ROWS)
+
+    assert warnings("right") == warnings("right", "for_others") == []
+    assert try_rewards([("gsm8k_strict", 1.0)], ROWS) == []
+    values = "gives the gold answer 0 and an empty one 0 (data.jsonl:1)"
+    first, second = warnings("by_place", "right", "as_verl")
+    assert first.startswith(f"verifier 'told:by_place' {values}")
+    assert "responses=['0'], answers=['0'], rows=[{'prompt': 'question 0', 'answer': '0'" in first
+    assert second.startswith(f"verifier 'told:as_verl' {values}")
+    assert second.endswith("passed ground_truth=['0'], solution_str=['0']")
+    [told] = warnings("shortest")
+    assert "gives the gold answer -1 and an empty one 0 " in told
 
 
 def test_a_column_that_a_later_row_lacks_is_found_before_the_start(modules):
@@ -431,6 +485,57 @@ def test_what_is_wrong_with_a_name(modules, name, words):
     with pytest.raises(ConfigError) as error:
         load_reward(name)
     assert words.replace("FOLDER", str(modules)) in str(error.value)
+
+
+OWN = {
+    "task/__init__.py": "from .rewards import f as g",
+    "task/rewards.py": "from .. import nothing\nfrom task import limits\nimport numpy as np, os.path",
+    "task/limits.py": "def later():\n    from .deep.inner import most\n    return most",
+    "task/deep/inner.py": "import importlib\nmost = importlib.import_module('task_data').most",
+    "task_data.py": "import mindspeed_qerl.tasks.rows, torch.nn\nmost = 7",
+    "unused.py": "",
+}
+
+
+@pytest.fixture
+def task(modules):
+    for name, text in OWN.items():
+        (modules / name).parent.mkdir(parents=True, exist_ok=True)
+        (modules / name).write_text(text)
+    return modules
+
+
+def test_the_code_of_a_reward_is_all_that_a_user_wrote_of_it(task):
+    """Of packages, relative, inside functions, by import_module; nothing is imported for it."""
+    used = ["task", "task.deep.inner", "task.limits", "task.rewards", "task_data"]
+    files = own_code(["task.rewards:f", "gsm8k", "vanilla"])
+    assert list(files) == [f"code/{name}" for name in used]
+    assert all(task in file.parents for file in files.values()) and "task" not in sys.modules
+    assert own_code(["task:g"]) == files and list(own_code(["unused:f"])) == ["code/unused"]
+    assert own_code(["gsm8k", "numpy:sum", "json:loads", "no.such:f", "broken:f"]) == {
+        "code/broken": task / "broken.py"
+    }
+
+
+@pytest.mark.parametrize("changed", ["task/rewards.py", "task/deep/inner.py", "task_data.py"])
+@pytest.mark.parametrize("key", ["rl_config.verifier_function", "algorithm.loss_mode"])
+def test_a_run_is_not_resumed_with_other_code(task, changed, key):
+    (task / "models").symlink_to(ROOT / "models")
+    raw = compose("grpo_tiny_moe_cpu", [f"{key}=task.rewards:f"])
+    files = partial(data_files, read_recipe(raw))
+    run = RunDirectory.create(task, "run", config=raw, command=[], seed=1, data_files=files())
+    assert RunDirectory.finished(task / "run", config=raw, data_files=files()) is None
+    run.finish()
+    assert RunDirectory.finished(task / "run", config=raw, data_files=files()).path == run.path
+    (task / changed).write_text(OWN[changed] + "\nscale = 100")
+    assert RunDirectory.finished(task / "run", config=raw, data_files=files()) is None
+    run.fail("stopped")
+    with pytest.raises(ValueError, match=f"code/{changed[:-3].replace('/', '.')}.sha256 was '"):
+        run.resume(config=raw, command=[], data_files=files())
+    (task / changed).write_text(OWN[changed])
+    (task / "nothing.py").write_text("")  # what was found elsewhere, or not at all
+    (task / "os").mkdir()
+    run.resume(config=raw, command=[], data_files=files())
 
 
 def test_a_script_of_another_folder_finds_the_reward_too(modules):

@@ -1,7 +1,10 @@
 """The rows of a task: the three forms, what else they carry, and what bad files say."""
 
+import datetime
 import json
+from decimal import Decimal
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -53,16 +56,6 @@ def test_a_prompt_is_one_user_turn_and_keeps_its_columns(tmp_path, write, name, 
         f"{tmp_path}/{first}",
         f"{tmp_path}/{second}",
     )
-
-
-def test_gsm8ks_converted_rows_are_such_rows(tmp_path):
-    for path in (
-        write_jsonl(tmp_path / "a.jsonl", [CONVERTED]),
-        write_parquet(tmp_path / "a.parquet", [CONVERTED]),
-    ):
-        [row] = read_rows(path)
-        assert row.messages == CONVERTED["messages"] and row.columns == CONVERTED
-        assert (row.prompt, row.question, row.answer) == ("3+4?\n", "3+4?", "7")
 
 
 @pytest.mark.parametrize(
@@ -156,15 +149,17 @@ def turns(roles):
 
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
-@pytest.mark.parametrize("roles", ["user", "system user", "user assistant user", "user tool"])
+@pytest.mark.parametrize("roles", ["user", "user assistant Human", "user tool", "user ipython"])
 def test_a_conversation_may_end_where_the_model_is_to_speak(tmp_path, column, roles):
     row = {column: turns(roles), "answer": "4"}
     assert read_rows(write_jsonl(tmp_path / "a.jsonl", [row]))[0].messages == row[column]
 
 
 @pytest.mark.parametrize("column", ["messages", "prompt"])
-@pytest.mark.parametrize("roles", ["system user assistant", "user model", "user Assistant"])
-def test_a_conversation_that_ends_with_an_answer_is_refused(tmp_path, column, roles):
+@pytest.mark.parametrize(
+    "roles", ["user assistant", "user Model", "user system", "user developer", "critic"]
+)
+def test_a_conversation_that_ends_with_what_could_hold_the_gold_is_refused(tmp_path, column, roles):
     path = write_jsonl(tmp_path / "a.jsonl", [{column: turns(roles), "answer": "4"}])
     with pytest.raises(ConfigError, match=f"a.jsonl:1: .*turn of the role '{roles.split()[-1]}'"):
         read_rows(path)
@@ -191,6 +186,11 @@ TEXT = "expected a non-empty string, got "
         ({"messages": "3+4?"}, LIST),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, LIST),
         ({"prompt": ["3+4?"]}, LIST),
+        *(
+            ({"answer": None, "solution": None, "completion": value}, f"completion: {LIST[10:]}")
+            for value in ([], ["4"], [{"role": "a", "text": "4"}], [None], [USER, 4], [["4"]])
+        ),
+        ({"answer": None, "solution": None, "completion": USER}, f"column 'completion': {TEXT}"),
         ({"answer": True}, f"column 'answer': {TEXT}True (bool)"),
         ({"answer": float("nan")}, f"column 'answer': {TEXT}nan (float)"),
         ({"answer": ["7"]}, f"column 'answer': {TEXT}['7'] (list)"),
@@ -203,6 +203,93 @@ def test_malformed_rows_are_named(tmp_path, change, words):
     with pytest.raises(ConfigError) as error:
         read_rows(path)
     assert f"{path}:2: {words}" in str(error.value)
+
+
+P = pyarrow
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    "kind, value, written",
+    [
+        (P.float32(), 33.3, "33.3"),
+        (P.float32(), 16777215.0, "16777215"),
+        (P.float32(), 123456789.0, None),
+        (P.float32(), 33.333333, None),
+        (P.float32(), float("inf"), None),
+        (P.float16(), np.float16(33.3), "33.3"),
+        (P.float16(), np.float16(2047), "2047"),
+        (P.float16(), np.float16(12.34), None),
+        (P.float64(), 33.29999923706055, "33.29999923706055"),
+        (P.float64(), -0.0, "0"),
+        (P.uint64(), 2**64 - 1, str(2**64 - 1)),
+        (P.decimal128(38, 2), Decimal("9" * 35 + ".10"), "9" * 35 + ".1"),
+        (P.bool_(), True, None),
+        (P.date32(), datetime.date(2026, 1, 2), None),
+        (P.binary(), b"4", None),
+    ],
+)
+def test_a_number_of_any_type_is_read_as_written_or_refused(tmp_path, kind, value, written, nested):
+    path, column = tmp_path / "a.parquet", P.array([value], kind)
+    table = {"prompt": ["q"], "answer": column}
+    if nested:
+        table = {
+            "prompt": ["q"],
+            "reward_model": P.StructArray.from_arrays([column], ["ground_truth"]),
+        }
+    P.parquet.write_table(P.table(table), path)
+    if written is None:
+        with pytest.raises(ConfigError, match="row 1: column '(answer|reward_model)': "):
+            read_rows(path)
+    else:
+        [row] = read_rows(path)
+        assert row.answer == written
+        given = row.columns["reward_model"]["ground_truth"] if nested else row.columns["answer"]
+        assert float(given) == float(written)
+
+
+@pytest.mark.parametrize(
+    "number, written",
+    [("33.30", "33.3"), ("1e20", "1" + 20 * "0"), ("9007199254740993.0", None), ("1e400", None)],
+)
+def test_a_number_of_json_is_read_as_written_or_refused(tmp_path, number, written):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "q", "answer": {number}}}')
+    if written is None:
+        with pytest.raises(ConfigError, match="a.jsonl:1: column 'answer': "):
+            read_rows(path)
+    else:
+        assert read_rows(path)[0].answer == written
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        rb'{"prompt": "\ud83d", "answer": "4"}',
+        b'{"prompt": "\xed\xa0\xbd", "answer": "4"}',
+        rb'{"prompt": "q", "answer": "4", "why": ["\uDE00"]}',
+        rb'{"prompt": [{"role": "user", "content": "a\udc00"}], "answer": "4"}',
+    ],
+)
+def test_half_a_character_is_named_with_its_row_and_column(tmp_path, row):
+    whole = rb'{"prompt": "\ud83d\ude00 q", "answer": "4"}'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(whole)
+    assert read_rows(path)[0].prompt == "\U0001f600 q"
+    path.write_bytes(whole + b"\n" + row)
+    with pytest.raises(ConfigError, match=r"a.jsonl:2: column '\w+' has '\\u\w+', half of a char"):
+        read_rows(path)
+
+
+def test_a_text_of_parquet_that_is_no_utf8_is_named_with_its_row(tmp_path):
+    texts = P.StringArray.from_buffers(
+        2,
+        P.py_buffer(bytes([0] * 4 + [1] + [0] * 3 + [4] + [0] * 3)),
+        P.py_buffer(b"a\xed\xa0\xbd"),
+    )
+    P.parquet.write_table(P.table({"prompt": texts, "answer": ["1", "2"]}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="a.parquet: row 2: 'utf-8' codec"):
+        read_rows(tmp_path / "a.parquet")
 
 
 def test_missing_columns_are_named(tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 
 from mindspeed_qerl.tasks.gsm8k.convert import converted, gold_answer, load_raw
-from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages, plain_prompt
 from tests.tasks.test_rows import write_jsonl, write_parquet
 
 RAW = [
@@ -12,32 +11,9 @@ RAW = [
 ]
 
 
-def test_prompts():
-    assert plain_prompt("What is 3+4?") == "What is 3+4?\n"
-    assert chat_messages("What is 3+4?") == [
-        {
-            "role": "user",
-            "content": "What is 3+4? Let's think step by step and output the final answer after "
-            '"####".',
-        }
-    ]
-
-
 def test_gold_answer_is_behind_the_last_hashes():
     assert gold_answer("2*500 = <<2*500=1000>>1,000\n#### 1,000") == "1000"
     assert gold_answer("#### 1\n#### -2.50\n") == "-2.5"
-
-
-@pytest.mark.parametrize(
-    "solution, words",
-    [
-        ("seven", "not a number: 'seven'"),
-        ("#### ", "not a number: ' '"),
-    ],
-)
-def test_gold_answer_errors(solution, words):
-    with pytest.raises(ValueError, match=words):
-        gold_answer(solution)
 
 
 @pytest.mark.parametrize(

@@ -4,25 +4,41 @@ writer.
 
 import json
 import random
+import re
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mindspeed_qerl.ascend import limits, observer
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs, write_problems
+from mindspeed_qerl.local.engine import load_data
+from mindspeed_qerl.local.evaluate import of_run
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.packed import convert_packed, indexed_format
-from mindspeed_qerl.tasks.prompts import Prompts
+from mindspeed_qerl.tasks.packed import convert_packed, indexed_format, pack_rows
+from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rows import read_rows
-from tests import GSM8K, needs_gsm8k
 from tests.tasks.gsm8k.test_convert import snapshot
 from tests.tasks.gsm8k.tool import run_tool
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# the end of Qwen3's
+QWEN3 = TEMPLATE.partition("{% if add_")[0] + (
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
 NAMES = [
     f"gsm8k_{split}_packed_{field}_document.{ending}"
@@ -109,6 +125,11 @@ def read(prefix, field):
     return IndexedDataset(f"{prefix}_packed_{field}_document")
 
 
+def prompts_of(prefix):
+    dataset = read(prefix, "input_ids")  # its rows are gone with it
+    return [ids.tolist() for ids in dataset]
+
+
 def check_split(split, packed, tokenizer_dir, chat_file):
     """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same
     row of `chat_file`.
@@ -164,19 +185,123 @@ def test_bytes_are_those_of_megatrons_writer(tmp_path):
         )
 
 
-def test_bytes_repeat(tmp_path, raw, bpe):
-    convert_packed(raw, tmp_path, bpe)
-    before = snapshot(tmp_path)
-    convert_packed(raw, tmp_path, bpe)  # over the first
-    assert snapshot(tmp_path) == before
-
-
 def test_the_report_counts_prompts_that_are_not_shorter(tmp_path, raw, bpe):
     _, test = convert_packed(raw, tmp_path, bpe)
     longest = max(test.prompt_lengths)
     count = test.prompt_lengths.count(longest)
     for limit, dropped in ((longest + 1, 0), (1, 15), (longest, count)):
         assert f"MindSpeed-RL leaves out {dropped}\n" in test.report(limit)
+
+
+OFF = {"enable_thinking": False}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory, bpe):
+    """A model's folder with Qwen3's template, but for tools."""
+    tokenizer = AutoTokenizer.from_pretrained(bpe)
+    tokenizer.chat_template = QWEN3
+    folder = tmp_path_factory.mktemp("qwen3")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def asked(tmp_path, raw, qwen3):
+    """A recipe, and the last words of the prompts that it asks with everywhere."""
+    convert(raw, tmp_path)
+    files = [f"task.{name}_file={tmp_path}/{name}_chat.parquet" for name in ("train", "test")]
+
+    def ask(*overrides):
+        model = f"megatron_training.tokenizer_name_or_path={qwen3}"
+        config = compose("grpo_tiny_moe_cpu", [*files, "task.prompt=chat", model, *overrides])
+        recipe = read_recipe(config)
+        of = recipe.task.chat_template_kwargs
+        run = RunDirectory.create(
+            tmp_path, "run", config=config, command=[], seed=1, data_files={"test": files[1][15:]}
+        )
+        data = load_data(recipe, run, SimpleNamespace(message=print))
+        [packed, _] = convert_packed(raw, tmp_path / "out", qwen3, None, of)
+        own = pack_rows(read_rows(recipe.task.train_file), tmp_path / "out" / "own", qwen3, of)
+        job = of_run(str(run.path), step=0, model=str(qwen3))
+        variables = {"template_kwargs": job.chat_template_kwargs}
+        evaluated = Prompts(job.data, data.tokenizer, job.prompt, 500, **variables)
+        prompts = [*data.train.prompts, *data.test.prompts, *evaluated.prompts]
+        prompts += prompts_of(packed.data_path) + prompts_of(own.data_path)
+        ends = {data.tokenizer.decode(ids).rpartition("<|im_start|>")[2] for ids in prompts}
+        return recipe, ends
+
+    return ask
+
+
+def test_thinking_is_switched_off_wherever_the_model_is_asked(asked):
+    off = "task.chat_template_kwargs.enable_thinking=false"
+    recipe, ends = asked(off)
+    assert recipe.task.chat_template_kwargs == OFF
+    assert ends == {"assistant\n<think>\n\n</think>\n\n"}
+
+
+@pytest.mark.parametrize("overrides", [[], ["task.chat_template_kwargs.enable_thinking=true"]])
+def test_thinking_is_as_the_template_has_it_otherwise(asked, overrides):
+    assert asked(*overrides)[1] == {"assistant\n"}
+
+
+def test_the_npu_engines_training_and_evaluation_ask_alike(tmp_path, monkeypatch, raw, qwen3):
+    convert(raw, tmp_path)
+    monkeypatch.setattr(observer.RunObserver, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(observer, "end_tokens", lambda path: set())
+    packed = tmp_path / "out" / "gsm8k_train"
+    run = SimpleNamespace(started=datetime(2026, 1, 1), keep=lambda **_: None)
+
+    def recipe(variables):
+        model = [
+            f"task.test_file={tmp_path}/test_chat.parquet",
+            f"megatron_training.data_path={packed}",
+        ]
+        read = read_recipe(compose("grpo_tiny_moe_cpu", model))
+        task = replace(read.task, prompt="chat", chat_template_kwargs=variables)
+        sampling = replace(read.sampling, max_prompt_length=500)
+        model = replace(read.model, path=str(qwen3))
+        return replace(read, task=task, sampling=sampling, model=model)
+
+    convert_packed(raw, packed.parent, qwen3, None, OFF)
+    watch = observer.TokenObserver(recipe(OFF), run, None, None)
+    assert watch.problems.prompts == prompts_of(packed.with_name("gsm8k_test"))
+    assert not list(limits._missing_rows(recipe(OFF)))
+    for variables in (None, {"enable_thinking": True}):
+        [fault] = limits._missing_rows(recipe(variables))
+        assert fault.key == "task.chat_template_kwargs"
+        assert f"{packed} was packed with {OFF}. Pack it again with --chat-" in str(fault)
+    with pytest.raises(ValueError, match="gsm8k_train_chat_template_kwargs.json would be read as"):
+        convert_packed(raw, packed.parent, qwen3)
+
+
+@pytest.mark.parametrize(
+    "template, variables, words",
+    [
+        (QWEN3, {"enable_thinkin": 0}, "'enable_thinkin', did you mean 'enable_thinking'?"),
+        (QWEN3, {**OFF, "thinking": False}, "'thinking'"),
+        (QWEN3, {"tokenize": False}, "'tokenize'"),
+        (QWEN3, {"messages": []}, "'messages'"),
+        (QWEN3, {"add_generation_prompt": False}, "'add_generation_prompt'"),
+        ("{# enable_thinking #}{% set enable_thinking = 1 %}" + TEMPLATE, OFF, "'enable_thinking'"),
+        (TEMPLATE + "{{ strftime_now('%d') }}", {"strftime_now": "x"}, "'strftime_now'"),
+        (None, OFF, "has no chat template that can be read"),
+    ],
+)
+def test_a_variable_that_the_template_does_not_read_is_refused(
+    tmp_path, raw, qwen3, template, variables, words
+):
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        convert_packed(raw, tmp_path / "out", tmp_path / "model", None, variables)
+    assert not (tmp_path / "out").exists()
+    convert(raw, tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    with pytest.raises(ConfigError, match="task.chat_template_kwargs: "):
+        Prompts(tmp_path / "test_chat.parquet", tokenizer, "chat", 500, None, None, variables)
 
 
 def half_written(path, data):
@@ -205,7 +330,7 @@ def half_written(path, data):
             ValueError,
             r"the tokenizer turns the label '\d\d' into .* and that back into '\d \d'",
         ),
-        ("no directory", ValueError, "nowhere has no tokenizer that transformers can read"),
+        ("no directory", ValueError, "nowhere: no such folder, and so no tokenizer"),
         ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
         ("disk full", OSError, "disk full"),
         (
@@ -280,13 +405,3 @@ def test_tool(tmp_path, raw, bpe):
 def test_arguments_that_do_not_go_together(tmp_path, arguments):
     done = run_tool("convert_gsm8k", "--input", tmp_path, "--output", tmp_path / "out", *arguments)
     assert done.returncode == 2 and "error: --" in done.stderr and not (tmp_path / "out").exists()
-
-
-@pytest.mark.full
-@needs_gsm8k
-def test_gsm8k_itself(tmp_path, bpe):
-    convert(GSM8K, tmp_path / "chat")
-    packed = convert_packed(GSM8K, tmp_path / "out", bpe)
-    for split, count, one in zip(("train", "test"), (7473, 1319), packed):
-        assert len(one.prompt_lengths) == count
-        check_split(split, one, bpe, tmp_path / "chat" / f"{split}_chat.parquet")
