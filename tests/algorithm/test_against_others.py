@@ -4,6 +4,7 @@ values and gradients on random batches with padding, whole and cut into micro-ba
 
 import ast
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,6 +152,24 @@ def test_the_loss_is_verls_whatever_the_micro_batches(mode, aggregation, more):
         found = ours(inputs, algorithm, parts=parts)
         torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)  # by a length + 1e-8
     assert expected[1][0].norm() > 0.01
+
+
+@pytest.mark.parametrize("mode", LOSS_MODES)
+@pytest.mark.parametrize("nats", [100.0, -100.0, 1000.0])
+def test_ratios_that_float32_cannot_hold_train_as_verls_do(mode, nats):
+    """One answer's tokens, some with advantages of 0; verl bounds gspo's at e^10, ours at e^20."""
+    inputs = batch(dtype=torch.float32)
+    inputs.advantages[1] = 0
+    for row in (0, 1, 2):
+        inputs.old_logprobs[row] -= nats
+        inputs.reference_logprobs[row] += nats
+    algorithm = Algorithm(loss_mode=mode, loss_agg_mode="seq-mean-token-mean", **CLIP)
+    for coefficient in (0.0, 0.3):
+        found = ours(inputs, replace(algorithm, kl_coefficient=coefficient))
+        assert found[0].isfinite() and found[1][0].isfinite().all() and found[1][0].any()
+    if mode != "gspo":
+        without_kl = replace(algorithm, kl_coefficient=0.0)
+        torch.testing.assert_close(ours(inputs, without_kl)[1], verls(inputs, without_kl)[1])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from mindspeed_qerl.algorithm.metrics import (
     entropy_metrics,
     merge,
     mismatch,
+    on_host,
     reward_metrics,
 )
 from mindspeed_qerl.common.errors import ConfigError
@@ -211,6 +212,26 @@ def test_metrics_of_parts_are_joined_to_those_of_the_whole(options):
     difference = (probabilities[0] - probabilities[1]).abs()
     assert joined["mismatch/mean_abs_prob_diff"].value() == pytest.approx(difference.mean().item())
     assert joined["mismatch/max_abs_prob_diff"].value() == difference.max().item()
+
+
+@pytest.mark.parametrize("nats", [0.05, -0.05, 1.0, -1.0, 80.0, -80.0])
+@pytest.mark.parametrize("length", [1, 8192])
+def test_answers_of_any_length_and_distance_have_their_metrics(nats, length):
+    """Two answers whose weights are as 1 to q: (1 + q)^2 / 2 (1 + q^2), on two ranks and one
+    without an answer.
+    """
+    trained = torch.full((2, length), -90.0).double()
+    sampled, mask = trained - nats, torch.ones(2, length).bool()
+    sampled[1, 0] -= 0.3
+    ranks = []
+    for rows in (slice(0, 1), slice(1, 2), slice(0, 0)):
+        metrics = mismatch(sampled[rows], trained[rows], mask[rows])
+        ranks.append(on_host(merge([metrics, mismatch(sampled, trained, mask & False)])))
+    found = {name: metric.value() for name, metric in merge(ranks).items()}
+    size = found["mismatch/effective_sample_size_of_answers"]
+    q = math.exp(0.3)
+    assert size == pytest.approx((1 + q) ** 2 / 2 / (1 + q**2), rel=1e-9)
+    assert math.isfinite(found["mismatch/k3"]) and math.isfinite(found["mismatch/ratio_mean"])
 
 
 def test_k1_and_k3_estimate_the_same_divergence():
