@@ -28,6 +28,8 @@ from mindspeed_qerl.algorithm.metrics import (
     reward_metrics,
 )
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
@@ -251,15 +253,34 @@ def test_k1_and_k3_estimate_the_same_divergence():
 
 
 @pytest.mark.parametrize(
-    "method", ["token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"]
+    "method, floor, cap",
+    [
+        ("token_tis", 0.0, 2.0),
+        ("sequence_tis", 0.0, 2.0),
+        ("sequence_mask", 0.5, 2.0),
+        ("icepop", 0.5, 5.0),
+        ("geometric_mask", 0.99, 1.01),
+    ],
 )
-def test_weights_of_a_correction_have_no_gradient(method):
-    """Not even where the policy before the update is the one that is trained, with its gradient."""
-    inputs = micro_batch()
-    weights, _ = correction_weights(
-        inputs.logprobs, inputs.rollout_logprobs, inputs.mask, Correction(method)
+def test_a_correction_acts_with_its_own_bounds_and_has_no_gradient(method, floor, cap):
+    """However its method is chosen, also in the place of another one. Not even a policy before the
+    update that is the one which is trained, with its gradient, gives the weights one.
+    """
+    for overrides in (
+        [f"rollout_correction={method}"],
+        [f"rollout_correction.method={method}"],
+        ["rollout_correction=icepop", f"rollout_correction.method={method}"],
+    ):
+        correction = read_recipe(compose("grpo_tiny_moe_cpu", overrides)).correction
+        assert (correction.method, correction.floor, correction.cap) == (method, floor, cap)
+        changed = read_recipe(compose("grpo_tiny_moe_cpu", [*overrides, "rollout_correction.cap=3"]))
+        assert changed.correction == replace(correction, cap=3.0)
+    inputs = micro_batch(rows=40)
+    weights, metrics = correction_weights(
+        inputs.logprobs, inputs.rollout_logprobs, inputs.mask, correction
     )
     assert inputs.logprobs.requires_grad and not weights.requires_grad
+    assert 0.005 < next(iter(metrics.values())).value() < 1
 
 
 # ---- DPPO, which TRL does not have, token by token ----
