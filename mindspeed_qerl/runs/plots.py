@@ -32,7 +32,7 @@ class Panel(NamedTuple):
     title: str
     ylabel: str
     labels: dict[str, str]  # of the legend, by metric
-    is_log: bool = False  # absolute values on a log axis
+    is_log: bool = False  # a log axis; of a metric whose label is |...| absolute values
     above: float = -math.inf  # what is not is left out; on a log axis 0 has no place
 
 
@@ -71,7 +71,7 @@ def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
         if name not in columns:
             continue
         steps, values = finite(columns, name)
-        if panel.is_log:
+        if label.startswith("|"):
             values = abs(values)
         drawn = values > panel.above
         steps, values = steps[drawn], values[drawn]
