@@ -1,5 +1,6 @@
 """What a run ran on."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -9,21 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_qerl
+from mindspeed_qerl.common.files import sha256
+
+# rooms that train nothing, and change no number of a run
+WITHOUT_NUMBERS = ("compare", "demo", "integrations", "preflight", "runs", "sweep.py")
 
 
 @cache  # of the process
 def own_versions() -> dict[str, Any]:
-    """What the run ran on: Python, machine, every installed distribution (read, not imported) and
-    the source's git state.
+    """What the run ran on: Python, machine, every installed distribution (read, not imported), the
+    source's git state and the digest of what trains.
     """
     return {
         "mindspeed_qerl": mindspeed_qerl.__version__,
+        "code": code_digest(Path(mindspeed_qerl.__file__).parent),
         "git": git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "packages": _installed(),
     }
+
+
+def code_digest(package: Path) -> str:
+    """Returns the digest of the package's files that decide a run's numbers, 64 hexadecimal digits:
+    its own Python and YAML, but for the rooms `WITHOUT_NUMBERS`.
+    """
+    files = sorted({*package.rglob("*.py"), *package.rglob("*.yaml")})
+    digest = hashlib.sha256()
+    for file in files:
+        name = file.relative_to(package)
+        if name.parts[0] not in WITHOUT_NUMBERS:
+            digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def _installed() -> dict[str, str]:

@@ -273,7 +273,9 @@ def test_a_correction_acts_with_its_own_bounds_and_has_no_gradient(method, floor
     ):
         correction = read_recipe(compose("grpo_tiny_moe_cpu", overrides)).correction
         assert (correction.method, correction.floor, correction.cap) == (method, floor, cap)
-        changed = read_recipe(compose("grpo_tiny_moe_cpu", [*overrides, "rollout_correction.cap=3"]))
+        changed = read_recipe(
+            compose("grpo_tiny_moe_cpu", [*overrides, "rollout_correction.cap=3"])
+        )
         assert changed.correction == replace(correction, cap=3.0)
     inputs = micro_batch(rows=40)
     weights, metrics = correction_weights(

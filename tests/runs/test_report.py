@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from mindspeed_qerl.runs import plots
 from mindspeed_qerl.runs.metrics import MetricsWriter, columns_of, read_jsonl
 from mindspeed_qerl.runs.report import write_report
+from mindspeed_qerl.tasks.evaluation import interval
 
 ALL_PLOTS = ["exploration.png", "learning.png", "mismatch.png", "noise.png", "time.png"]
 
@@ -49,9 +50,9 @@ def test_summary_is_what_the_files_say(made_run):
         "state finished",
         "steps 20",
         "seconds to start 12.5",
-        "first 0 0.250 0.020",
-        "best 20 0.750 0.030",
-        "last 20 0.750 0.030",
+        "first 0 0.250 ± 0.020",
+        "best 20 0.750 ± 0.030",
+        "last 20 0.750 ± 0.030",
         "reward/mean 0.275 0.75 0.512 0.75",
         "mismatch/k3 1e-12 2e-11 1.05e-11 2e-11",
         "time/rollout 9 0.3 0.735 9",
@@ -65,6 +66,67 @@ def test_summary_is_what_the_files_say(made_run):
     assert pictures == ALL_PLOTS
     for picture in pictures:
         assert f"![{picture[:-4]}](plots/{picture})" in run.summary_file.read_text()
+
+
+@pytest.mark.parametrize(
+    "scores", [[[1.0, 1.0]] * 4, [[0.0]] * 7, [[1.0]], [[0.4]], [[0.3], [0.3]]]
+)
+def test_an_accuracy_of_0_or_1_or_of_one_question_is_drawn(new_run, scores):
+    low, high = interval(numpy.array(scores))
+    row = {"accuracy": scores[0][0], "standard_error": 0.0 if scores[1:] else math.nan}
+    run = new_run()
+    with MetricsWriter(run, tensorboard=False) as writer:
+        writer.log_eval(0, row | {"interval_low": low, "interval_high": high})
+    _, summary, pictures = report(run)
+    assert pictures == ["learning.png"] and ["first", "0", f"{scores[0][0]:.3f}"] in [
+        line[:3] for line in summary
+    ]
+    assert "nan" not in run.summary_file.read_text()
+
+
+def test_a_picture_that_cannot_be_drawn_is_named_and_in_nobodys_way(made_run, monkeypatch, capsys):
+    run, draw = made_run(20), plots._draw_panel
+    (run.path / "plots").mkdir()
+    (run.plots_dir / "time.png").write_bytes(b"an older one")
+
+    def fail(axes, columns, panel):
+        if panel.title.startswith("Time of a step"):
+            raise ArithmeticError("no such ticks")
+        draw(axes, columns, panel)
+
+    monkeypatch.setattr(plots, "_draw_panel", fail)
+    write_report(run)
+    summary, words = run.summary_file.read_text(), "time.png cannot be drawn: ArithmeticError: no"
+    assert f"> **Missing:** {words}" in summary and words in capsys.readouterr().err
+    assert "![learning](plots/learning.png)" in summary and "state | finished" in summary
+    assert not (run.plots_dir / "time.png").exists()
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 20])
+def test_fractions_end_at_1_and_steps_are_whole(made_run, monkeypatch, steps):
+    run, drawn = made_run(steps), []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    columns = columns_of(read_jsonl(run.metrics_file))
+    evals = {
+        "step": [0, steps],
+        "accuracy": [0.0, 1.0],
+        "interval_low": [0.0, 0.7],
+        "interval_high": [0.1, 1.0],
+    }
+    plots.write_plots(columns, evals, run.plots_dir, "a run " * 60)
+    assert drawn[0].axes[-1].get_ylim() == (0, 1)
+    for figure in drawn:
+        figure.draw_without_rendering()
+        bottom = figure.axes[-1]
+        low, high = bottom.get_xlim()
+        ticks = [tick for tick in bottom.get_xticks() if low <= tick <= high]
+        assert ticks and all(tick == round(tick) for tick in ticks)
+        words = [tick.get_text() for tick in bottom.get_xticklabels()]
+        assert (
+            not any("." in each for each in words) and not bottom.xaxis.get_offset_text().get_text()
+        )
+        (extent,) = [text.get_window_extent() for text in figure.texts]
+        assert extent.x1 <= figure.bbox.x1
 
 
 def test_a_run_that_did_not_finish_gets_its_report(new_run):
