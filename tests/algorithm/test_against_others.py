@@ -67,7 +67,7 @@ def ours(inputs, algorithm, correction=NONE, parts=None):
     return with_gradients(total, inputs)
 
 
-def verls(inputs, algorithm, weights=None):
+def verls(inputs, algorithm):
     """verl's policy loss + KL - entropy, aggregated by its agg_loss, and the gradients."""
     is_dppo = algorithm.loss_mode.startswith("dppo")
     info = {"dp_size": 1, "loss_scale_factor": algorithm.loss_scale_factor}
@@ -94,7 +94,6 @@ def verls(inputs, algorithm, weights=None):
         mask,
         algorithm.loss_agg_mode,
         config(**settings),
-        weights,
     )
     if algorithm.kl_coefficient:
         kl = verl.core.kl_penalty_forward(
@@ -170,34 +169,6 @@ def test_ratios_that_float32_cannot_hold_train_as_verls_do(mode, nats):
     if mode != "gspo":
         without_kl = replace(algorithm, kl_coefficient=0.0)
         torch.testing.assert_close(ours(inputs, without_kl)[1], verls(inputs, without_kl)[1])
-
-
-@pytest.mark.parametrize(
-    "method, is_level, threshold",
-    [
-        ("token_tis", "token", 1.3),
-        ("sequence_tis", "sequence", 1.3),
-        ("sequence_mask", "sequence", "0.8_1.3"),
-        ("icepop", "token", "0.8_1.3"),
-    ],
-)
-def test_the_weights_of_a_correction_are_verls(method, is_level, threshold):
-    inputs, correction = batch(), Correction(method, cap=1.3, floor=0.8)
-    log_ratio, mask = (inputs.old_logprobs - inputs.rollout_logprobs).detach(), inputs.mask.double()
-    expected, _ = verl.correction.compute_rollout_correction_weights(
-        log_ratio, mask, is_level, threshold
-    )
-    weights, metrics = correction_weights(
-        inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction
-    )
-    torch.testing.assert_close(weights * inputs.mask, expected, rtol=1e-12, atol=0)
-    algorithm = Algorithm(kl_coefficient=0.0, **CLIP)
-    found, wanted = (
-        ours(inputs, algorithm, correction, PARTS[1]),
-        verls(inputs, algorithm, expected),
-    )
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    assert 0 < next(iter(metrics.values())).value() < 1
 
 
 @pytest.mark.parametrize("is_far", [False, True])

@@ -2,7 +2,6 @@
 besides; and what a resumed run reads again.
 """
 
-import json
 import math
 import random
 from itertools import pairwise
@@ -155,48 +154,12 @@ def test_steps_without_a_signal_change_nothing():
     assert sigmas[-1] == pytest.approx(RIGHT, rel=0.05)
 
 
-def test_estimates_of_chance_move_it_little():
-    """Half the estimates are off by a factor of 1.5, one of twenty by ten."""
-    draw = random.Random(0)
-
-    def answer(_, sigma):
-        factor = 10.0 if draw.random() < 0.05 else 1.5 ** draw.choice([-1, 0, 0, 1])
-        return response(sigma * math.sqrt(factor))
-
-    controller, sigmas = NoiseController(schedule()), []
-    for step in range(4, 4 + 2000):
-        level = controller.level(step)
-        controller.measured(step, answer(step, level.sigma))
-        sigmas.append(level.sigma / RIGHT)
-    sigmas.sort()
-    assert 0.45 < sigmas[100] < sigmas[1900] < 1.3  # 90 % of the steps
-    assert 0.3 < sigmas[0] < sigmas[-1] < 1.5
-
-
 def test_noise_that_nothing_shows_grows_to_its_bound():
     seen = followed(schedule(1e-3, sigma_max=0.5), lambda *_: response(0.0) | {"mismatch/k3": 0.0})
     sigmas = [sigma for sigma, _ in seen]
     assert sigmas[1] == MOST_CHANGE * sigmas[0] and sigmas[-1] == 0.5
     seen = followed(schedule(0.1, sigma_min=0.09), lambda _, sigma: response(10 * sigma))
     assert seen[-1][0] == 0.09
-
-
-def test_what_was_written_makes_the_same_sigma_to_the_last_bit():
-    """metrics.jsonl, read again after any step."""
-    draw, lines, sigmas = random.Random(1), [], []
-    controller = NoiseController(schedule(end=0.002))
-    for step in range(STEPS):
-        level = controller.level(step)
-        values = response(
-            level.sigma * draw.uniform(0.5, 2), sensitivity=draw.random(), rounding=0.01
-        )
-        lines.append(json.dumps(values | controller.measured(step, values)))
-        sigmas.append(level.sigma)
-    for after in range(STEPS):
-        resumed = NoiseController(controller.schedule)
-        for step, line in enumerate(lines[:after]):
-            resumed.measured(step, json.loads(line))
-        assert resumed.level(after).sigma == sigmas[after]
 
 
 def test_other_schedules_go_their_own_way():

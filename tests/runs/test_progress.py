@@ -1,13 +1,10 @@
 import io
-import math
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from mindspeed_qerl.runs import progress as progress_module
-from mindspeed_qerl.runs.progress import Progress, accuracy_words
-from mindspeed_qerl.tasks.evaluation import interval
+from mindspeed_qerl.runs.progress import Progress
 
 
 class Clock:
@@ -85,26 +82,6 @@ def test_a_resumed_run_has_its_accuracy_at_once(clock, console):
     earlier = [{"step": step, "accuracy": step / 10, "standard_error": 0.02} for step in (0, 5)]
     Progress(10, "tiny", earlier).step(6, {"time/step": 1.0})
     assert "step  6/10 | accuracy 0.500 ± 0.020 at 5 |" in file.getvalue()
-
-
-@pytest.mark.parametrize(
-    "scores, words",
-    [
-        ([[1, 0], [0, 1]], "0.500 [0.150, 0.850]"),  # Wilson's for two of four
-        ([[1]], "1.000 [0.207, 1.000]"),
-        ([[1, 1], [1, 1]], "1.000 [0.342, 1.000]"),
-        ([[0.3]], "0.300"),
-        ([[0.3], [0.3]], "0.300"),
-        ([[1], [0], [1], [1]], "0.750 ± 0.250"),
-    ],
-)
-def test_an_accuracy_of_few_questions_has_an_interval_or_none(scores, words):
-    scores = np.array(scores, dtype=float)
-    low, high = interval(scores)
-    means = scores.mean(1)
-    error = means.std(ddof=1) / len(means) ** 0.5 if len(means) > 1 else math.nan
-    ends = {"interval_low": low, "interval_high": high}
-    assert accuracy_words({"accuracy": means.mean(), "standard_error": error, **ends}) == words
 
 
 def test_the_pace_is_that_of_recent_steps(clock, console):
