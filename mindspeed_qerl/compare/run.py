@@ -193,9 +193,7 @@ def _faults(
 ) -> Iterable[str]:
     """Why a run is not the result of what its config says."""
     status, train_iters = run.status(), config["megatron_training.train_iters"]
-    fault = noise_fault(rows, config.get("aqn.enabled", False))
-    if status["state"] != "finished":
-        fault = None  # its noise may have been still to come
+    if status["state"] != "finished":  # its noise may have been still to come
         yield f"it is not finished: {status['state']} after step {status['step']} of {train_iters}"
     elif len(rows) < train_iters:
         yield f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps"
@@ -204,7 +202,8 @@ def _faults(
         yield f"it has no evaluation {evaluation!r}: make it with {command}"
     elif evaluation is None and train_iters not in scores:
         yield f"its last step, {train_iters}, was not evaluated"
-    if fault:
+    fault = noise_fault(rows, config.get("aqn.enabled", False))
+    if fault and status["state"] == "finished":
         yield fault
 
 

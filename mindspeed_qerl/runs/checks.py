@@ -79,7 +79,6 @@ def mismatch_fault(
         sensitivity: `mismatch/sensitivity`. rounding: see `rounding_bound`. routed: the model has
             experts.
 
-    >>> mismatch_fault(2e-13, noise=0.0, sensitivity=0.02, rounding=MOST_K3)
     >>> mismatch_fault(7.7e-3, noise=5e-4, sensitivity=0.02, rounding=MOST_K3)[:66]
     'k3 between the policy that sampled and the one that is trained is '
     """
@@ -105,8 +104,6 @@ def mismatch_fault(
 def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
     """What to warn of in bfloat16, where rounding hides what float32 shows; arguments as
     `mismatch_fault`.
-
-    >>> mismatch_warning(2.7e-5, 0.0, MOST_K3_BF16)
     """
     is_bfloat16 = rounding in (MOST_K3_BF16, MOST_K3_ROUTED)
     if noise or not is_bfloat16 or k3 <= UNUSUAL_K3_BF16:
@@ -121,10 +118,6 @@ def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
 def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
     """Whether `loss/total`, of the tensor that backward got, is the sum of its parts with their
     coefficients.
-
-    >>> parts = {"loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.48}
-    >>> loss_fault(parts, Algorithm(kl_coefficient=0.1))[:29]
-    'the loss that was backpropaga'
     """
     kl, entropy = algorithm.kl_coefficient, algorithm.entropy_coefficient
     parts = (
@@ -150,8 +143,6 @@ def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "traine
         counted: tokens in the loss, over all updates and ranks; of routes every layer counts as
             many. expected: tokens of the answers that are kept, end tokens included; or tokens with
             routes, 0 where nothing is replayed. verb: "trained" or "replayed".
-
-    >>> tokens_fault(counted=20, expected=10, epochs=2)
     """
     if counted == expected * epochs:
         return None
@@ -167,8 +158,6 @@ def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
 
     Args:
         advantages: [prompts * group_size], a prompt's answers side by side.
-
-    >>> advantages_fault(np.array([0.7, -0.7, 0.0, 0.0]), group_size=2)
     """
     groups = advantages.astype(float).reshape(-1, group_size)
     sums = np.abs(groups.sum(1))
@@ -190,9 +179,6 @@ def ends_fault(
         tokens: int [answers, length]. mask: bool [answers, length - 1], True at position t where
             token t + 1 is trained. finished: bool [answers]. ends: ids of the end tokens; without
             any nothing is said.
-
-    >>> tokens, mask = np.array([[5, 7, 2], [5, 7, 8]]), np.array([[True, True], [True, True]])
-    >>> ends_fault(tokens, mask, np.array([True, False]), ends={2})
     """
     last = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)  # where the last True is, plus 1
     last_tokens = tokens[np.arange(len(tokens)), last]
@@ -216,8 +202,6 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
         sigma: of this step, as the rollout engine reports it. nominal: by the schedule. seen:
             (expected, measured) standard deviation of each step with noise so far, this one's last
             if it has any.
-
-    >>> noise_fault(0.05, 0.05, [(0.05, 0.049)])
     """
     if not math.isclose(sigma, nominal, rel_tol=1e-6):
         return f"the noise of this step has sigma {sigma:.3g}, its schedule says {nominal:.3g}"
@@ -259,10 +243,6 @@ def sync_faults(movement: Movement) -> list[str]:
     Args:
         movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
             the weights, and `lost`, the largest share of one tensor's move that did not arrive.
-
-    >>> entry = dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
-    >>> sync_faults({"linear_qkv": entry})
-    []
     """
     return [
         f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
@@ -284,8 +264,6 @@ def arrival_faults(
         shares: (share, standard error) by LoRA target (lora/proof.py). min_arrived: of
             run.min_arrived; 0: any share is accepted. arithmetic: what the rollout engine multiplies in.
 
-    >>> arrival_faults({"linear_qkv": (0.98, 0.1)}, 0.9, "bfloat16")
-    []
     >>> arrival_faults({"linear_qkv": (0.02, 0.1)}, 0.9, "bfloat16")[0][:71]
     'linear_qkv: 2 % of its update reached the rollout engine (standard erro'
     """

@@ -331,8 +331,9 @@ class RunDirectory:
             ) from error
 
     def _note(self, **changes: Any) -> None:
-        seconds = round(self._seconds_before + time.monotonic() - self._opened, 1)
-        status = {**self.status(), **changes, "seconds": seconds}
+        status = {**self.status(), **changes}
+        seconds = self._seconds_before + time.monotonic() - self._opened
+        status["seconds"] = max(status.get("seconds", 0.0), round(seconds, 1))
         write_whole(self.status_file, json_text(status))
 
 

@@ -61,15 +61,13 @@ def git_state(source: Path) -> dict[str, Any] | None:
     # site-packages inside somebody else's checkout must not be mistaken for ours
     if not (source / ".git").exists():
         return None
-    # Without optional locks `git status` does not touch the index, so it cannot get in the way of a
+    # Without optional locks git does not touch the index, so it cannot get in the way of a
     # commit being made; files that git does not track are results, data and notes.
-    command = ["git", "--no-optional-locks", "-C", str(source), "status", "--porcelain=v2"]
-    command += ["--branch", "--untracked-files=no"]
+    command = ["git", "--no-optional-locks", "-C", str(source), "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = answer.stdout.splitlines()
-    commit = lines[0].removeprefix("# branch.oid ")
-    is_dirty = not all(line.startswith("#") for line in lines)
-    return {"commit": commit, "dirty": is_dirty}
+    commit, dash, _ = answer.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(dash)}

@@ -2,7 +2,6 @@
 draws the same.
 """
 
-import logging
 import math
 
 import numpy as np
@@ -213,21 +212,7 @@ def test_multipliers_scale_the_noise_of_their_norms():
     assert all(torch.equal(module.weight, clean) for module, clean in zip(model, before))
 
 
-def test_norms_that_are_excluded_stay_as_they_are():
-    model, plain = norms(), norms()
-    report = injector_of(model, exclude="[13]", seed=3).apply(ON)
-    assert report.names == ("0", "2")
-    assert [torch.equal(module.weight, clean.weight) for module, clean in zip(model, plain)] == [
-        False,
-        True,
-    ] * 2
-
-
 def test_multipliers_of_nothing_are_refused():
-    with pytest.raises(
-        ValueError, match="'7' selects none of the 4 norms that get noise: 0, 1, 2, 3"
-    ):
-        injector_of(norms(), multipliers=[("7", 2.0)])
     with pytest.raises(ValueError, match="0 for all 4 norms; to run without noise, use aqn=off"):
         injector_of(norms(), multipliers=[("0-3", 0.0)])
 
@@ -286,15 +271,6 @@ def test_sync_between_remove_and_apply_is_the_contract():
     injector.apply(2)
     injector.remove()
     assert torch.equal(weights(model), torch.full((4 * 4096,), 2.0))
-
-
-def test_logs_names_once_and_each_application(caplog):
-    caplog.set_level(logging.INFO)
-    injector = injector_of(norms())
-    injector.apply(1)
-    injector.apply(2)
-    assert caplog.text.count("AQN targets 4 RMSNorm layers: 0, 1, 2, 3") == 1
-    assert caplog.text.count("Applied noise to 4 RMSNorm layers: sigma 0.05, measured std 0.0") == 2
 
 
 def test_a_schedule_that_is_never_on_is_a_warning(caplog):
