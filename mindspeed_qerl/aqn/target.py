@@ -94,7 +94,7 @@ def next_sigma(sigma: float, reached: float, target: float, off: float = 0.0) ->
     >>> next_sigma(0.1, reached=0.16, target=0.01), next_sigma(0.1, reached=0.0, target=0.01)
     (0.05, 0.2)
     >>> round(next_sigma(0.1, reached=-0.01, target=0.01, off=0.05), 4)
-    0.1227
+    0.1226
     """
     wanted = target + off
     seen = (reached + off) / wanted
