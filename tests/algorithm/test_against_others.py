@@ -436,21 +436,3 @@ def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
         value, gradients = ours(inputs, algorithm, parts=parts)
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(gradients[0], expected_gradient, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("mode", LOSS_MODES)
-def test_in_float32_the_loss_is_that_of_float64_to_1e_6(mode):
-    algorithm = Algorithm(loss_mode=mode, kl_coefficient=0.3, entropy_coefficient=0.1, **CLIP)
-    exact, exact_gradients = ours(batch(), algorithm, Correction("token_tis", 1.3))
-    single = LossInputs(
-        *(
-            value.detach().float().requires_grad_(value.requires_grad)
-            if value.is_floating_point()
-            else value
-            for value in vars(batch()).values()
-        )
-    )
-    value, gradients = ours(single, algorithm, Correction("token_tis", 1.3), PARTS[1])
-    assert abs(value.double() - exact) < 1e-6
-    for gradient, wanted in zip(gradients, exact_gradients):
-        assert (gradient.double() - wanted).abs().max() < 1e-6
