@@ -2,7 +2,6 @@
 
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import LOSS_MODES, Recipe
 from mindspeed_qerl.runs.description import label_of
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import read_packed_rows
@@ -107,15 +106,15 @@ def _train(
             f"the {recipe.engine} engine does not use {', '.join(found.unused)} (`python -m "
             "mindspeed_qerl.recipe.keys` says why)"
         )
-    settings, started = recipe.run, time.perf_counter()
+    settings = recipe.run
     try:
         writer = MetricsWriter(directory, settings.tensorboard, settings.wandb_project, after)
-        with writer as metrics, Progress(settings.train_iters, name) as progress:
+        evaluations = read_jsonl(directory.eval_file)
+        with writer as metrics, Progress(settings.train_iters, name, evaluations) as progress:
             progress.message(f"Run directory: {directory.path}")
             for warning in warnings:
                 progress.message(f"Warning: {warning}")
             trainer_of(recipe).train(recipe, directory, metrics, progress)
-        directory.record(train_seconds=time.perf_counter() - started)
         directory.finish()
     except KeyboardInterrupt:
         return _stop(directory, how_to_resume(directory), code=130)

@@ -5,7 +5,6 @@ tables are of its data alone.
 import importlib
 import json
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,26 +135,6 @@ def test_what_has_other_data_or_questions_or_cells_is_not_mixed_in(study, tmp_pa
         study.Data("two", tmp_path)
 
 
-def test_further_overrides_are_kept_apart(study, monkeypatch, capsys, tmp_path):
-    for more in ([], ["--data", str(tmp_path)], ["--root", str(tmp_path)]):
-        monkeypatch.setattr(sys, "argv", ["study.py", "--study", "two", "x=1", *more])
-        with pytest.raises(SystemExit):
-            study.main()
-        assert "x=1 makes another study" in capsys.readouterr().err
-
-
-def test_the_number_of_seeds_follows_from_the_pilots_variance(
-    study, monkeypatch, tmp_path, carry_out
-):
-    most = {}
-    for of_seed in (0.005, 0.03):
-        data = study.Data("two", tmp_path / str(of_seed))
-        monkeypatch.setattr(study, "run_cell", drawn([], dict.fromkeys(data.cells, 0.0), of_seed))
-        carry_out(data, 60)
-        most[of_seed] = data.most
-    assert 12 <= most[0.005] < most[0.03] <= 60
-
-
 def test_pass_at_k_is_the_chance_over_all_subsets(study):
     from itertools import combinations
 
@@ -201,17 +180,6 @@ def test_the_tables_of_the_documents_are_those_of_their_data(study, file):
         study.tables(study.Data(file.stem, file.parent))
         in (ROOT / "docs" / "results.md").read_text()
     )
-
-
-def test_a_folder_of_runs_has_one_config_and_model_and_set_of_overrides(study):
-    del study.STUDIES["two"]
-    what = {}
-    for each in study.STUDIES.values():
-        for cell, overrides in each.cells.items():
-            of_cell = (each.config, each.model, each.overrides, frozenset(overrides) - {"aqn=qerl"})
-            assert what.setdefault(each.place(cell, Path("runs")), of_cell) == of_cell
-    # some are shared
-    assert len(what) < sum(len(each.cells) for each in study.STUDIES.values())
 
 
 def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):

@@ -42,8 +42,7 @@ def main() -> int:
     parser.add_argument(
         "--baseline",
         metavar="GROUP",
-        help="a group's name as the table shows it, its settings, or a "
-        "part of them (default: the one without AQN)",
+        help="a group's settings, or a part of them (default: the one without AQN)",
     )
     parser.add_argument(
         "--evaluation",

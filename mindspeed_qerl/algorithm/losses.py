@@ -12,7 +12,7 @@ from mindspeed_qerl.algorithm.corrections import correction_weights
 from mindspeed_qerl.algorithm.metrics import Mean, Metrics, entropy_metrics, kl_estimate, mismatch
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
-from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Correction
+from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -83,6 +83,8 @@ class LossInputs:
 PolicyLossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 PolicyLoss = Callable[[LossInputs, Algorithm], PolicyLossResult]
 DPPO_MOST_RATIO = 20.0  # verl's, where clip_ratio_c is left out
+# verl's bound of log(p_new / p_old): exp() of float32 overflows at 88, and its gradient is NaN then
+MOST_LOG_RATIO = 20.0
 
 
 def denominator(mask: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
@@ -137,8 +139,10 @@ def loss(
     total = policy = total_of(per_token)
     metrics["loss/policy"], metrics["loss/kl"] = mean(policy), Mean(0.0, count)
     if algorithm.loss_has_kl:
-        kl = kl_estimate(inputs.logprobs, inputs.reference_logprobs, algorithm.kl_penalty)
-        kl = total_of(kl)
+        kl_per_token = kl_estimate(
+            inputs.logprobs, inputs.reference_logprobs, algorithm.kl_penalty, MOST_LOG_RATIO
+        )
+        kl = total_of(kl_per_token)
         metrics["loss/kl"] = mean(kl)
         if algorithm.loss_kl_coefficient:
             total = total + algorithm.loss_kl_coefficient * kl
@@ -181,7 +185,7 @@ def cispo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     """-clip(ratio) A log p, where the clipped ratio has no gradient (arXiv 2506.13585): every token
     is trained.
     """
-    ratio = (inputs.logprobs - inputs.old_logprobs).detach().exp()
+    ratio = _ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     least, most = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     per_token = -ratio.clamp(least, most) * inputs.advantages.unsqueeze(1) * inputs.logprobs
     return per_token, _fractions(ratio < least, ratio > most)
@@ -192,7 +196,7 @@ def sapo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     2511.20347): a gate that closes softly instead of a bound. Nothing is clipped.
     """
     advantages = inputs.advantages.unsqueeze(1)
-    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    ratio = _ratio(inputs.logprobs - inputs.old_logprobs)
     tau = torch.where(advantages > 0, algorithm.tau_pos, algorithm.tau_neg)
     return -advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
 
@@ -217,10 +221,15 @@ def dppo_kl(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     return _within_divergence(inputs, algorithm, new - old, divergence)
 
 
+def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+    """p_new / p_old, at most e^20 and at least e^-20, where it has no gradient."""
+    return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
+
+
 def _clipped(
     log_ratio: torch.Tensor, advantages: torch.Tensor, algorithm: Algorithm
 ) -> PolicyLossResult:
-    advantages, ratio = advantages.unsqueeze(1), log_ratio.exp()
+    advantages, ratio = advantages.unsqueeze(1), _ratio(log_ratio)
     bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     unclipped, clipped = -advantages * ratio, -advantages * bounded
     per_token = torch.maximum(unclipped, clipped)
@@ -238,7 +247,7 @@ def _within_divergence(
     advantages = inputs.advantages.unsqueeze(1)
     too_high = (advantages > 0) & (moved > 0) & (divergence > algorithm.clip_high)
     too_low = (advantages <= 0) & (moved < 0) & (divergence > algorithm.clip_low)
-    ratio = (inputs.logprobs.detach() - inputs.old_logprobs).exp()
+    ratio = _ratio(inputs.logprobs.detach() - inputs.old_logprobs)
     ratio = ratio.clamp(max=algorithm.clip_ratio_c or DPPO_MOST_RATIO)
     per_token = -ratio * advantages * inputs.logprobs
     return torch.where(too_high | too_low, 0.0, per_token), _fractions(too_low, too_high)
@@ -249,7 +258,14 @@ def _fractions(low: torch.Tensor, high: torch.Tensor) -> dict[str, torch.Tensor]
     return {f"clip_fraction{side}": clipped for side, clipped in sides.items()}
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {name: globals()[name] for name in LOSS_MODES}
+POLICY_LOSSES: dict[str, PolicyLoss] = {  # by the names of LOSS_MODES
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+}
 
 
 @cache

@@ -64,15 +64,26 @@ class Max(Metric):
 @dataclass(frozen=True)
 class EffectiveSampleSize(Metric):
     """(sum w)^2 / (N sum w^2) of importance weights w (Kish 1965), in 0..1; 1 is none lost. NaN
-    without any.
+    without any. The sums are kept as logarithms: the weight of an answer of 8,192 tokens that are
+    0.05 nats off is e^410, whose square no float64 holds.
     """
 
-    total: torch.Tensor
-    squares: torch.Tensor
+    log_total: torch.Tensor
+    log_squares: torch.Tensor
     count: torch.Tensor
 
+    def join(self, other: Metric) -> EffectiveSampleSize:
+        total, squares, count = map(_float64, vars(self).values())
+        other_total, other_squares, other_count = map(_float64, vars(other).values())
+        return EffectiveSampleSize(
+            torch.logaddexp(total, other_total),
+            torch.logaddexp(squares, other_squares),
+            count + other_count,
+        )
+
     def value(self) -> float:
-        return float(self.total**2 / (self.count * self.squares)) if self.count else math.nan
+        log_size = 2 * float(self.log_total) - float(self.log_squares)
+        return math.exp(min(log_size - math.log(self.count), 0.0)) if self.count else math.nan
 
 
 def _float64(value: Any) -> torch.Tensor:
@@ -126,7 +137,10 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
 
 
 def kl_estimate(
-    logprobs: torch.Tensor, reference_logprobs: torch.Tensor, kind: str = "low_var_kl"
+    logprobs: torch.Tensor,
+    reference_logprobs: torch.Tensor,
+    kind: str = "low_var_kl",
+    most: float = math.inf,
 ) -> torch.Tensor:
     """Schulman's estimates of KL(policy || reference) of each token
     (joschu.net/blog/kl-approx.html), with d = policy - reference, by MindSpeed-RL's names
@@ -136,12 +150,16 @@ def kl_estimate(
     loss on the policy's own samples k2 has the gradient of KL, k3 that of the KL the other way
     round, k1 none in expectation.
 
+    Args:
+        most: nats at which -d counts as no more, for k3 whose exponential would overflow.
+
     >>> policy, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
     >>> kl_estimate(policy, reference), kl_estimate(policy, reference, "kl")
     (tensor([0.1931]), tensor([0.6931]))
     """
     difference = reference_logprobs - logprobs
     if kind == "low_var_kl":
+        difference = difference.clamp(max=most)
         return difference.exp() - 1 - difference
     return {"kl": -difference, "abs": difference.abs(), "mse": 0.5 * difference.square()}[kind]
 
@@ -171,7 +189,6 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
     difference = (sampled.exp() - trained.exp()).abs()
     log_ratio = trained - sampled
     ratio = torch.where(mask, log_ratio.exp(), 0.0)
-    answer_ratio = torch.where(is_answer, log_ratio.sum(1).exp(), 0.0)
     return {
         "mismatch/k1": Mean((sampled - trained).sum(), count),
         "mismatch/k3": Mean(kl_estimate(sampled, trained).sum(), count),
@@ -179,13 +196,14 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
         "mismatch/mean_abs_prob_diff": Mean(difference.sum(), count),
         "mismatch/max_abs_prob_diff": Max(difference.max() if difference.numel() else 0.0),
         "mismatch/ratio_mean": Mean(ratio.sum(), count),
-        "mismatch/effective_sample_size": _effective(ratio, count),
-        "mismatch/effective_sample_size_of_answers": _effective(answer_ratio, is_answer.sum()),
+        "mismatch/effective_sample_size": _effective(log_ratio, mask),
+        "mismatch/effective_sample_size_of_answers": _effective(log_ratio.sum(1), is_answer),
     }
 
 
-def _effective(ratio: torch.Tensor, count: torch.Tensor) -> EffectiveSampleSize:
-    return EffectiveSampleSize(ratio.sum(), ratio.square().sum(), count)
+def _effective(log_ratio: torch.Tensor, counted: torch.Tensor) -> EffectiveSampleSize:
+    weights = torch.where(counted, log_ratio, -math.inf).flatten()
+    return EffectiveSampleSize(weights.logsumexp(0), (2 * weights).logsumexp(0), counted.sum())
 
 
 def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> Metrics:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule, distance, of_distance
 
-# A distance that grows as sigma^p loses p / 4 of its gap in each step, and so oscillates for no p
-# up to 4: p is 2 in a smooth model, 1.4 where tokens change experts (docs/results.md).
+# Of the gap to the target, on a log scale, a step closes p / 4, where the distance grows as sigma^p:
+# p is 2 in a smooth model, 1.4 where tokens change experts (docs/results.md).
 GAIN = 0.25
 MOST_CHANGE = 2.0  # of sigma in a step, since one step's estimate has heavy tails
+FAR_BELOW = 0.1  # of what is wanted; there sigma grows by the logarithm of the gap
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,8 @@ class NoiseController:
                 "rollout's format do counts as noise, and sigma stays too small"
             )
         off = self.off_distance / (self.off_sensitivity or 1.0) * sensitivity
-        reached = max(whole - off, 0.0)
-        sigma = next_sigma(level.sigma, reached, distance(measure, level.target))
+        reached = whole - off  # below 0 by chance
+        sigma = next_sigma(level.sigma, reached, distance(measure, level.target), off)
         self.sigma = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
         return {
             "aqn/without_noise": off,
@@ -81,13 +82,24 @@ class NoiseController:
         }
 
 
-def next_sigma(sigma: float, reached: float, target: float) -> float:
-    """Sigma after a step whose noise made the distance `reached`.
+def next_sigma(sigma: float, reached: float, target: float, off: float = 0.0) -> float:
+    """Sigma after a step whose noise made the distance `reached`, beside `off` that is there
+    without noise.
+
+    What was seen of one step scatters in proportion to all of it, so the change is linear in it:
+    then steps that saw too much and too little cancel, and the mean of `reached` is the target. (A
+    logarithm would be below its mean, and a negative `reached`, half of all where `off` is large,
+    is as good an estimate as any.) Where `off` hides the noise a step counts for less.
 
     >>> next_sigma(0.1, reached=0.16, target=0.01), next_sigma(0.1, reached=0.0, target=0.01)
     (0.05, 0.2)
+    >>> round(next_sigma(0.1, reached=-0.01, target=0.01, off=0.05), 4)
+    0.1226
     """
-    if not reached:  # nothing of it was seen
-        return sigma * MOST_CHANGE
-    change = (target / reached) ** GAIN
-    return sigma * min(max(change, 1 / MOST_CHANGE), MOST_CHANGE)
+    wanted = target + off
+    seen = (reached + off) / wanted
+    gap = 1 - seen
+    if seen < FAR_BELOW:
+        gap = -math.log(max(seen, 1e-9))
+    change = math.exp(min(GAIN * math.sqrt(wanted / target) * gap, math.log(MOST_CHANGE)))
+    return sigma * max(change, 1 / MOST_CHANGE)

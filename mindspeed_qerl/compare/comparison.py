@@ -7,6 +7,7 @@ Every other run is named with the reason.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +22,11 @@ from mindspeed_qerl.compare.run import ComparedRun, Config, is_off
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
 
 SIGNIFICANCE = 0.05
+EVALUATED_OTHERWISE = "it was evaluated otherwise"
 COMMON = {  # field of ComparedRun -> what is said of a run that has another than most
     "data": "its data differ",
     "code": "its code differs",
-    "evaluation": "it was evaluated otherwise",
+    "evaluation": EVALUATED_OTHERWISE,
 }
 
 Groups = dict[str, list[ComparedRun]]  # runs that differ in nothing but the seed, by name
@@ -38,7 +40,7 @@ class Verdict:
     group: str
     baseline: str
     seeds: list[int]  # that both have
-    # None without such a seed; no verdict with fewer than `LEAST_SEEDS` of them
+    # None without such a seed; no verdict with fewer than `LEAST_SEEDS` of them, or no p
     difference: Estimate | None
     word: str  # "better", "worse", "not distinguishable" or "no verdict"
     limit: float  # of p: 5 %, shared by all verdicts of a comparison (Bonferroni)
@@ -218,7 +220,7 @@ def _verdict(
     (Bonferroni).
     """
     word, needed, limit = "not distinguishable", None, SIGNIFICANCE / comparisons
-    if difference is None or len(seeds) < LEAST_SEEDS:
+    if difference is None or len(seeds) < LEAST_SEEDS or math.isnan(difference.p):
         word = "no verdict"
     elif difference.p < limit:
         word = "better" if difference.mean > 0 else "worse"

@@ -1,5 +1,8 @@
 """A comparison as text and as a picture."""
 
+import math
+import textwrap
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -8,14 +11,21 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from mindspeed_qerl.common.files import json_text
-from mindspeed_qerl.compare.comparison import SIGNIFICANCE, BySteps, Comparison, Verdict
+from mindspeed_qerl.compare.comparison import (
+    EVALUATED_OTHERWISE,
+    SIGNIFICANCE,
+    BySteps,
+    Comparison,
+    Verdict,
+)
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
 from mindspeed_qerl.runs.plots import COLORS, STYLE, draw_series, stack
 from mindspeed_qerl.runs.report import markdown_table
 
-EXPLAINED = (
-    "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over seeds and "
-    "questions."
+LONGEST_NAME = 20  # characters of a group's name in a table of 80 columns
+EVALUATE_ALIKE = (
+    "To compare runs that were evaluated otherwise: tools/evaluate.py --run RUN --name NAME with "
+    "the same options for each, then compare_runs.py --evaluation NAME."
 )
 
 
@@ -31,12 +41,35 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     return [page, data, picture]
 
 
-def sentence(verdict: Verdict, questions: int, step: int) -> str:
-    """A verdict in words."""
+def labels_of(comparison: Comparison) -> dict[str, str]:
+    """What each group is called beside the numbers: its name, or a number if one name is long."""
+    names = list(comparison.groups)
+    if max(map(len, names)) <= LONGEST_NAME:
+        return dict(zip(names, names))
+    return {name: f"G{number}" for number, name in enumerate(names, 1)}
+
+
+def of_what(comparison: Comparison) -> str:
+    """What the intervals of a comparison are over."""
+    seeds = {len(runs) for runs in comparison.groups.values()}
+    if seeds == {1}:
+        return "questions, of one seed"
+    alone = "; where a group has one seed, over questions alone" if 1 in seeds else ""
+    return f"seeds and questions{alone}"
+
+
+def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, str]) -> str:
+    """A verdict in words; labels: what the groups are called, by name."""
     difference, seeds = verdict.difference, len(verdict.seeds)
-    groups = f"**{verdict.group}** beside {verdict.baseline}"
-    if difference is None or verdict.word == "no verdict":
+    group, baseline = (labels[name] for name in (verdict.group, verdict.baseline))
+    groups = f"**{group}** beside {baseline}"
+    if difference is None or seeds < LEAST_SEEDS:
         return f"{groups}: no verdict, {seeds} seeds in common; it takes {LEAST_SEEDS}"
+    if verdict.word == "no verdict":
+        return (
+            f"{groups}: no verdict, {difference.mean:+.3f} for every seed and question, so that "
+            "nothing says how large chance is; it takes more questions or answers"
+        )
     sharing, limit = round(SIGNIFICANCE / verdict.limit), ""
     if sharing > 1:
         limit = f" (below {verdict.limit:.2g} counts: {sharing} groups share the 5 %)"
@@ -54,77 +87,98 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
 
 def to_markdown(comparison: Comparison) -> str:
     """The comparison as a page."""
-    lines = ["# Comparison", "", EXPLAINED, "", "## Verdict", ""]
+    labels = labels_of(comparison)
+    explained = (
+        "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over "
+        f"{of_what(comparison)}."
+    )
+    lines = ["# Comparison", "", explained, ""]
+    lines += [f"- **{label}**: {name}" for name, label in labels.items() if name != label]
+    lines += ["", "## Verdict", ""]
     for verdict in comparison.verdicts:
-        text = sentence(verdict, len(comparison.questions), comparison.steps[-1])
+        text = sentence(verdict, len(comparison.questions), comparison.steps[-1], labels)
         lines.append(f"- {text}")
     if not comparison.verdicts:
         lines.append("- one group only: nothing to compare it with")
-    lines += ["", "## Accuracy by step", "", *_by_step(comparison)]
+    lines += ["", "## Accuracy by step", "", *_by_step(comparison, labels)]
     lines += ["", "## Runs", ""]
     for name, runs in comparison.groups.items():
         for run in runs:
-            lines.append("; ".join([f"- {name}: {run.path}", *run.notes]))
+            lines.append("; ".join([f"- {labels[name]}: {run.path}", *run.notes]))
     for run in comparison.left_out:
         lines.append(f"- left out: {run.path}: {'; '.join(run.faults)}")
+    if EVALUATED_OTHERWISE in "".join(lines):
+        lines += ["", EVALUATE_ALIKE]
     return "\n".join(lines) + "\n"
 
 
-def _by_step(comparison: Comparison) -> list[str]:
+def _by_step(comparison: Comparison, labels: dict[str, str]) -> list[str]:
     """A table with a row for each step and group."""
     baseline, *_ = comparison.groups
     rows = []
     for step in comparison.steps:
         for name, accuracy in comparison.accuracy.items():
-            cells = [str(step), name, interval(accuracy[step]), ""]
+            cells = [str(step), labels[name], interval(accuracy[step]), ""]
             if difference := comparison.difference.get(name):
                 cells[-1] = interval(difference[step], "+")
             rows.append(cells)
-    return markdown_table(["step", "group", "accuracy", f"difference to {baseline}"], rows)
+    return markdown_table(["step", "group", "accuracy", f"difference to {labels[baseline]}"], rows)
 
 
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy, its difference to the baseline, and training reward by step; 95 % intervals."""
-    names = list(comparison.groups)
-    colors = dict(zip(names, COLORS * len(names)))
+    labels = labels_of(comparison)
+    names = list(labels)
+    styles = {}
+    for number, name in enumerate(names):
+        line = "--" if number >= len(COLORS) else "-"
+        styles[name] = {"color": COLORS[number % len(COLORS)], "linestyle": line}
     # side by side, not on top of each other
-    offset = 0.012 * (comparison.steps[-1] - comparison.steps[0])
+    offset = 0.012 * (comparison.steps[-1] - comparison.steps[0] or 1)
 
     def draw_bars(axes: Axes, estimates: BySteps) -> None:
         for number, (name, by_step) in enumerate(estimates.items()):
             steps = np.array(list(by_step)) + number * offset
             means = [value.mean for value in by_step.values()]
-            margins = [value.high - value.mean for value in by_step.values()]
-            style = dict(color=colors[name], marker="o", markersize=4, capsize=3)
+            margins = np.nan_to_num([value.high - value.mean for value in by_step.values()])
+            style = dict(styles[name], marker="o", markersize=4, capsize=3)
             axes.errorbar(steps, means, yerr=margins, label=name, **style)
 
     def accuracy(axes: Axes) -> None:
-        axes.set(title="Held-out accuracy (noise off; bars: 95% interval over seeds and questions)")
+        axes.set(title="Held-out accuracy (noise off; bars: 95 % interval)", ylabel="accuracy")
         draw_bars(axes, comparison.accuracy)
 
     def difference(axes: Axes) -> None:
-        axes.set(title=f"Difference of accuracy to {names[0]}, paired by seed and question")
+        axes.set(title=f"Difference of accuracy to {labels[names[0]]}", ylabel="difference")
         axes.axhline(0, color="black", linewidth=1)
         draw_bars(axes, comparison.difference)
 
     def reward(axes: Axes) -> None:
-        axes.set(title="Training reward (mean over seeds; of a long run also over steps)")
+        axes.set(title="Training reward, mean over seeds", ylabel="mean reward")
         for name, rewards in comparison.rewards.items():
             steps, values = np.array(list(rewards.items())).T
-            draw_series(axes, steps, values, colors[name])
+            draw_series(axes, steps, values, **styles[name])
 
     panels = [accuracy]
     if any(comparison.difference.values()):
         panels.append(difference)
     if all(comparison.rewards.values()):
         panels.append(reward)
+    in_legend = []
+    for name, label in labels.items():
+        words = name if name == label else f"{label}: {name}"
+        in_legend.append("\n".join(textwrap.wrap(words, 100)))
+    lines = "\n".join(in_legend).count("\n") + 1
     with mpl.rc_context(STYLE):
-        figure = stack(panels)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", fontsize=8)
+        figure = stack(panels, below=0.2 + 0.18 * lines)
+        handles, _ = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, in_legend, loc="outside lower left", fontsize=8, handlelength=3)
         figure.savefig(file, dpi=130)
 
 
 def interval(value: Estimate, sign: str = "") -> str:
-    """Mean and interval; `sign` "+" for differences."""
-    return f"{value.mean:{sign}.3f} [{value.low:{sign}.3f}, {value.high:{sign}.3f}]"
+    """Mean and interval, if there is one; `sign` "+" for differences."""
+    mean = f"{value.mean:{sign}.3f}"
+    if math.isnan(value.low):
+        return mean
+    return f"{mean} [{value.low:{sign}.3f}, {value.high:{sign}.3f}]"

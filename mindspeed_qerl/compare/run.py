@@ -1,9 +1,10 @@
 """What a comparison reads of one run, and why it may not be averaged in."""
 
 import hashlib
+import json
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from yaml import YAMLError
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import CODE
+from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -116,7 +118,8 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         of = comparable if label.startswith(CODE) else data  # own code separates groups
         of[label] = entry["sha256"]
     git = versions["git"] or {}
-    code = {"mindspeed_qerl": git.get("commit") or versions["mindspeed_qerl"]}
+    own = versions.get("code") or git.get("commit") or versions["mindspeed_qerl"]
+    code = {"mindspeed_qerl": own}
     code |= versions.get("upstream", {})
     for name in PACKAGES:
         code[name] = versions["packages"].get(name)
@@ -144,15 +147,13 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
 
 def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dict[str, Any]]:
     """`scores` and `evaluation` of a ComparedRun."""
-    answers = read_jsonl(run.eval_answers_file)
-    settings: dict[str, Any] = {}
-    if evaluation is not None:
+    if evaluation is None:
+        answers, made = read_jsonl(run.eval_answers_file), _evaluation_of(run)
+    else:
         folder = f"evaluations/{evaluation}"
         answers = read_jsonl(run.path / folder / "answers.jsonl")
-        if answers:
-            summary = run.read_json(f"{folder}/summary.json")
-            for name in EVALUATION_SETTINGS:
-                settings[name] = summary.get(name)
+        made = run.read_json(f"{folder}/summary.json") if answers else {}
+    settings = {name: made.get(name) for name in EVALUATION_SETTINGS if made}
     scores: Scores = {}
     for row in answers:
         by_question = scores.setdefault(row["step"], {})
@@ -168,6 +169,27 @@ def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dic
     return scores, settings
 
 
+def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
+    """How a run evaluates while it trains, by its config; names and values are those of the
+    summary.json that tools/evaluate.py writes.
+    """
+    recipe, _ = read(run.config())
+    evaluation, quantization = recipe.evaluation, None
+    if recipe.quantization.enabled and recipe.quantization.evaluation:
+        quantization = asdict(recipe.quantization)
+    settings = {
+        "verifier": recipe.task.verifier_function[0],
+        "samples": evaluation.samples_per_problem if evaluation.temperature else 0,
+        "temperature": evaluation.temperature,
+        "max_tokens": recipe.sampling.max_tokens,
+        "dtype": recipe.model.dtype,
+        "prompt": recipe.task.prompt,
+        "hardware_error": recipe.hardware_error.arguments("evaluation"),
+        "quantization": quantization,
+    }
+    return json.loads(json.dumps(settings))
+
+
 def _faults(
     run: RunDirectory,
     config: Config,
@@ -177,7 +199,7 @@ def _faults(
 ) -> Iterable[str]:
     """Why a run is not the result of what its config says."""
     status, train_iters = run.status(), config["megatron_training.train_iters"]
-    if status["state"] != "finished":
+    if status["state"] != "finished":  # its noise may have been still to come
         yield f"it is not finished: {status['state']} after step {status['step']} of {train_iters}"
     elif len(rows) < train_iters:
         yield f"{run.metrics_file.name} has {len(rows)} of {train_iters} steps"
@@ -186,7 +208,8 @@ def _faults(
         yield f"it has no evaluation {evaluation!r}: make it with {command}"
     elif evaluation is None and train_iters not in scores:
         yield f"its last step, {train_iters}, was not evaluated"
-    if fault := noise_fault(rows, config.get("aqn.enabled", False)):
+    fault = noise_fault(rows, config.get("aqn.enabled", False))
+    if fault and status["state"] == "finished":
         yield fault
 
 

@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 LEAST_SEEDS = 3
 POWER = 0.8
 MOST_SEEDS = 10_000
+ALIKE = 1e-24  # variance of what differs by rounding alone
 MANY = 10**9  # questions, where Student's quantiles are the normal's
 
 Variance = tuple[float, float]  # and of how many it is
@@ -46,7 +47,9 @@ def estimate(values: np.ndarray) -> Estimate:
     it keeps that one's promise; a bootstrap over a handful of seeds does not keep it (Owen, Annals
     of Applied Statistics 1, 2007).
 
-    With one seed the interval speaks of other questions only.
+    With one seed the interval speaks of other questions only. Where the seeds' means are all alike
+    by chance, as those of few answers may be, V_s is the part of single answers. Where nothing
+    varies there is nothing to judge by: the interval is NaN, and so is p, unless the mean is 0.
     """
     seeds, questions = values.shape
     mean = float(values.mean())
@@ -54,17 +57,19 @@ def estimate(values: np.ndarray) -> Estimate:
     of_questions = values.mean(0).var(ddof=1) / questions if questions > 1 else 0.0
     if seeds > 1 and questions > 1:
         rest = values - values.mean(1, keepdims=True) - values.mean(0) + mean
-        of_questions = max(
-            of_questions - (rest**2).sum() / ((seeds - 1) * (questions - 1)) / values.size, 0.0
-        )
+        of_answers = (rest**2).sum() / ((seeds - 1) * (questions - 1)) / values.size
+        of_questions = max(of_questions - of_answers, 0.0)
+        if of_seeds < 1e-9 * of_answers:
+            of_seeds = of_answers
+    if of_seeds + of_questions < ALIKE:
+        p = 1.0 if abs(mean) < ALIKE else math.nan
+        return Estimate(mean, math.nan, math.nan, p, 0.0, 0.0, seeds)
 
     half = partial(_half_width, (of_seeds, seeds), (of_questions, questions))
     least = 1e-12
-    if mean == 0:
-        p = 1.0
-    elif half(least) <= abs(mean):
+    if half(least) <= abs(mean):
         p = least
-    else:
+    else:  # at a p of 1 the interval has no width
         p = brentq(lambda p: half(p) - abs(mean), least, 1.0)
     return Estimate(
         mean, mean - half(0.05), mean + half(0.05), p, float(of_seeds), float(of_questions), seeds

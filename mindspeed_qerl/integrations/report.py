@@ -113,7 +113,12 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
             steps.setdefault(row["step"], {}).update(row)
     drawn = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
     kept = [{name: row[name] for name in row if name.startswith(drawn)} for row in steps.values()]
-    return write_plots(columns_of(kept), {"step": []}, folder, str(folder)) if steps else []
+    if not steps:
+        return []
+    pictures, missing = write_plots(columns_of(kept), {"step": []}, folder, str(folder))
+    for reason in missing:
+        print(f"warning: {reason}", file=sys.stderr)
+    return pictures
 
 
 def main() -> None:

@@ -77,7 +77,8 @@ def tell_mismatch(
     names = ("mismatch/k3", "mismatch/effective_sample_size", "mismatch/sensitivity")
     values = {}
     for name in names:
-        sums = torch.stack([value.double() for value in vars(metrics[name]).values()])
-        whole = trainer.accelerator.reduce(sums, reduction="sum").tolist()
-        values[name] = type(metrics[name])(*whole).value()
+        fields = torch.stack([value.double() for value in vars(metrics[name]).values()])
+        of_processes = trainer.accelerator.gather(fields[None]).tolist()
+        kind = type(metrics[name])
+        values[name] = merge({name: kind(*each)} for each in of_processes)[name].value()
     rollout.measured(values)

@@ -75,6 +75,12 @@ def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
             f"rollout_correction.method = {method!r} with algorithm.loss_mode = 'cispo': an "
             "answer's weight would undo CISPO's bound of each token's. Take token_tis",
         )
+    if method in ("token_tis", "sequence_tis") and recipe.correction.floor:
+        yield _conflict(
+            "rollout_correction.floor",
+            f"rollout_correction.floor is read by the masks and icepop, not by {method!r}: leave "
+            "it out",
+        )
     for name, modes in READ_BY.items():
         is_set = getattr(algorithm, name) != getattr(Algorithm(), name)
         if is_set and ":" not in mode and mode not in modes:

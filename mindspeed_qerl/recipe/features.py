@@ -17,6 +17,16 @@ RolloutFormat = Literal["none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4"]
 HARDWARE_ERRORS: tuple[str, ...] = get_args(HardwareErrorKind)
 ROLLOUT_FORMATS: tuple[str, ...] = get_args(RolloutFormat)
 Kinds = Annotated[tuple[HardwareErrorKind, ...], AS_KINDS]
+# (floor, cap) of p_trained / p_sampled by method: verl's, but for geometric_mask, whose 0.999 to
+# 1.001 noise leaves at once
+OWN_BOUNDS = {
+    "none": (0.0, 2.0),
+    "token_tis": (0.0, 2.0),
+    "sequence_tis": (0.0, 2.0),
+    "sequence_mask": (0.5, 2.0),
+    "icepop": (0.5, 5.0),
+    "geometric_mask": (0.99, 1.01),
+}
 MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
 
 
@@ -76,8 +86,9 @@ class Correction:
     method: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"
     ] = "none"
-    cap: Float = Field(2.0, ge=1)  # below 1 even answers of the policy itself would count for less
-    floor: Float = Field(0.5, ge=0, le=1)  # of the masks and icepop
+    # left out, the method's own; a cap below 1 would make the policy's own answers count for less
+    cap: Float = Field(default_factory=lambda own: OWN_BOUNDS[own["method"]][1], ge=1)
+    floor: Float = Field(default_factory=lambda own: OWN_BOUNDS[own["method"]][0], ge=0, le=1)
     # effective sample size of tokens that is warned of, with AQN on
     warn_below: Float = Field(0.5, ge=0, le=1)
 

@@ -21,7 +21,7 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
     """
     plan, facts = plan_of(recipe), directory.facts()
     steps, evaluations = read_jsonl(directory.metrics_file), read_jsonl(directory.eval_file)
-    seconds = f"{facts['train_seconds']:.0f} s in all"
+    seconds = f"{directory.status()['seconds']:.0f} s in all"
     if "engine_start_seconds" in facts:
         seconds += f", {facts['engine_start_seconds']:.0f} s of them to start the processes"
     seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"

@@ -23,11 +23,17 @@ MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 MOST_K3_EXPERTS = 1e-4
 # bfloat16: 3e-5 to 2e-3 here; 6e-4 in Qwen3-8B, 1.5e-3 in Qwen3-30B-A3B (arXiv 2510.11370).
 UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
-# bfloat16, experts: rounding sends a token elsewhere; 0.08 in a random model
+# Experts, in bfloat16 or with noise: a token goes elsewhere; 0.08 in a random model
 MOST_K3_ROUTED = 0.5
+# quantised rollouts, of four bits: 4e-3 in the quickstart, 0.1 in SmolLM2-135M
+MOST_K3_QUANTIZED = 2.0
+# Whatever is on: answers of pure noise (sigma 0.1 in SmolLM2-135M) have 6, and tokens drawn at
+# random from a vocabulary of 150,000 some 12
+MOST_K3_OF_ALL = 20.0
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
-# k3 / (sigma^2 sensitivity): usual is 1.8, the lowest of 1,800 steps 2.8e-3
-LEAST_K3 = 3e-4
+# k3 / (sigma^2 sensitivity): usual is 1.8 in the quickstart's model, the lowest of 1,800 steps
+# 2.8e-3, the highest 1,200, where a token met another expert; 600 to 2,000 in SmolLM2-135M
+LEAST_K3, MOST_RESPONSE = 3e-4, 1e5
 NOISY_STEPS = 4  # after which chance is small: one norm of 128 weights gives 1 +- 0.06 in one step
 # rounding gives up to 1.15 of any sigma, the rest is for chance
 MOST_NOISE_OF_A_STEP = 1.5
@@ -39,65 +45,71 @@ BETWEEN = "k3 between the policy that sampled and the one that is trained"
 DIFFERENT = (
     "Usual causes: the temperature of sampling is missing in the trainer's log-probs, the rollout "
     "engine's weights are not the trainer's (a stale sync), the two see other tokens (template, "
-    "truncation), or noise stayed on"
+    "truncation), or more noise is on than was asked for"
 )
 
 
-def mismatch_fault(
-    k3: float,
-    noise: float,
-    sensitivity: float,
-    dtype: str,
-    other_arithmetic: bool,
-    routed: bool = False,
-) -> str | None:
-    """Whether k3, from the policy that sampled to the one that is trained, before its update, can
-    be true.
+def rounding_bound(recipe: Recipe, routed: bool) -> float:
+    """Returns the largest k3 of a step without noise that rounding explains, in nats per token.
 
-    Noise off: not above the bound of the dtype, if nothing computes as other hardware would. Noise
-    on: not what rounding alone gives, unless the noise is next to nothing or these tokens leave it
-    nothing to move.
+    Args:
+        routed: the model has experts.
+    """
+    if recipe.hardware_error.rollout or recipe.hardware_error.training:
+        return MOST_K3_OF_ALL  # an error of any size that the config asks for
+    if recipe.quantization.enabled:
+        return MOST_K3_QUANTIZED
+    if recipe.model.dtype == "float32":
+        return MOST_K3_EXPERTS if routed else MOST_K3
+    return MOST_K3_ROUTED if routed else MOST_K3_BF16
+
+
+def mismatch_fault(
+    k3: float, noise: float, sensitivity: float, rounding: float, routed: bool = False
+) -> str | None:
+    """Says why k3, from the policy that sampled to the one that is trained, before its update,
+    cannot be true: it is above what rounding and the noise explain, or NaN; or with noise on it is
+    what rounding alone gives, though the noise is not next to nothing and these tokens leave it
+    something to move.
 
     Args:
         k3: `mismatch/k3`, nats per token. noise: standard deviation of the noise in these answers,
             0 for none.
-        sensitivity: `mismatch/sensitivity`. dtype: "float32" or "bfloat16". other_arithmetic: one
-            of the two sides is meant to compute otherwise (hardware_error, rollout_quantization),
-            so that only the lower bound holds. routed: the model has experts.
+        sensitivity: `mismatch/sensitivity`. rounding: see `rounding_bound`. routed: the model has
+            experts.
 
-    >>> normal = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
-    >>> mismatch_fault(2e-13, **normal)
-    >>> mismatch_fault(7.7e-3, **normal)[:66]
+    >>> mismatch_fault(7.7e-3, noise=5e-4, sensitivity=0.02, rounding=MOST_K3)[:66]
     'k3 between the policy that sampled and the one that is trained is '
     """
-    most = MOST_K3_ROUTED if routed else MOST_K3_BF16
-    if dtype == "float32":
-        most = MOST_K3_EXPERTS if routed else MOST_K3
-    if not noise and not other_arithmetic and not k3 <= most:  # NaN is not <= either
+    most = rounding
+    if noise:
+        most = max(rounding, MOST_K3_ROUTED) if routed else rounding
+        most = min(most + MOST_RESPONSE * noise**2 * sensitivity, MOST_K3_OF_ALL)
+    state = f"noise of std {noise:.3g} on" if noise else "the noise off"
+    if not k3 <= most:  # NaN is not <= either
         return (
-            f"{BETWEEN} is {k3:.3g} nats per token with the noise off, in {dtype} at most {most:g} "
-            f"is rounding. {DIFFERENT}"
+            f"{BETWEEN} is {k3:.3g} nats per token with {state}; at most {most:.3g} is explained "
+            f"by rounding{' and this noise' if noise else ''}. {DIFFERENT}"
         )
     if k3 < ROUNDING_K3 < LEAST_K3 * noise**2 * sensitivity:
         return (
-            f"{BETWEEN} is {k3:.3g} nats per token with noise of std {noise:.3g} on, which is "
-            "impossible. Usual causes: old log-probs that come from the sampler, or noise that "
-            "did not reach the rollout"
+            f"{BETWEEN} is {k3:.3g} nats per token with {state}, which is impossible. Usual "
+            "causes: old log-probs that come from the sampler, or noise that did not reach the "
+            "rollout"
         )
     return None
 
 
-def mismatch_warning(k3: float, noise: float, dtype: str, other_arithmetic: bool) -> str | None:
+def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
     """What to warn of in bfloat16, where rounding hides what float32 shows; arguments as
     `mismatch_fault`.
-
-    >>> mismatch_warning(2.7e-5, 0.0, "bfloat16", False)
     """
-    if noise or other_arithmetic or dtype == "float32" or k3 <= UNUSUAL_K3_BF16:
+    is_bfloat16 = rounding in (MOST_K3_BF16, MOST_K3_ROUTED)
+    if noise or not is_bfloat16 or k3 <= UNUSUAL_K3_BF16:
         return None
     return (
         f"{BETWEEN} is {k3:.3g} nats per token with the noise off; two correct implementations in "
-        f"{dtype} stay below {UNUSUAL_K3_BF16:g}, unless rounding sends many tokens to other "
+        f"bfloat16 stay below {UNUSUAL_K3_BF16:g}, unless rounding sends many tokens to other "
         f"experts. {DIFFERENT}"
     )
 
@@ -105,10 +117,6 @@ def mismatch_warning(k3: float, noise: float, dtype: str, other_arithmetic: bool
 def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
     """Whether `loss/total`, of the tensor that backward got, is the sum of its parts with their
     coefficients.
-
-    >>> parts = {"loss/policy": 0.5, "loss/kl": 0.2, "loss/total": 0.48}
-    >>> loss_fault(parts, Algorithm(kl_coefficient=0.1))[:29]
-    'the loss that was backpropaga'
     """
     kl, entropy = algorithm.kl_coefficient, algorithm.entropy_coefficient
     parts = (
@@ -134,8 +142,6 @@ def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "traine
         counted: tokens in the loss, over all updates and ranks; of routes every layer counts as
             many. expected: tokens of the answers that are kept, end tokens included; or tokens with
             routes, 0 where nothing is replayed. verb: "trained" or "replayed".
-
-    >>> tokens_fault(counted=20, expected=10, epochs=2)
     """
     if counted == expected * epochs:
         return None
@@ -151,8 +157,6 @@ def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
 
     Args:
         advantages: [prompts * group_size], a prompt's answers side by side.
-
-    >>> advantages_fault(np.array([0.7, -0.7, 0.0, 0.0]), group_size=2)
     """
     groups = advantages.astype(float).reshape(-1, group_size)
     sums = np.abs(groups.sum(1))
@@ -174,9 +178,6 @@ def ends_fault(
         tokens: int [answers, length]. mask: bool [answers, length - 1], True at position t where
             token t + 1 is trained. finished: bool [answers]. ends: ids of the end tokens; without
             any nothing is said.
-
-    >>> tokens, mask = np.array([[5, 7, 2], [5, 7, 8]]), np.array([[True, True], [True, True]])
-    >>> ends_fault(tokens, mask, np.array([True, False]), ends={2})
     """
     last = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)  # where the last True is, plus 1
     last_tokens = tokens[np.arange(len(tokens)), last]
@@ -200,8 +201,6 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
         sigma: of this step, as the rollout engine reports it. nominal: by the schedule. seen:
             (expected, measured) standard deviation of each step with noise so far, this one's last
             if it has any.
-
-    >>> noise_fault(0.05, 0.05, [(0.05, 0.049)])
     """
     if not math.isclose(sigma, nominal, rel_tol=1e-6):
         return f"the noise of this step has sigma {sigma:.3g}, its schedule says {nominal:.3g}"
@@ -243,10 +242,6 @@ def sync_faults(movement: Movement) -> list[str]:
     Args:
         movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
             the weights, and `lost`, the largest share of one tensor's move that did not arrive.
-
-    >>> entry = dict(moved=1.0, expected=1.0, max_error=0.0, resolution=1e-7, lost=0.0)
-    >>> sync_faults({"linear_qkv": entry})
-    []
     """
     return [
         f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
@@ -268,8 +263,6 @@ def arrival_faults(
         shares: (share, standard error) by LoRA target (lora/proof.py). min_arrived: of
             run.min_arrived. arithmetic: what the rollout engine multiplies in.
 
-    >>> arrival_faults({"linear_qkv": (0.98, 0.1)}, 0.9, "bfloat16")
-    []
     >>> arrival_faults({"linear_qkv": (0.02, 0.1)}, 0.9, "bfloat16")[0][:71]
     'linear_qkv: 2 % of its update reached the rollout engine (standard erro'
     """
@@ -348,7 +341,7 @@ class StepChecks:
                 tokens whose routes are to be replayed in each epoch. noise: what the step was to
                 have; None: none.
         """
-        recipe, dtype = self.recipe, self.recipe.model.dtype
+        recipe = self.recipe
         std = values.get("aqn/expected_std", 0.0)
         faults, warnings = [], {"effective sample size": self._uneven(values)}
         if std:
@@ -359,16 +352,15 @@ class StepChecks:
         faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
         if tokens:
             k3, sensitivity = values["mismatch/k3"], values["mismatch/sensitivity"]
-            hardware, epochs = recipe.hardware_error, recipe.batch.epochs
-            other = bool(hardware.rollout or hardware.training or recipe.quantization.enabled)
+            epochs, rounding = recipe.batch.epochs, rounding_bound(recipe, self.routed)
             replayed = values.get("routing/replayed_tokens", 0)
             faults += [
-                mismatch_fault(k3, std, sensitivity, dtype, other, self.routed),
+                mismatch_fault(k3, std, sensitivity, rounding, self.routed),
                 loss_fault(values, recipe.algorithm),
                 tokens_fault(values["selection/trained_tokens"], tokens, epochs),
                 tokens_fault(replayed, routes, epochs, "replayed"),
             ]
-            warnings["mismatch"] = mismatch_warning(k3, std, dtype, other)
+            warnings["mismatch"] = mismatch_warning(k3, std, rounding)
         if faults := [fault for fault in faults if fault]:
             raise EngineError(f"step {step} cannot be right:\n" + "\n".join(faults))
         new = {name: text for name, text in warnings.items() if text and name not in self.warned}
@@ -395,7 +387,7 @@ class StepChecks:
         """A warning of uneven importance weights, with noise on and no correction to apply them."""
         correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
         sigma = values.get("aqn/sigma")
-        if not sigma or correction.method != "none" or size >= correction.warn_below:
+        if not (sigma and correction.method == "none" and size < correction.warn_below):
             return None
         return (
             f"with noise of sigma {sigma:.3g} the effective sample size is {size:.0%} of the "

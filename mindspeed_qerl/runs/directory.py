@@ -6,8 +6,8 @@
     versions.json   Python, machine, every installed package, the source's git commit, and what the
                     engine adds
     data.json       path and sha256 of each data file, of the model's, and of the user's own code
-    status.json     state ("running", "finished" or "failed"), step, reason, started, ended, seed,
-                    id
+    status.json     state ("running", "finished" or "failed"), step, reason, started, ended, seconds
+                    of all processes that wrote the run, seed, id
     lock            held by the process that writes the run
     facts.json      what was measured once: start-up seconds, parameter counts, ... (`record`)
     metrics.jsonl, eval.jsonl, eval_answers.jsonl, rollouts.jsonl, tensorboard/ (metrics.py)
@@ -19,6 +19,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -51,6 +52,8 @@ class RunDirectory:
 
     def __init__(self, path: Path | str, lock: IO | None = None) -> None:
         self.path, self.lock = Path(path), lock
+        # of this process, and seconds of those before it
+        self._opened, self._seconds_before = time.monotonic(), 0.0
         # a line for each that a resumed run was not started with
         self.other_versions: list[str] = []
         self.config_file = self.path / "config.yaml"
@@ -102,6 +105,7 @@ class RunDirectory:
             "reason": None,
             "started": started.isoformat(timespec="seconds"),
             "ended": None,
+            "seconds": 0.0,
             "seed": seed,
             "id": uuid4().hex,
         }
@@ -167,6 +171,8 @@ class RunDirectory:
                 "model. Put the files back that it was started with, or start a new run.\n"
                 + "\n".join(lines)
             )
+        self._seconds_before = status.get("seconds", 0.0)
+        self.summary_file.unlink(missing_ok=True)  # that of its failure
         write_whole(self.config_file, _to_yaml(config))
         started_with = self.read_json("versions.json")
         resumed_with = {**own_versions(), **versions}
@@ -338,7 +344,10 @@ class RunDirectory:
             ) from error
 
     def _note(self, **changes: Any) -> None:
-        write_whole(self.status_file, json_text({**self.status(), **changes}))
+        status = {**self.status(), **changes}
+        seconds = self._seconds_before + time.monotonic() - self._opened
+        status["seconds"] = max(status.get("seconds", 0.0), round(seconds, 1))
+        write_whole(self.status_file, json_text(status))
 
 
 def _make_new(parent: Path, stem: str) -> Path:

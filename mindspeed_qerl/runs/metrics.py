@@ -234,6 +234,8 @@ def _start_wandb(run: RunDirectory, project: str) -> Any:
     try:
         wandb_run = wandb.init(
             project=project,
+            id=run.id,
+            resume="allow",  # a resumed run goes on in its own
             name=run.path.name,
             group=run.path.parent.name,
             dir=run.path,

@@ -5,6 +5,7 @@ Okabe and Ito's, which colour-blind readers can tell apart.
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,8 @@ BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 HERE = Path(__file__)
 STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
+# labels of axes that end at 0 and 1, if what is drawn does
+FRACTIONS = ("accuracy", "fraction", "share", "effective sample size", "mean reward")
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
 
 Columns = dict[str, list[float]]
@@ -32,7 +35,7 @@ class Panel(NamedTuple):
     title: str
     ylabel: str
     labels: dict[str, str]  # of the legend, by metric
-    is_log: bool = False  # absolute values on a log axis
+    is_log: bool = False  # a log axis; of a metric whose label is |...| absolute values
     above: float = -math.inf  # what is not is left out; on a log axis 0 has no place
 
 
@@ -41,12 +44,15 @@ _ROWS = yaml.safe_load(HERE.with_suffix(".yaml").read_text(encoding="utf-8"))
 PICTURES = {name: [Panel(**row) for row in rows] for name, rows in _ROWS.items()}
 
 
-def write_plots(columns: Columns, evals: Columns, folder: Path, title: str) -> list[Path]:
-    """Write learning.png, exploration.png, noise.png, mismatch.png, arrival.png, routing.png and time.png,
-    as far as there is something to draw; returns the files.
+def write_plots(
+    columns: Columns, evals: Columns, folder: Path, title: str
+) -> tuple[list[Path], list[str]]:
+    """Write learning.png, exploration.png, noise.png, mismatch.png, arrival.png, routing.png and
+    time.png, as far as there is something to draw; returns the files, and a sentence for each that
+    could not be drawn.
     """
     folder.mkdir(exist_ok=True)
-    files = []
+    files, missing = [], []
     for name, panels in PICTURES.items():
         drawn: list[Callable[[Axes], None]] = []
         for panel in panels:
@@ -54,13 +60,20 @@ def write_plots(columns: Columns, evals: Columns, folder: Path, title: str) -> l
                 drawn.append(partial(_draw_panel, columns=columns, panel=panel))
         if name == "learning" and evals["step"]:
             drawn.append(partial(_draw_accuracy, evals=evals))
-        if drawn:
+        if not drawn:
+            continue
+        file = folder / f"{name}.png"
+        try:
             with mpl.rc_context(STYLE):
                 figure = stack(drawn)
-                figure.suptitle(title, x=0.01, ha="left", fontsize=8, color="#666666")
-                files.append(folder / f"{name}.png")
-                figure.savefig(files[-1], dpi=130)
-    return files
+                heading = "\n".join(textwrap.wrap(title, 120))
+                figure.suptitle(heading, x=0.01, ha="left", fontsize=8, color="#666666")
+                figure.savefig(file, dpi=130)
+            files.append(file)
+        except Exception as error:  # noqa: BLE001  # a picture is not worth a report
+            file.unlink(missing_ok=True)
+            missing.append(f"{file.name} cannot be drawn: {type(error).__name__}: {error}")
+    return files, missing
 
 
 def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
@@ -71,7 +84,7 @@ def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
         if name not in columns:
             continue
         steps, values = finite(columns, name)
-        if panel.is_log:
+        if label.startswith("|"):
             values = abs(values)
         drawn = values > panel.above
         steps, values = steps[drawn], values[drawn]
@@ -92,19 +105,33 @@ def _draw_accuracy(axes: Axes, evals: Columns) -> None:
     names = ("step", "accuracy", "interval_low", "interval_high")
     steps, accuracy, low, high = (np.array(evals[name]) for name in names)
     axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
-    margins = np.array([accuracy - low, high - accuracy])
+    # rounding may leave an end on the wrong side of an accuracy of 0 or 1; NaN: of one question
+    margins = np.clip(np.nan_to_num([accuracy - low, high - accuracy]), 0, None)
     axes.errorbar(steps, accuracy, yerr=margins, color=RED, marker="o", markersize=5, capsize=3)
 
 
-def stack(panels: Sequence[Callable[[Axes], None]]) -> Figure:
-    """One figure with the panels below each other, over one axis of training steps."""
-    figure = Figure(figsize=(8, 0.7 + 2.5 * len(panels)), layout="constrained")
+def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figure:
+    """One figure with the panels below each other, over one axis of training steps; below: inches
+    for a legend.
+    """
+    figure = Figure(figsize=(8, 0.7 + 2.5 * len(panels) + below), layout="constrained")
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)
     for axes, draw in zip(grid[:, 0], panels):
         draw(axes)
+        if axes.get_ylabel() in FRACTIONS:
+            _end_at_1(axes)
     axes.set_xlabel("training step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
+
+
+def _end_at_1(axes: Axes) -> None:
+    """Leaves out of an axis what no fraction can be, if the values that it shows are fractions."""
+    values = [line.get_ydata() for line in axes.lines if line.get_marker() != "_"]  # an error's end
+    values = np.concatenate([*values, [0.0]])
+    if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, 0.0), min(high, 1.0))
 
 
 def finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -126,11 +153,16 @@ def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
 
 
 def draw_series(
-    axes: Axes, steps: np.ndarray, values: np.ndarray, color: str, label: str = ""
+    axes: Axes,
+    steps: np.ndarray,
+    values: np.ndarray,
+    color: str,
+    label: str = "",
+    linestyle: str = "-",
 ) -> None:
     """A line by step; a long one pale, with the mean over a twentieth of its points on top."""
     marker = "."
     if len(steps) > SMOOTHED_POINTS:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
         values, marker = moving_mean(values, len(steps) // 40), ""
-    axes.plot(steps, values, color=color, marker=marker, label=label)
+    axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, label=label)

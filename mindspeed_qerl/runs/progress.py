@@ -1,7 +1,9 @@
 """How a run is going: one line per step, and on a terminal what it is doing now below them."""
 
+import math
 import time
 from collections import deque
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Self
 
@@ -16,15 +18,18 @@ RECENT_STEPS = 20
 
 class Progress:
     """Context manager around the training loop, told of each phase, step and evaluation; `metrics`
-    and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py).
+    and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py), `earlier` those of
+    eval.jsonl that a resumed run has already.
     """
 
-    def __init__(self, total_steps: int, title: str) -> None:
+    def __init__(self, total_steps: int, title: str, earlier: Iterable[MetricsRow] = ()) -> None:
         self._total, self._title = total_steps, title
         self._console = Console()
         self._status = self._console.status("starting")  # shows nothing where there is no terminal
         self._step = 0
         self._accuracy = ""
+        for result in earlier:
+            self._accuracy = f"accuracy {accuracy_words(result)} at {result['step']:g}"
         self._stamps: deque[float] = deque(maxlen=RECENT_STEPS + 1)  # when the recent steps ended
 
     def __enter__(self) -> Self:
@@ -68,6 +73,21 @@ class Progress:
 
     def evaluated(self, step: int, result: MetricsRow) -> None:
         """An evaluation after `step` updates is done."""
-        accuracy = f"accuracy {result['accuracy']:.3f} ± {result['standard_error']:.3f}"
+        accuracy = f"accuracy {accuracy_words(result)}"
         self._accuracy = f"{accuracy} at {step}"
         self.message(f"{self._title} | held-out {accuracy} after {step} steps")
+
+
+def accuracy_words(result: MetricsRow) -> str:
+    """Returns an accuracy and how sure it is: ± its standard error; its 95 % interval where there is
+    none, or it is 0; nothing where that is unknown, too.
+
+    >>> ends = {"interval_low": 0.0, "interval_high": 0.79}
+    >>> accuracy_words({"accuracy": 0.0, "standard_error": math.nan, **ends})
+    '0.000 [0.000, 0.790]'
+    """
+    accuracy, error = f"{result['accuracy']:.3f}", result["standard_error"]
+    if error > 0:
+        return f"{accuracy} ± {error:.3f}"
+    low, high = (result.get(name, math.nan) for name in ("interval_low", "interval_high"))
+    return accuracy if math.isnan(low) else f"{accuracy} [{low:.3f}, {high:.3f}]"

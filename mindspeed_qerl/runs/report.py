@@ -22,8 +22,8 @@ from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
 from mindspeed_qerl.runs.plots import Columns, finite, write_plots
+from mindspeed_qerl.runs.progress import accuracy_words
 
-FACTS = {"engine_start_seconds": "seconds to start", "train_seconds": "seconds in all"}
 METRICS = (
     "reward/mean",
     "mismatch/k3",
@@ -60,7 +60,7 @@ def write_report(run: RunDirectory) -> None:
         lines += [f"> **Warning:** {warning}", ""]
     tables = {
         ("run", ""): _run(run),
-        ("held-out accuracy", "after step", "accuracy", "standard error"): _accuracy(evals),
+        ("held-out accuracy", "after step", "accuracy"): _accuracy(evals),
         ("metric", "first", "last", "mean", "largest"): _metrics(columns),
         ("noise stage", "steps", *NOISE.values()): _noise(rows),
         ("LoRA target", "modules", "parameters", "of its update in vLLM"): _lora(run.facts()),
@@ -69,9 +69,12 @@ def write_report(run: RunDirectory) -> None:
         if table:
             lines += [*markdown_table(header, table), ""]
     Console().print(Markdown("\n".join(lines)))
-    for plot in write_plots(columns, columns_of(evals), run.plots_dir, title):
-        lines += [f"![{plot.stem}](plots/{plot.name})", ""]
+    plots, missing = write_plots(columns, columns_of(evals), run.plots_dir, title)
+    lines += [f"![{plot.stem}](plots/{plot.name})\n" for plot in plots]
+    lines += [f"> **Missing:** {reason}\n" for reason in missing]
     run.summary_file.write_text("\n".join(lines), encoding="utf-8")
+    for reason in missing:
+        print(f"warning: {reason}", file=sys.stderr)
     print(f"Report: {run.summary_file}")
 
 
@@ -83,10 +86,11 @@ def _run(run: RunDirectory) -> Table:
     if status["reason"]:
         state += f": {status['reason']}"
     table = [("state", state), ("steps", str(status["step"]))]
-    for name, label in FACTS.items():
-        if name in facts:
-            table.append((label, f"{facts[name]:.3g}"))
-    return table
+    seconds = {
+        "seconds to start": facts.get("engine_start_seconds"),
+        "seconds in all": status.get("seconds"),  # of every process that wrote the run
+    }
+    return table + [(label, f"{value:.3g}") for label, value in seconds.items() if value]
 
 
 def _accuracy(evals: Rows) -> Table:
@@ -95,8 +99,7 @@ def _accuracy(evals: Rows) -> Table:
     table = []
     best = max(evals, key=itemgetter("accuracy"))
     for which, row in (("first", evals[0]), ("best", best), ("last", evals[-1])):
-        numbers = f"{row['accuracy']:.3f}", f"{row['standard_error']:.3f}"
-        table.append((which, str(row["step"]), *numbers))
+        table.append((which, str(row["step"]), accuracy_words(row)))
     return table
 
 

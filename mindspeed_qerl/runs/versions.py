@@ -1,5 +1,6 @@
 """What a run ran on."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -9,21 +10,39 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_qerl
+from mindspeed_qerl.common.files import sha256
+
+# rooms that train nothing, and change no number of a run
+WITHOUT_NUMBERS = ("compare", "demo", "integrations", "preflight", "runs", "sweep.py")
 
 
 @cache  # of the process
 def own_versions() -> dict[str, Any]:
-    """What the run ran on: Python, machine, every installed distribution (read, not imported) and
-    the source's git state.
+    """What the run ran on: Python, machine, every installed distribution (read, not imported), the
+    source's git state and the digest of what trains.
     """
     return {
         "mindspeed_qerl": mindspeed_qerl.__version__,
+        "code": code_digest(Path(mindspeed_qerl.__file__).parent),
         "git": git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "packages": _installed(),
     }
+
+
+def code_digest(package: Path) -> str:
+    """Returns the digest of the package's files that decide a run's numbers, 64 hexadecimal digits:
+    its own Python and YAML, but for the rooms `WITHOUT_NUMBERS`.
+    """
+    files = sorted({*package.rglob("*.py"), *package.rglob("*.yaml")})
+    digest = hashlib.sha256()
+    for file in files:
+        name = file.relative_to(package)
+        if name.parts[0] not in WITHOUT_NUMBERS:
+            digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())
+    return digest.hexdigest()
 
 
 def _installed() -> dict[str, str]:
@@ -42,15 +61,13 @@ def git_state(source: Path) -> dict[str, Any] | None:
     # site-packages inside somebody else's checkout must not be mistaken for ours
     if not (source / ".git").exists():
         return None
-    # Without optional locks `git status` does not touch the index, so it cannot get in the way of a
+    # Without optional locks git does not touch the index, so it cannot get in the way of a
     # commit being made; files that git does not track are results, data and notes.
-    command = ["git", "--no-optional-locks", "-C", str(source), "status", "--porcelain=v2"]
-    command += ["--branch", "--untracked-files=no"]
+    command = ["git", "--no-optional-locks", "-C", str(source), "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = answer.stdout.splitlines()
-    commit = lines[0].removeprefix("# branch.oid ")
-    is_dirty = not all(line.startswith("#") for line in lines)
-    return {"commit": commit, "dirty": is_dirty}
+    commit, dash, _ = answer.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(dash)}

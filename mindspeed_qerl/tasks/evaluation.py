@@ -97,7 +97,7 @@ def _extraction(answers: list[dict[str, Any]], method: str, n: int) -> dict[str,
 def interval(scores: np.ndarray) -> tuple[float, float]:
     """95% interval of the mean of `scores` (problems, answers to each): `wilson_interval` where
     they are all 0 or 1; else the mean and 1.96 standard errors over problems to both sides, since
-    the range of a reward is not known (NaN for one problem).
+    the range of a reward is not known (NaN for one problem, or where all are alike).
 
     >>> interval(np.array([[0.0], [0.5], [1.0], [0.5]]))  # doctest: +ELLIPSIS
     (0.0999..., 0.9000...)
@@ -105,7 +105,7 @@ def interval(scores: np.ndarray) -> tuple[float, float]:
     per_problem = scores.mean(1)
     if np.isin(scores, (0, 1)).all():
         return wilson_interval(per_problem, scores.shape[1])
-    half = Z_95 * _standard_error(per_problem)
+    half = Z_95 * _standard_error(per_problem) or math.nan
     return float(per_problem.mean() - half), float(per_problem.mean() + half)
 
 
@@ -134,7 +134,8 @@ def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:
     scale = 1 + Z_95**2 / trials
     centre = (p + Z_95**2 / (2 * trials)) / scale
     half = Z_95 * math.sqrt(p * (1 - p) / trials + Z_95**2 / (4 * trials**2)) / scale
-    return max(0.0, float(centre - half)), min(1.0, float(centre + half))
+    # of all right and all wrong, rounding puts an end beside 1 or 0
+    return max(0.0, float(min(centre - half, p))), min(1.0, float(max(centre + half, p)))
 
 
 def majority_score(extracted: Sequence[str | None], scores: Sequence[float]) -> float:

@@ -73,9 +73,7 @@ ray_trainer = functions(
 correction = functions(
     "trainer/ppo/rollout_corr_helper.py",
     [
-        "compute_rollout_correction_weights",
         "compute_rollout_rejection_mask",
-        "_parse_rollout_is_threshold",
         "_parse_rollout_rs_thresholds",
         "SAFETY_BOUND",
         "SUPPORTED_ROLLOUT_RS_OPTIONS",

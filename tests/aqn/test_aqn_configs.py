@@ -1,40 +1,24 @@
-"""configs/aqn: what Hydra makes of each file is a schedule and a target the code accepts."""
+"""configs/aqn: what the recipe is with each of its files."""
 
 import pytest
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from mindspeed_qerl.aqn.schedule import NoiseSchedule
-from mindspeed_qerl.aqn.targets import check_targets
-from mindspeed_qerl.recipe.compose import CONFIGS
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.features import Noise
+from mindspeed_qerl.recipe.reader import read_recipe
 
 
 @pytest.mark.parametrize(
-    "name, enabled, start, end",
+    "name, expected",
     [
-        ("off", False, 0.05, 5e-4),
-        ("qerl", True, 0.05, 5e-4),
-        ("qerl_paper", True, 0.01, 5e-4),
-        ("qerl_scripts", True, 0.01, 1e-4),
-        ("strong", True, 0.1, 1e-3),
-        ("mild", True, 0.01, 1e-3),
+        ("off", Noise(enabled=False)),
+        ("qerl", Noise(enabled=True, sigma_start=0.05, sigma_end=5e-4)),
+        ("qerl_paper", Noise(enabled=True, sigma_start=0.01, sigma_end=5e-4)),
+        ("qerl_scripts", Noise(enabled=True, sigma_start=0.01, sigma_end=1e-4)),
+        ("strong", Noise(enabled=True, sigma_start=0.1, sigma_end=1e-3)),
+        ("mild", Noise(enabled=True, sigma_start=0.01, sigma_end=1e-3)),
+        ("target", Noise(enabled=True, schedule="target", sigma_start=0.01)),
     ],
 )
-def test_a_preset_of_sigmas(name, enabled, start, end):
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        aqn = OmegaConf.to_container(compose(overrides=[f"+aqn={name}"]))["aqn"]
-    assert aqn.pop("enabled") is enabled
-    assert check_targets(aqn.pop("targets")) == ["auto"] and check_targets(aqn.pop("exclude")) == []
-    assert [aqn.pop(key) for key in ("seed", "restart_every", "multipliers")] == [None] * 3
-    schedule = NoiseSchedule(kind=aqn.pop("schedule"), total_steps=100, **aqn)
-    assert [schedule.sigma(step) for step in (0, 10, 99)] == pytest.approx([0, start, end])
-    assert schedule.num_stages == 10
-
-
-def test_the_preset_of_a_target_is_the_recipes_defaults_but_for_where_sigma_starts():
-    with initialize_config_dir(str(CONFIGS), version_base=None):
-        aqn = OmegaConf.to_container(compose(overrides=["+aqn=target"]))["aqn"]
-    assert aqn.pop("sigma_start") == 0.01
-    noise = Noise(**{**aqn, "exclude": ()})
-    assert noise == Noise(enabled=True, schedule="target")
+def test_a_preset(name, expected):
+    noise = read_recipe(compose("grpo_tiny_moe_cpu", [f"aqn={name}"])).noise
+    assert noise == expected and (noise.targets, noise.num_stages) == ("auto", 10)

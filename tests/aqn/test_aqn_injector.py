@@ -2,10 +2,8 @@
 draws the same.
 """
 
-import logging
 import math
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -213,47 +211,20 @@ def test_multipliers_scale_the_noise_of_their_norms():
     assert all(torch.equal(module.weight, clean) for module, clean in zip(model, before))
 
 
-def test_norms_that_are_excluded_stay_as_they_are():
-    model, plain = norms(), norms()
-    report = injector_of(model, exclude="[13]", seed=3).apply(ON)
-    assert report.names == ("0", "2")
-    assert [torch.equal(module.weight, clean.weight) for module, clean in zip(model, plain)] == [
-        False,
-        True,
-    ] * 2
-
-
 def test_multipliers_of_nothing_are_refused():
-    with pytest.raises(
-        ValueError, match="'7' selects none of the 4 norms that get noise: 0, 1, 2, 3"
-    ):
-        injector_of(norms(), multipliers=[("7", 2.0)])
     with pytest.raises(ValueError, match="0 for all 4 norms; to run without noise, use aqn=off"):
         injector_of(norms(), multipliers=[("0-3", 0.0)])
 
 
-def kept_by_probabilities(weights, sigma):
-    """The share, by the normal distribution over every step of bfloat16's grid."""
-    grid = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()
-    grid = torch.cat([-grid.flip(0)[:-1], grid]).numpy()
-    borders = (grid[1:] + grid[:-1]) / 2
-    first, second, square = 0.0, 0.0, 0.0
-    for value, factor, count in weights:
-        below = stats.norm.cdf(borders, value, factor * sigma)
-        chances = np.diff(below, prepend=0, append=1)
-        first += count * (chances @ (grid - value))
-        second += count * (chances @ (grid - value) ** 2)
-        square += count * (factor * sigma) ** 2
-    total = sum(count for *_, count in weights)
-    return math.sqrt((second - first**2 / total) / square)
-
-
 @pytest.mark.parametrize("sigma", [0.05, 0.005, 0.001, 0.00089, 0.0005])
 def test_what_bfloat16_keeps_of_the_noise(sigma):
-    for weights in ([(1, 1, 4096)], [(0.25, 1, 2048), (-1.5, 2, 4096), (1, 0.5, 512)]):
-        norms = [(torch.full((count,), float(value)), factor) for value, factor, count in weights]
-        expected = kept_by_probabilities(weights, sigma)
-        assert kept_in_bfloat16(norms, sigma) == pytest.approx(expected, abs=0.02)
+    """Foretold by a sample, and measured on norms of that weight; twice the noise by a multiplier."""
+    for value in (1.0, 0.25, -1.5):
+        for factor in (1.0, 2.0):
+            model = norms(64, dtype=torch.bfloat16, value=value)
+            left = injector_of(model, factor * sigma).apply(ON).measured_std / (factor * sigma)
+            kept = kept_in_bfloat16([(torch.full((512,), value), factor)], sigma)
+            assert kept == pytest.approx(left, abs=0.02)
 
 
 def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
@@ -286,15 +257,6 @@ def test_sync_between_remove_and_apply_is_the_contract():
     injector.apply(2)
     injector.remove()
     assert torch.equal(weights(model), torch.full((4 * 4096,), 2.0))
-
-
-def test_logs_names_once_and_each_application(caplog):
-    caplog.set_level(logging.INFO)
-    injector = injector_of(norms())
-    injector.apply(1)
-    injector.apply(2)
-    assert caplog.text.count("AQN targets 4 RMSNorm layers: 0, 1, 2, 3") == 1
-    assert caplog.text.count("Applied noise to 4 RMSNorm layers: sigma 0.05, measured std 0.0") == 2
 
 
 def test_a_schedule_that_is_never_on_is_a_warning(caplog):

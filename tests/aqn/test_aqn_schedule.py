@@ -23,14 +23,6 @@ def qerl_stage(step, total_steps, num_stages):
     return min(int(min(step, total_steps) // (total_steps / num_stages)), num_stages - 1)
 
 
-def test_qerl_run_of_ten_stages_by_hand():
-    schedule = NoiseSchedule(sigma_start=0.05, sigma_end=0.0005, num_stages=10, total_steps=100)
-    falling = "0.05 0.028117 0.015811 0.0088914 0.005 0.0028117 0.0015811 0.00088914 0.0005"
-    expected = [0, *map(float, falling.split())]
-    assert [schedule.sigma(step) for step in range(0, 100, 10)] == pytest.approx(expected, rel=1e-4)
-    assert [schedule.sigma(step) for step in range(9, 100, 10)] == pytest.approx(expected, rel=1e-4)
-
-
 def test_stages_and_sigmas_equal_qerls_but_where_its_float_division_rounds():
     late = 0
     for num_stages in range(3, 16):

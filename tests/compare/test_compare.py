@@ -2,19 +2,32 @@
 there and what is not.
 """
 
+import io
 import json
 import re
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.markdown import Markdown
 
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.compare.comparison import compare
-from mindspeed_qerl.compare.report import sentence, to_markdown, write_comparison
+from mindspeed_qerl.compare.report import (
+    EVALUATE_ALIKE,
+    labels_of,
+    sentence,
+    to_markdown,
+    write_comparison,
+)
 from mindspeed_qerl.compare.run import (
     ComparedRun,
     comparable_config,
@@ -156,6 +169,23 @@ def test_what_changes_no_number_is_no_difference(section, off, other):
         (dict(finished=False), "it is not finished: running after step 20 of 20"),
         (dict(last=15), "its last step, 20, was not evaluated"),
         (dict(rows=noise_rows()[:3]), "metrics.jsonl has 3 of 20 steps"),
+        (dict(eval={"temperature": 0.7}), "it was evaluated otherwise: temperature 0.7"),
+        (dict(eval={"samples_per_problem": 2}), "it was evaluated otherwise: samples 2 where"),
+        (dict(eval={"temperature": 0}), "it was evaluated otherwise: samples 0 where most have 1"),
+        (
+            dict(hardware_error={"evaluation": "gaussian"}),
+            "it was evaluated otherwise: hardware_error {'kinds'",
+        ),
+        (
+            dict(rollout_quantization={"format": "nvfp4", "evaluation": True}),
+            "it was evaluated otherwise: quantization {'format': 'nvfp4'",
+        ),
+        (
+            dict(rl_config={"verifier_function": ["gsm8k_strict"]}),
+            "evaluated otherwise: verifier gsm8k_strict",
+        ),
+        (dict(task={"prompt": "plain"}), "it was evaluated otherwise: prompt plain where"),
+        (dict(generate_config={"dtype": "float32"}), "evaluated otherwise: dtype float32"),
         (dict(rows=PLAIN), "AQN is on in its config, but no step had noise"),
         (dict(rows=noise_rows(0.0)), "the noise of the 18 noisy steps so far has 0.00 of the std"),
         (dict(data=b"other"), "its data differ: train"),
@@ -170,8 +200,29 @@ def test_a_run_that_means_something_else_is_left_out_with_the_reason(
     comparison = compare([read_run(bad), *six_runs])
     assert [run.path for run in comparison.left_out] == [bad]
     assert reason in comparison.left_out[0].faults[0]
+    assert (EVALUATE_ALIKE in to_markdown(comparison)) == ("evaluated otherwise" in reason)
     assert comparison.verdicts == compare(six_runs).verdicts
     assert f"left out: {bad}: {comparison.left_out[0].faults[0]}" in to_markdown(comparison)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(hardware_error={"rollout": "gaussian", "gaussian_std": 0.1}),
+        dict(rollout_quantization={"format": "nvfp4"}),
+        dict(rl_config={"verifier_function": ["gsm8k", "gsm8k_strict"], "init_kl_coef": 0.1}),
+    ],
+)
+def test_what_changes_training_alone_is_a_group(make_run, six_runs, change):
+    comparison = compare([read_run(make_run(False, 1, **change)), *six_runs])
+    assert len(comparison.groups) == 3 and comparison.left_out == []
+
+
+def test_a_run_that_failed_before_its_noise_is_no_plain_baseline(make_run):
+    path = make_run(True, rows=[{"step": 0}], finished=False)
+    (path / "metrics.jsonl").write_text("")
+    RunDirectory.open(path).fail("out of memory")
+    assert read_run(path).faults == ("it is not finished: failed after step 0 of 20",)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +230,8 @@ def test_a_run_that_means_something_else_is_left_out_with_the_reason(
     [
         ({"packages": {"torch": "1.0"}}, "its code differs: torch 1.0 where most have 2."),
         ({"upstream": {"MindSpeed": "b"}}, "its code differs: MindSpeed b where most have a"),
+        ({"code": "another"}, "its code differs: mindspeed_qerl another where most have "),
+        ({"git": {"commit": "of a page", "dirty": False}}, None),
     ],
 )
 def test_other_code_is_left_out(make_run, change, reason):
@@ -187,10 +240,12 @@ def test_other_code_is_left_out(make_run, change, reason):
         file = path / "versions.json"
         versions = {**json.loads(file.read_text()), "upstream": {"MindSpeed": "a"}}
         for section, values in change.items() if path == paths[1] else ():
-            versions[section] |= values
+            is_section = isinstance(values, dict)
+            versions[section] = {**versions[section], **values} if is_section else values
         file.write_text(json.dumps(versions))
-    (other,) = compare(read_all(*paths)).left_out
-    assert other.path == paths[1] and other.faults[0].startswith(reason)
+    left_out = compare(read_all(*paths)).left_out
+    assert [other.path for other in left_out] == ([paths[1]] if reason else [])
+    assert not reason or left_out[0].faults[0].startswith(reason)
 
 
 def test_what_a_reader_must_know_of_a_run_is_a_note(make_run):
@@ -234,7 +289,9 @@ def test_only_seeds_that_both_have_are_compared_and_two_give_no_verdict(make_run
     comparison = compare(read_all(*paths))
     (verdict,) = comparison.verdicts
     assert verdict.seeds == [2] and verdict.word == "no verdict"
-    assert sentence(verdict, 60, STEPS).endswith("no verdict, 1 seeds in common; it takes 3")
+    labels = labels_of(comparison)
+    said = sentence(verdict, 60, STEPS, labels)
+    assert said.endswith("no verdict, 1 seeds in common; it takes 3")
     off, on = (list(read_run(path).scores[STEPS].values()) for path in paths[1:3])
     expected = np.mean(on) - np.mean(off)
     assert comparison.difference["aqn on"][STEPS].mean == pytest.approx(expected)
@@ -254,25 +311,17 @@ def test_nothing_to_compare_is_an_error(make_run, tmp_path):
         find_runs([tmp_path / "nowhere"])
 
 
-@pytest.mark.parametrize(
-    "other, fault",
-    [
-        ({"samples": 2}, "it was evaluated otherwise: samples 2 where most have 4"),
-        ({"quantization": {"format": "nvfp4"}}, "it was evaluated otherwise: quantization {"),
-        ({"seed": 7}, None),  # changes no evaluation
-    ],
-)
-def test_evaluations_made_otherwise_under_one_name_are_told_apart(make_run, other, fault):
+def test_evaluations_made_otherwise_under_one_name_are_told_apart(make_run):
     paths = [make_run(False, seed) for seed in (1, 2, 3)]
     assert "it has no evaluation 'mine'" in read_run(paths[0], "mine").faults[0]
-    for path, settings in zip(paths, ({}, other, {})):
+    for path, settings in zip(paths, ({"seed": 7}, {"samples": 2}, {})):  # a seed changes nothing
         folder = path / "evaluations" / "mine"
         folder.mkdir(parents=True)
         (folder / "answers.jsonl").write_text((path / "eval_answers.jsonl").read_text())
         (folder / "summary.json").write_text(json.dumps({"samples": 4, "seed": 1, **settings}))
-    left_out = compare([read_run(path, "mine") for path in paths]).left_out
-    assert [run.path for run in left_out] == ([paths[1]] if fault else [])
-    assert not fault or left_out[0].faults[0].startswith(fault)
+    (left_out,) = compare([read_run(path, "mine") for path in paths]).left_out
+    assert left_out.path == paths[1]
+    assert left_out.faults[0] == "it was evaluated otherwise: samples 2 where most have 4"
 
 
 def test_several_verdicts_share_the_limit_and_say_so(make_run):
@@ -356,6 +405,74 @@ def test_from_the_command_line_to_the_files(six_runs, make_run, tmp_path):
     assert (tmp_path / "out/comparison.png").stat().st_size > 20_000
     refused = run(tmp_path / "nowhere")
     assert refused.returncode == 1 and "holds none" in refused.stderr
+
+
+def named_groups(count, seeds=3):
+    """Groups that differ in long values with the same beginning; some are right in every answer."""
+    generator, runs = np.random.default_rng(0), []
+    for number, seed in product(range(count), range(seeds)):
+        rewards = "examples.rewards_of_my_own_project:" + f"reward_{number}" * (1 + number % 3)
+        config = {"aqn.enabled": number > 0, "rl_config.verifier_function": [rewards]}
+        answers = generator.random((2, 40)) < 0.2 * (number + 1)
+        scores = {step: dict(zip("abcdefgh" * 5, map(float, answers[step]))) for step in (0, 1)}
+        path = Path(f"{number}-{seed}")
+        runs.append(ComparedRun(path, seed, config, scores, {1: 1.0}, {}, {}, (), (), {}, ""))
+    return compare(runs)
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 10])
+def test_many_groups_of_long_names_are_told_apart(count, tmp_path, monkeypatch):
+    """At 80 columns, and in the picture, nothing of which lies outside it or on something else."""
+    comparison, figures = named_groups(count), []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: figures.append(figure) or save(figure, *a, **k)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write_comparison(comparison, tmp_path)
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(Markdown(to_markdown(comparison)))
+    table = screen.getvalue().partition("Accuracy by step")[2].partition("Runs")[0]
+    named = {line.split()[1] for line in table.splitlines() if line[1:2].isdigit()}
+    assert len(named) == count and "…" not in table
+    (figure,) = figures
+    (legend,) = figure.legends
+    boxes = [axes.get_tightbbox() for axes in figure.axes]
+    for box in (legend.get_window_extent(), *boxes):
+        assert box.x0 >= -1 and box.y0 >= -1
+        assert box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1
+    assert legend.get_window_extent().y1 <= min(box.y0 for box in boxes) + 4
+    lines = [bars.lines[0] for bars in figure.axes[0].containers]
+    drawn = [(line.get_color(), line.get_linestyle()) for line in lines]
+    assert len(set(drawn)) == len(drawn) == count
+    assert all(axes.get_ylabel() for axes in figure.axes) and figure.axes[0].get_ylim()[1] <= 1
+
+
+@pytest.mark.parametrize(
+    "seeds, words",
+    [
+        ((1, 1), "95 % intervals over questions, of one seed."),
+        ((3, 1), "over seeds and questions; where a group has one seed, over questions alone."),
+        ((3, 3), "95 % intervals over seeds and questions."),
+    ],
+)
+def test_what_an_interval_is_over_is_said(make_run, seeds, words):
+    paths = [make_run(aqn, seed) for aqn in (False, True) for seed in range(seeds[aqn])]
+    assert words in to_markdown(compare(read_all(*paths)))
+
+
+def test_what_never_varies_gives_no_verdict_and_no_interval(six_runs):
+    """Right in each of three questions with noise, and wrong without."""
+    always = []
+    for run in six_runs:
+        right = float(run.config["aqn.enabled"])
+        scores = {step: dict.fromkeys("abc", right) for step in (0, STEPS)}
+        always.append(replace(run, scores=scores))
+    comparison = compare(always)
+    text = to_markdown(comparison)
+    assert comparison.verdicts[0].word == "no verdict" and "+1.000 for every seed" in text
+    assert "nan" not in text and "| 20 | aqn on | 1.000 | +1.000 |" in text
 
 
 def test_pictures_of_one_group_of_no_reward_and_of_no_common_seed(make_run, tmp_path):

@@ -70,9 +70,28 @@ def test_with_one_seed_it_is_students_interval_of_the_questions():
     )
 
 
-def test_values_that_are_all_the_same():
-    assert estimate(np.zeros((3, 4))) == Estimate(0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 3)
-    assert estimate(np.ones((3, 4))).p < 1e-9
+@pytest.mark.parametrize(
+    "values, p",
+    [
+        (np.zeros((3, 4)), 1.0),
+        (np.ones((3, 4)), math.nan),
+        (np.full((3, 4), 0.1), math.nan),
+        (np.full((3, 1), 0.1), math.nan),
+        (np.full((1, 2), 0.5), math.nan),
+        (np.full((1, 1), 1.0), math.nan),
+    ],
+)
+def test_where_nothing_varies_there_is_no_interval(values, p):
+    found = estimate(values)
+    assert found.p == pytest.approx(p, nan_ok=True) and math.isnan(found.low + found.high)
+
+
+def test_seeds_whose_means_are_alike_by_chance_are_not_certain():
+    """0/1 answers, none of which says that the mean is not 0.25."""
+    for questions in (4, 40):
+        values = np.tile(np.eye(4)[:3], questions // 4) / 3 + 1 / 12
+        found = estimate(values - values.mean() + 0.01)
+        assert 0.05 < found.p < 1 and found.low < 0 < found.high
 
 
 def test_variances_are_taken_apart():

@@ -61,7 +61,7 @@ def test_a_tools_tokens_are_none_of_the_policys():
     told = []
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(reduce=lambda sums, reduction: sums),
+        accelerator=SimpleNamespace(gather=lambda fields: fields),
     )
     telling(lambda: batch, SimpleNamespace(measured=told.append), trainer)()
     assert told[0]["mismatch/k3"] == 0

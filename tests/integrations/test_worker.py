@@ -155,11 +155,13 @@ def test_tokens_of_tools_and_unknown_log_probs_are_not_counted():
     """By two processes, as TRL and ms-swift have them; against k3's formula."""
     told = []
     rollout = SimpleNamespace(measured=told.append)
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(reduce=lambda sums, reduction: 2 * sums))
+    accelerator = SimpleNamespace(gather=lambda fields: fields.repeat(2, 1))
     sampled = torch.tensor([[-1.0, -2.0, 0.0], [-1.0, math.nan, -1.0]])
     trained, own = sampled.nan_to_num() - 0.1, torch.tensor([[1, 1, 0], [1, 1, 0]])
-    tell_mismatch(rollout, trainer, [(sampled, trained, own), (None, trained, own)])
+    parts = [(sampled, trained, own), (None, trained, own)]
+    tell_mismatch(rollout, SimpleNamespace(accelerator=accelerator), parts)
     assert told[0]["mismatch/k3"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-5)
+    assert told[0]["mismatch/effective_sample_size"] == pytest.approx(1)
 
 
 def test_a_target_that_nobody_measures_is_refused(tmp_path):

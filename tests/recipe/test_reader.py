@@ -314,6 +314,10 @@ def test_a_fault_says_which_rule_and_which_key(raw):
             "would undo CISPO's bound of each token",
         ),
         (
+            {"rollout_correction.method": "token_tis", "rollout_correction.floor": 0.3},
+            "floor is read by the masks and icepop, not by 'token_tis'",
+        ),
+        (
             {"algorithm.loss_mode": "spo"},
             "unknown loss 'spo', did you mean 'sapo'?",
         ),

@@ -27,7 +27,16 @@ from mindspeed_qerl.recipe.types import (
 from mindspeed_qerl.runs import checks
 from mindspeed_qerl.runs.checks import StepChecks
 
-NORMAL = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=False)
+MOE = {"routed": True}
+BF16, NVFP4 = {"dtype": "bfloat16"}, {"format": "nvfp4"}
+FOREIGN = {"rollout": ("gaussian",)}
+
+
+def k3_fault(k3, routed=False, noise=0.0, sensitivity=0.02, **config):
+    recipe = recipe_of(**config)
+    return checks.mismatch_fault(
+        k3, noise, sensitivity, checks.rounding_bound(recipe, routed), routed
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,40 +44,64 @@ NORMAL = dict(noise=0.0, sensitivity=0.02, dtype="float32", other_arithmetic=Fal
     [
         (2e-13, {}, None),
         (1.1e-6, {}, "stale sync"),
-        (1.13e-6, {"routed": True}, None),  # one token of 4,480 met another expert
-        (4.5e-4, {"routed": True}, "in float32 at most 0.0001"),  # a sync one step stale
-        (math.nan, {}, "nan nats"),
-        (7.7e-3, {"other_arithmetic": True}, None),
-        (1.9e-3, {"dtype": "bfloat16"}, None),
-        (0.116, {"dtype": "bfloat16"}, "in bfloat16 at most 0.05"),
-        (0.116, {"dtype": "bfloat16", "routed": True}, None),
-        (1.1, {"dtype": "bfloat16", "routed": True}, "at most 0.5"),
+        (1.13e-6, MOE, None),  # one token of 4,480 met another expert
+        (4.5e-4, MOE, "at most 0.0001"),  # a sync one step stale
+        (1.9e-3, BF16, None),
+        (0.116, BF16, "at most 0.05"),
+        (0.116, BF16 | MOE, None),
+        (1.1, BF16 | MOE, "at most 0.5"),
+        (4e-3, NVFP4, None),
+        (2.1, NVFP4, "at most 2"),
+        (7.7, FOREIGN, None),
+        (21, FOREIGN, "at most 20"),
         (0.0, {"noise": 0.05}, "impossible"),
         (2e-13, {"noise": 5e-4}, "come from the sampler"),
         (3e-9, {"noise": 5e-4}, None),
         (2e-13, {"noise": 1e-5}, None),  # noise too small to be seen
         (0.0, {"noise": 0.05, "sensitivity": 1e-7}, None),  # a policy that has no choice left
+        # step 1,812 of benchmarks/long_run.py
         (1.64e-13, {"noise": 5e-4, "sensitivity": 1.9e-6}, None),
+        # the quickstart's step 32, in which a token met another expert
+        (7.1e-5, MOE | {"noise": 1.58e-3, "sensitivity": 0.024}, None),
+        # SmolLM2-135M, QeRL's first sigma and that of aqn=strong
+        (1.5, {"noise": 0.05, "sensitivity": 0.7}, None),
+        (5.87, {"noise": 0.1, "sensitivity": 0.99}, None),
+        (0.3, {"noise": 5e-4} | MOE, None),
+        (7.7e-3, {"noise": 5e-4}, "temperature"),
+        (0.02, {"noise": 5e-4, "sensitivity": 1e-7}, "at most 1e-06"),
+        (0.6, {"noise": 5e-4} | BF16 | MOE, "and this noise"),
+        (3.0, {"noise": 5e-4} | NVFP4, "and this noise"),
     ],
-)  # as step 1,812 of benchmarks/long_run.py had
+)
 def test_k3_is_judged_by_noise_and_dtype(k3, given, said):
-    fault = checks.mismatch_fault(k3, **{**NORMAL, **given})
+    fault = k3_fault(k3, **given)
     assert said in fault if said else fault is None
+
+
+@pytest.mark.parametrize("k3", [50.0, math.inf, math.nan])
+@pytest.mark.parametrize("noise", [0.0, 5e-4, 0.05, 1.0])
+@pytest.mark.parametrize("config", [{}, BF16, NVFP4, FOREIGN])
+@pytest.mark.parametrize("routed", [False, True])
+def test_some_k3_stops_every_run(k3, noise, config, routed):
+    assert f"is {k3:.3g} nats" in k3_fault(k3, routed, noise, **config)
 
 
 @pytest.mark.parametrize(
     "k3, given, is_warned",
     [
-        (6e-3, {"dtype": "bfloat16"}, True),
-        (2e-3, {"dtype": "bfloat16"}, False),
+        (6e-3, BF16, True),
+        (6e-3, BF16 | MOE, True),
+        (2e-3, BF16, False),
         (6e-3, {}, False),
-        (6e-3, {"dtype": "bfloat16", "noise": 0.01}, False),
-        (6e-3, {"dtype": "bfloat16", "other_arithmetic": True}, False),
+        (6e-3, BF16 | {"noise": 0.01}, False),
+        (6e-3, BF16 | FOREIGN, False),
     ],
 )
 def test_what_bfloat16_may_be_is_warned_of(k3, given, is_warned):
-    arguments = {"noise": 0.0, "dtype": "float32", "other_arithmetic": False, **given}
-    assert (checks.mismatch_warning(k3, **arguments) is not None) == is_warned
+    config = {"noise": 0.0, "routed": False, **given}
+    noise, routed = config.pop("noise"), config.pop("routed")
+    rounding = checks.rounding_bound(recipe_of(**config), routed)
+    assert (checks.mismatch_warning(k3, noise, rounding) is not None) == is_warned
 
 
 def test_the_bound_of_k3_tells_a_missing_temperature_from_rounding():
@@ -79,7 +112,7 @@ def test_the_bound_of_k3_tells_a_missing_temperature_from_rounding():
     for temperature, is_fault in ((0.7, False), (1.0, True)):
         trained = token_logprobs(logits + 1e-6 * torch.randn_like(logits), tokens, temperature)
         k3 = mismatch(sampled, trained, mask)["mismatch/k3"].value()
-        assert (checks.mismatch_fault(k3, **NORMAL) is not None) == is_fault
+        assert (k3_fault(k3) is not None) == is_fault
 
 
 @pytest.mark.parametrize("certainty", [0, 4, 8])
@@ -255,22 +288,22 @@ NOISY = VALUES | {
 }
 
 
-def checks_of(noise=True, dtype="float32", correction="none", format="none", **hardware_error):
+def recipe_of(noise=True, dtype="float32", correction="none", format="none", **hardware_error):
     """Of a run whose steps 11..20 of 20 have noise, 2 epochs."""
-    return StepChecks(
-        SimpleNamespace(
-            run=Run(train_iters=20),
-            batch=Batch(epochs=2),
-            algorithm=Algorithm(kl_coefficient=0.1),
-            model=SimpleNamespace(dtype=dtype),
-            noise=Noise(enabled=noise, num_stages=2),
-            correction=Correction(correction),
-            quantization=Quantization(format),
-            hardware_error=HardwareError(**hardware_error),
-        ),
-        routed=False,
-        earlier=[],
+    return SimpleNamespace(
+        run=Run(train_iters=20),
+        batch=Batch(epochs=2),
+        algorithm=Algorithm(kl_coefficient=0.1),
+        model=SimpleNamespace(dtype=dtype),
+        noise=Noise(enabled=noise, num_stages=2),
+        correction=Correction(correction),
+        quantization=Quantization(format),
+        hardware_error=HardwareError(**hardware_error),
     )
+
+
+def checks_of(**config):
+    return StepChecks(recipe_of(**config), routed=False, earlier=[])
 
 
 def noise_of_step(step):
@@ -287,6 +320,8 @@ def noise_of_step(step):
         (10, NOISY, "its schedule says 0"),
         (11, NOISY | {"aqn/measured_std": 0.1}, "put on twice"),
         (11, NOISY | {"mismatch/k3": 0.0}, "impossible"),
+        (11, NOISY | {"mismatch/k3": math.nan}, "nan nats"),
+        (11, NOISY | {"mismatch/sensitivity": math.nan}, "at most nan"),
         (10, VALUES | {"mismatch/k3": 7.7e-3}, "temperature"),
         (10, VALUES | {"loss/total": 0.48}, "backpropagated"),
         (10, VALUES | {"selection/trained_tokens": 36}, "36 tokens were trained, and 20"),
@@ -305,7 +340,7 @@ def test_a_step_that_cannot_be_right_stops_the_run(step, values, said):
 def test_arithmetic_of_other_hardware_explains_a_mismatch_and_bfloat16_is_warned_of_once():
     far = VALUES | {"mismatch/k3": 7.7e-3}
     assert checks_of(rollout=("gaussian",)).check(10, far, 20) == []
-    assert checks_of(format="nvfp4").check(10, far, 20) == []
+    assert checks_of(**NVFP4).check(10, far, 20) == []
     of_run = checks_of(noise=False, dtype="bfloat16")
     said = [of_run.check(step, far, 20) for step in (1, 2)]
     assert said[0][0].startswith("k3 between") and said[1] == []
@@ -335,6 +370,7 @@ def test_a_target_that_sigma_cannot_reach_is_warned_of_once(sigma, target, warne
         "aqn/expected_std": sigma,
         "aqn/measured_std": sigma,
         "aqn/reached_k3": 0.002,
+        "mismatch/k3": 1e-5,
     }
     checks = checks_of()
     said = [checks.check(step, values, 20, 0, level) for step in (11, 12)]

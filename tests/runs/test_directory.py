@@ -14,7 +14,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.description import label_of
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.versions import git_state
+from mindspeed_qerl.runs.versions import code_digest, git_state, own_versions
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
 ROWS = b'{"problem": "1+1"}\n'
@@ -54,6 +54,7 @@ def test_everything_needed_to_repeat_the_run_is_in_it(tmp_path, monkeypatch):
         "reason": None,
         "started": "2025-11-21T12:00:00+00:00",
         "ended": None,
+        "seconds": 0.0,
         "seed": 3,
         "id": run.id,
     }
@@ -154,6 +155,28 @@ def test_the_commit_and_unsaved_changes_are_seen(tmp_path):
     assert git_state(tmp_path)["dirty"] is True
     # like site-packages below somebody else's checkout
     assert git_state(tmp_path / "package") is None
+
+
+@pytest.mark.parametrize(
+    "file, trains",
+    [
+        ("a.py", True),
+        ("aqn/b.py", True),
+        ("recipe/keys.yaml", True),
+        ("aqn/new.py", True),
+        ("compare/c.py", False),
+        ("runs/plots.yaml", False),
+        ("page.md", False),
+    ],
+)
+def test_the_digest_of_the_code_is_that_of_what_trains(tmp_path, file, trains):
+    for name in ("a.py", "aqn/b.py", "compare/c.py", "recipe/keys.yaml", "runs/plots.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = code_digest(tmp_path)
+    assert len(before) == 64 == len(own_versions()["code"])
+    (tmp_path / file).write_text("2")
+    assert (code_digest(tmp_path) != before) == trains
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,10 @@ with MetricsWriter(run, tensorboard=False, wandb='project') as writer:
     # A process of its own: W&B's service writes its file out when the process that started it ends.
     quiet = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
     assert run_python(code, run, **quiet) == 0
-    (record,) = run.path.glob("wandb/offline-run-*/run-*.wandb")
+    (record,) = run.path.glob(f"wandb/offline-run-*/run-{run.id}.wandb")
     stored = record.read_bytes()
     assert b"reward/mean" in stored and b"eval/accuracy" in stored
+    # a resumed run is the same one there
+    assert run_python(code.replace("project'", "project', after=0"), run, **quiet) == 0
+    records = [*run.path.glob("wandb/offline-run-*")]
+    assert records and all(each.name.endswith(run.id) for each in records)

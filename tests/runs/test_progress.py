@@ -76,6 +76,14 @@ def test_a_terminal_gets_the_lines_and_what_is_done_now_and_its_cursor_back(cloc
     assert "tiny | rollout ..." in text and text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K")
 
 
+def test_a_resumed_run_has_its_accuracy_at_once(clock, console):
+    file = io.StringIO()
+    console(file=file, width=130)
+    earlier = [{"step": step, "accuracy": step / 10, "standard_error": 0.02} for step in (0, 5)]
+    Progress(10, "tiny", earlier).step(6, {"time/step": 1.0})
+    assert "step  6/10 | accuracy 0.500 ± 0.020 at 5 |" in file.getvalue()
+
+
 def test_the_pace_is_that_of_recent_steps(clock, console):
     file = io.StringIO()
     console(file=file)

@@ -18,6 +18,7 @@ from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
+from mindspeed_qerl.runs.report import write_report
 
 from .conftest import evaluation
 
@@ -68,6 +69,23 @@ def test_later_rows_are_set_aside_and_written_again(stopped):
     assert read_jsonl(aside / "eval.jsonl") == [{"step": 5, **evaluation(0.5, 0.1)}]
     MetricsWriter(run, tensorboard=False, after=2)  # keeps what was set aside before
     assert steps_of(aside / "metrics.jsonl") == [4, 5, 3, 4]
+
+
+def test_seconds_add_up_and_the_summary_of_a_failure_goes(new_run, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(directory, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    run = new_run(**CONFIG)
+    now[0] += 30
+    run.reached(1)
+    now[0] += 5  # lost with a killed process
+    run.summary_file.write_text("failed: out of memory")
+    run = resume(run)
+    now[0] += 12
+    assert not run.summary_file.exists()
+    run.finish()
+    assert run.status()["seconds"] == 42
+    write_report(run)
+    assert "| seconds in all | 42 |" in run.summary_file.read_text()
 
 
 def test_what_cannot_be_resumed_is_refused(stopped):
