@@ -24,13 +24,14 @@ if __name__ == "__main__":  # a file of a checkout
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.engines import engine_of, examine_for_engine
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
-from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
+from mindspeed_qerl.families.megatron import not_on_npus
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.layout.time import HARDWARE, Terms, Work, iteration, launch_of
+from mindspeed_qerl.local.limits import refused
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
 from mindspeed_qerl.recipe.reader import Found, read, read_recipe
@@ -226,17 +227,21 @@ def other_faults(args: argparse.Namespace, recipe: Recipe) -> bool:
 
 def no_layout_runs(args: argparse.Namespace, model: str, shape: ModelShape) -> bool:
     """Say so if the NPU engine does not run `model`, a name or a directory, whatever its layout."""
-    family, path = family_of(shape), Path(model)
-    if model in NAMED_SHAPES:
-        why = [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
-    else:
-        why = not_on_npus(read_config(path / "config.json" if path.is_dir() else path), family)
-    for fault in why:
-        print(
-            f"No layout runs on NPUs: {fault}. By the rules of layouts alone:",
-            file=sys.stderr if args.json else sys.stdout,
-        )
-    return bool(why)
+    if model in NAMED_SHAPES:  # of families that it runs
+        return False
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    why = not_on_npus(read_config(file), family_of(shape))
+    if not why:
+        return False
+    there = refused(file, shape)
+    local = f"refuses it: {'; '.join(there)}" if there else "can run it, on CPUs"
+    print(
+        f"No layout runs on NPUs: {'; '.join(why)}. The local engine {local}. By the rules of "
+        "layouts alone:",
+        file=sys.stderr if args.json else sys.stdout,
+    )
+    return True
 
 
 def checked_sizes(args: argparse.Namespace) -> dict[str, int]:

@@ -80,7 +80,12 @@ class ModelShape:
     rms_norm_eps: Number = 1e-6
 
     @model_validator(mode="after")
-    def _has_an_mlp(self) -> "ModelShape":
+    def _fits_together(self) -> "ModelShape":
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(
+                f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
+            )
         top, experts = self.num_experts_per_tok, self.num_experts
         if top > experts:
             raise ValueError(f"num_experts_per_tok = {top} must be at most num_experts = {experts}")

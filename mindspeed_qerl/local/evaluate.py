@@ -25,8 +25,9 @@ from mindspeed_qerl import emulation
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import json_text, new_directory, whole_checkpoints
 from mindspeed_qerl.common.seeds import derived_seed
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.local.limits import BESIDE_ROUNDED
+from mindspeed_qerl.local.limits import BESIDE_ROUNDED, beyond_kernels
 from mindspeed_qerl.recipe.fields import Size, part
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
@@ -187,6 +188,10 @@ def _prepare_platform(job: EvaluationJob) -> None:
             "CPUs: give --tensor-parallel-size 1, add --no-emulate-npu, or leave them out "
             "(--quantization none)"
         )
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and (faults := beyond_kernels(read_shape(job.model))):
+        raise ConfigError(*(f"{job.model}/config.json: {fault}" for fault in faults))
     if job.is_beside and job.dtype != "float32":
         raise ConfigError(
             f"quantization.lora = 'beside' with dtype = {job.dtype}: {BESIDE_ROUNDED} Give --dtype "

@@ -291,7 +291,7 @@ OTHERS = {
             "model_type": "qwen2_vl",
             "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         },
-        "unknown model_type 'qwen2_vl'",
+        "model_type 'qwen2_vl' is an architecture of its own",
     ),
     "a text model cut out of Qwen2-VL": (
         qwen2(*QWEN_7B, rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]}),
@@ -338,7 +338,7 @@ OTHERS = {
             "architectures": ["MistralForCausalLM"],
             "model_type": "mistral",
         },
-        "unknown model_type 'mistral'",
+        "model_type 'mistral' is an architecture of its own",
     ),
     "GELU": (llama(*LLAMA_7B, 32000, hidden_act="gelu_new"), "hidden_act is 'gelu_new'"),
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of
+from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of, stage_memory
 from mindspeed_qerl.layout.parts import (
     GB,
     GRAPH,
@@ -351,6 +351,37 @@ def test_the_first_stage_keeps_more_micro_batches_and_the_last_has_the_logits():
 def test_uneven_stages_are_all_looked_at():
     it = plan(DENSE, 8, pp=4, num_layer_list=(4, 14, 6, 4))
     assert estimate(it, Settings()).stage == 1
+
+
+@pytest.mark.parametrize(
+    "shape, layout, settings, fits",
+    [
+        (QWEN3, dict(tp=4, pp=2, num_layer_list=(25, 23), infer_tp=4), Settings(), False),
+        (QWEN3, dict(tp=4, pp=2, num_layer_list=(23, 25), infer_tp=4), Settings(), False),
+        (QWEN3, dict(pp=2, ep=8, num_layer_list=(40, 8), infer_ep=16), Settings(), True),
+        (DENSE, dict(pp=4, num_layer_list=(4, 14, 6, 4)), Settings(enforce_eager=False), True),
+        (DENSE, dict(pp=2, num_layer_list=(1, 27)), Settings(32, 0.85), False),
+    ],
+)
+def test_a_plan_fits_where_every_stage_does(shape, layout, settings, fits):
+    it = plan(shape, 16, **layout)
+    memory = estimate(it, settings)
+    stages = [stage_memory(it, settings, stage) for stage in range(it.layout.pp)]
+    assert memory.fits == all(stage.fits for stage in stages) == fits
+    assert memory.peak == max(stage.peak for stage in stages)
+    answer, limit = memory.kv_token * it.batch.max_model_len, settings.memory_gb * GB
+    left = []
+    for stage in stages:
+        weights = parts(stage, "rollout")
+        held = sum(
+            size for name, size in weights.items() if name not in ("KV cache", "decode graphs")
+        )
+        left.append(settings.gpu_memory_utilization * limit - held * GB)
+    assert memory.kv_stage == left.index(min(left))
+    assert memory.answers_at_once == max(0, min(left)) // answer
+    assert memory.kv_missing == pytest.approx(max(0, answer - min(left)), abs=1)
+    if not fits:
+        assert f"KV cache in pipeline stage {memory.kv_stage}" in memory.faults[-1]
 
 
 def test_hccl_buffers_count_the_groups_that_send():
