@@ -1,6 +1,7 @@
 """Number formats beside torchao, compressed-tensors and vLLM, and beside float64 formulas."""
 
 import itertools
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -284,6 +285,40 @@ def test_parts_that_know_the_largest_elements_of_the_whole_are_parts_of_the_whol
         assert not all(
             torch.equal(part, whole) for part, whole in zip(alone, expected, strict=True)
         )
+
+
+SHARED = {  # rows and columns of the tile that has one scale
+    "int8_w8a8": (1, 256),
+    "fp8": (128, 128),
+    "mxfp8": (1, 32),
+    "mxfp4": (1, 32),
+    "nvfp4": (256, 256),
+}
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_number_makes_none_of_all_that_share_its_scale(torchao, name, wrong):
+    x, (rows, columns) = tensors()["random"], SHARED[name]
+    top, left = 130 // rows * rows, 70 // columns * columns
+    tile = slice(top, top + rows), slice(left, left + columns)
+    expected = FORMATS[name].weight(x)
+    expected[tile] = math.nan
+    x[130, 70] = wrong
+    found = FORMATS[name].weight(x)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    if name in ELEMENTS and math.isnan(wrong):
+        mx, modes, _ = torchao
+        theirs = mx.to_mx(x, ELEMENTS[name], 32, modes.FLOOR).dequantize(torch.float32)
+        assert torch.equal(found.isnan(), theirs.isnan())
+    if activation := FORMATS[name].activation:
+        wide = 128 if name == "fp8" else columns
+        left = 70 // wide * wide
+        assert activation(x).isnan().nonzero()[:, 0].unique().tolist() == [130]
+        assert activation(x)[130].isnan().nonzero().flatten().tolist() == [
+            *range(left, left + wide)
+        ]
 
 
 def test_the_order_of_the_formats_on_a_normal_weight():
