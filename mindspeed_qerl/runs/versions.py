@@ -4,11 +4,14 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mindspeed_qerl
+
+SITES = {"site-packages", "dist-packages"}
 
 
 @cache  # of the process
@@ -27,9 +30,14 @@ def own_versions() -> dict[str, Any]:
 
 
 def _installed() -> dict[str, str]:
-    """Version of every distribution, by name."""
+    """Version of every distribution, by name. What a package has bundled in a folder of its own is
+    none, though the package may put that folder on sys.path once it is imported, as Ray does.
+    """
     packages: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
+    places = [
+        place for place in sys.path if not SITES & {path.name for path in Path(place).parents}
+    ]
+    for distribution in importlib.metadata.distributions(path=places):
         metadata = distribution.metadata  # is read anew each time
         packages.setdefault(metadata["Name"], metadata["Version"])
     return packages
