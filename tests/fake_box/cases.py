@@ -253,6 +253,8 @@ LISTENER = """exec python -c 'import os, socket, sys
 listener = socket.create_server(("", {}))
 listener.set_inheritable(True)
 os.execvp(sys.argv[1], sys.argv[1:])' "$@" """
+HEAD = "of HCCL_IF_BASE_PORT and of Ray's head"
+WORKERS = "of HCCL_IF_BASE_PORT and of Ray's workers"
 HOST = [
     Case(
         "a host with 23 GB free",
@@ -354,10 +356,9 @@ HOST = [
         "HCCL_IF_BASE_PORT", "65530", FAILED, "must be numbers from 1024 to 65535", "ports of HCCL"
     ),
     exported("HCCL_IF_BASE_PORT", "abc", FAILED, "HCCL_IF_BASE_PORT=abc: it", "ports of HCCL"),
-    exported("HCCL_IF_BASE_PORT", "20000", FAILED, "20014, 20015 are of Ray too", "ports of HCCL"),
-    exported(
-        "RAY_PORT", "12350", FAILED, "12350, 12351 are of Ray too", "ports of HCCL", besides=()
-    ),
+    exported("HCCL_IF_BASE_PORT", "20000", FAILED, f"20002 to 20015: {WORKERS}", "ports of HCCL"),
+    exported("HCCL_IF_BASE_PORT", "6370", FAILED, f"6380 to 6381: {HEAD}", "ports of HCCL"),
+    exported("RAY_PORT", "12350", FAILED, f"12350 to 12351: {HEAD}", "ports of HCCL", besides=()),
     Case(
         "something listens on a port of HCCL",
         "ports of HCCL",

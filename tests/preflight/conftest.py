@@ -23,7 +23,7 @@ PACKAGES = {
     "torch": "2.7.1",
     "torch_npu": "2.7.1.post1",
     "vllm": "0.11.0+empty",
-    "ray": "2.54.0",
+    "ray": "2.53.0",
     "transformers": "4.57.1",
     "numpy": "1.26.4",
     "peft": "0.7.1",

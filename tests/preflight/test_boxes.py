@@ -205,19 +205,34 @@ def test_the_list_is_counted_as_ray_counts_it(ready, given, entries, monkeypatch
     assert look(ready, Box(shell={LIST: given}))[LIST].found.startswith(f"{entries} entries")
 
 
+BASE, RANGE = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
+HEAD = "Ray's head and its client server (RAY_PORT)"
+
+
 @pytest.mark.parametrize(
     "variables, found",
     [
-        ({"HCCL_IF_BASE_PORT": "19988"}, "19988 to 20003: 20002, 20003 are of Ray too"),
+        ({"HCCL_IF_BASE_PORT": "6370"}, f"6380 to 6381: of {BASE} and of {HEAD}"),
+        ({"HCCL_IF_BASE_PORT": "19988"}, f"20002 to 20003: of {BASE} and of Ray's workers"),
         ({"HCCL_IF_BASE_PORT": "19986"}, ""),
-        ({"HCCL_IF_BASE_PORT": "52360"}, ": 52365 are of Ray too"),
-        ({"RAY_PORT": "12344"}, ": 12345 are"),
+        ({"HCCL_IF_BASE_PORT": "52360"}, f"52365: of {BASE} and of Ray's dashboard agent"),
+        ({"RAY_PORT": "12344"}, f"12345: of {BASE} and of {HEAD}"),
         ({"RAY_PORT": "12361"}, ""),
+        ({"RAY_PORT": "25000"}, f"25000 to 25001: of {HEAD} and of Ray's workers"),
+        ({"RAY_PORT": "52364"}, f"52365: of {HEAD} and of Ray's dashboard agent"),
+        ({"RAY_ADDRESS": "10.0.0.9:12360"}, f"12360: of {BASE} and of RAY_ADDRESS"),
+        ({RANGE: "29990-30010"}, f"29990 to 29999: of {RANGE} and of Ray's workers"),
+        ({RANGE: "6381"}, f"6381: of {RANGE} and of {HEAD}"),
+        ({RANGE: "60000-60050"}, None),
     ],
 )
-def test_ports_of_the_launchers_ray_against_hccls(ready, variables, found):
-    check = look(ready, Box(shell=variables), own_ray=True)["ports of HCCL"]
-    assert (check.state == FAILED) == bool(found) and found in check.found
+def test_no_two_listeners_of_a_run_may_take_the_same_port(ready, variables, found):
+    for own_ray in (False, True) if "RAY_ADDRESS" not in variables else (False,):
+        check = look(ready, Box(shell=variables), own_ray=own_ray).get("ports of HCCL")
+        if found is None:
+            assert check is None
+        else:
+            assert (check.state == FAILED) == bool(found) and check.found.startswith(found)
 
 
 def test_a_ray_that_will_be_started(ready):

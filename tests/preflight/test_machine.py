@@ -228,13 +228,6 @@ def with_(report, **values):
     return type(report)(**{**vars(report), **values})
 
 
-def test_the_versions_are_those_of_the_guide():
-    guide = (ROOT / "docs" / "ascend.md").read_text()
-    pins = {row.name: row.verdict.keywords["pin"] for row in TABLE if row.ask.startswith("Is it 2")}
-    torch = pins["torch"]
-    assert f"| torch, torch_npu | {torch} |" in guide and torch == pins["torch_npu"]
-
-
 # ---- the real machine ----
 
 
