@@ -80,12 +80,7 @@ class ModelShape:
     rms_norm_eps: Number = 1e-6
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "ModelShape":
-        heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if heads % groups:
-            raise ValueError(
-                f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
-            )
+    def _has_an_mlp(self) -> "ModelShape":
         top, experts = self.num_experts_per_tok, self.num_experts
         if top > experts:
             raise ValueError(f"num_experts_per_tok = {top} must be at most num_experts = {experts}")
@@ -211,7 +206,12 @@ class Family:
                     f"{key} = {values[key]!r} in config.json is not modelled here: layouts and "
                     "memory would be another model's"
                 )
-        usual = head_dim_of(shape.hidden_size, shape.num_attention_heads)
+        heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+        if heads % groups:
+            faults.append(
+                f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
+            )
+        usual = head_dim_of(shape.hidden_size, heads)
         if not self.own_head_dim and shape.head_dim != usual:  # vLLM's class does not read it
             faults.append(
                 f"head_dim = {shape.head_dim} in config.json must be hidden_size / "

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mindspeed_qerl.layout import parts
 from mindspeed_qerl.layout.parts import BF16, GB, Part, Settings
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.weights import rollout_weights, training_weights
+from mindspeed_qerl.layout.sizes import rollout_weights, training_weights
 from mindspeed_qerl.recipe.types import Recipe
 
 MOMENTS = ("rollout", "weight sync", "log-probs", "update")

@@ -6,9 +6,8 @@ Weights and activations are bfloat16; gradients, optimizer state and logits floa
 from dataclasses import dataclass
 
 from mindspeed_qerl.families import family_of
-from mindspeed_qerl.layout.graphs import capture_sizes
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.weights import layer_weights, training_weights
+from mindspeed_qerl.layout.sizes import capture_sizes, layer_weights, training_weights
 
 GB = 10**9
 BF16, FP32 = 2, 4

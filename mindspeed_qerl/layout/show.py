@@ -14,8 +14,8 @@ from mindspeed_qerl.layout.parts import GB, Part
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import notes, reasons
 from mindspeed_qerl.layout.rules import Violation
+from mindspeed_qerl.layout.sizes import model_parameters
 from mindspeed_qerl.layout.time import Phase, Terms, idle_share, iteration, total
-from mindspeed_qerl.layout.weights import model_parameters
 from mindspeed_qerl.recipe.types import Layout
 
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."

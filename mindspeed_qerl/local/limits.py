@@ -15,9 +15,9 @@ from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.config import not_built
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.layout.blocks import unfilled
 from mindspeed_qerl.layout.plan import NO_MODEL, Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, layout_faults
+from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row

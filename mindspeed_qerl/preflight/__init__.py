@@ -28,13 +28,14 @@ from mindspeed_qerl.preflight.case import (
     WARNING,
     Case,
     Check,
+    Question,
     case_of,
     failed,
     plain,
 )
+from mindspeed_qerl.preflight.checks import CHECKS, TABLE
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.probes import see_npus
-from mindspeed_qerl.preflight.table import TABLE, Row
 
 STYLES = {
     FAILED: "bold red",
@@ -66,7 +67,10 @@ def preflight(
             flush=True,
         )
         case = replace(case, seen=see_npus(machine, own_ray))
-    checks = [check for row in TABLE for check in _answers(row, case)]
+    checks: list[Check] = []
+    for group, rows in CHECKS.items():
+        for row in rows:
+            checks += _answers(row, group, case)
     for accepted in map(plain, case.recipe.run.accepted_checks):
         if accepted not in ACCEPTABLE:
             words = unknown("check that can be accepted", accepted, ACCEPTABLE)
@@ -75,7 +79,7 @@ def preflight(
     return checks
 
 
-def _answers(row: Row, case: Case) -> Iterator[Check]:
+def _answers(row: Question, group: str, case: Case) -> Iterator[Check]:
     """The lines of a row."""
     if not all(getattr(case, need) for need in row.needs.split()):
         return
@@ -90,7 +94,7 @@ def _answers(row: Row, case: Case) -> Iterator[Check]:
             fix = fix or row.fix
         if state == FAILED and not row.refused and case.accepts(row.name):
             state = ACCEPTED
-        yield replace(check, state=state, name=check.name or row.name, group=row.group, fix=fix)
+        yield replace(check, state=state, name=check.name or row.name, group=group, fix=fix)
 
 
 def headline(checks: Iterable[Check]) -> str:

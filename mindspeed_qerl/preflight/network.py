@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from itertools import combinations
 
 from mindspeed_qerl.ascend.limits import npu_environment
-from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
+from mindspeed_qerl.preflight.case import Case, Check, Question, failed, passed, warning
 from mindspeed_qerl.preflight.machine import ProbeError
 
 HCCN = "/etc/hccn.conf"
@@ -184,3 +184,39 @@ def _spans(text: str) -> set[int]:
     for first, last in re.findall(r"(\d+)(?:[-\s]+(\d+))?", text):
         ports |= set(range(int(first), int(last or first) + 1))
     return ports
+
+
+ROWS = [
+    Question(
+        "ports of HCCL",
+        "Are HCCL's ports legal, free and nobody else's?",
+        hccl_ports,
+        "ss -ltnp | grep PORT    # whose?\n"
+        "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # other "
+        "ports; or RAY_PORT",
+        "on_npus",
+    ),
+    Question(
+        "host name",
+        "Has the host's name an address of this machine?",
+        host_name,
+        "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
+        "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
+        "on_npus",
+    ),
+    Question(
+        "hccn.conf",
+        "Has /etc/hccn.conf an address of each die?",
+        device_addresses,
+        "Start the container with -v /etc/hccn.conf:/etc/hccn.conf",
+        "several_nodes",
+    ),
+    Question(
+        "links of the NPUs",
+        "Are the NPUs' own network ports up?",
+        links,
+        "hccn_tool -i DIE -link -g; hccn_tool -i DIE -optical -g    # cable and switch are a "
+        "case for their owner",
+        "several_nodes",
+    ),
+]

@@ -18,7 +18,7 @@ from mindspeed_qerl.families import (
 )
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
-from mindspeed_qerl.layout.weights import model_parameters
+from mindspeed_qerl.layout.sizes import model_parameters
 from tests.upstream.rehearsal import FAMILIES as REHEARSED
 
 

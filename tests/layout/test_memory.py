@@ -18,7 +18,7 @@ from mindspeed_qerl.layout.parts import (
 )
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import new_plan
-from mindspeed_qerl.layout.weights import model_parameters, rollout_weights, training_weights
+from mindspeed_qerl.layout.sizes import model_parameters, rollout_weights, training_weights
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout

@@ -56,6 +56,7 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     """
     tokenizer.chat_template = DATED
     tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL))
     files = {"train": data_dir / "train_chat.parquet", "test": data_dir / "test_chat.parquet"}
     day = datetime(2026, 7, 26, 23, 59, tzinfo=UTC)
     monkeypatch.setattr(directory, "_now", lambda: day)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_qerl.layout.blocks import BLOCKS
+from mindspeed_qerl.layout.sizes import BLOCKS
 from mindspeed_qerl.quantization.formats import FORMATS, quantize_fp8, to_e2m1, to_e4m3
 from mindspeed_qerl.quantization.weights import QuantizedWeights
 from mindspeed_qerl.recipe.features import ROLLOUT_FORMATS
