@@ -9,7 +9,8 @@ from typing import Any
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, shape_of
 from mindspeed_qerl.families.base import MEGATRON_DEFAULTS, Family
-from mindspeed_qerl.families.config import not_built, unread_by_4
+from mindspeed_qerl.families.built import not_built
+from mindspeed_qerl.families.config import unread_by_4
 
 NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}"
 

@@ -74,7 +74,7 @@ class EvaluationJob:
 
     @property
     def is_beside(self) -> bool:
-        """Whether the base is quantised and the adapter is not."""
+        """Whether the base is quantized and the adapter is not."""
         return self.quantization is not None and self.quantization.lora == "beside"
 
 
@@ -184,7 +184,7 @@ def _prepare_platform(job: EvaluationJob) -> None:
     is_shared = job.tensor_parallel_size > 1
     if job.is_modelled and (is_shared or job.emulate_npu or _is_npu()):
         raise ConfigError(
-            "quantised layers and errors of other hardware are modelled in one process of vLLM for "
+            "quantized layers and errors of other hardware are modelled in one process of vLLM for "
             "CPUs: give --tensor-parallel-size 1, add --no-emulate-npu, or leave them out "
             "(--quantization none)"
         )
@@ -249,7 +249,7 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
     if job.is_modelled:
         base = job.model if job.is_beside else model
         engine = RolloutEngine(base, *sizes, quantization=job.quantization)
-        if job.is_beside:  # the base is quantised, and what is merged is synced
+        if job.is_beside:  # the base is quantized, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
             engine.load_tensors((name, merged.read(name)) for name in merged.files)

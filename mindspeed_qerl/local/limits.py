@@ -13,7 +13,7 @@ import psutil
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
-from mindspeed_qerl.families.config import not_built
+from mindspeed_qerl.families.built import not_built
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.layout.plan import NO_MODEL, Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, layout_faults

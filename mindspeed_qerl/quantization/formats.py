@@ -1,4 +1,4 @@
-"""Number formats of quantised rollouts as pure functions: what a tensor is after it was quantised
+"""Number formats of quantized rollouts as pure functions: what a tensor is after it was quantized
 and read back.
 
 | format      | weights [out, in]: block, scale             | element | activations [..., in] |

@@ -643,7 +643,7 @@ def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(
         check_tensors(Checkpoint(directory), shape)
 
 
-def test_quantised_weights_are_refused_by_tensor(tmp_path):
+def test_quantized_weights_are_refused_by_tensor(tmp_path):
     directory = make_model("qwen3", tmp_path / "model")
     change_tensors(
         directory,

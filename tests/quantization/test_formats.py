@@ -236,7 +236,7 @@ def test_nvfp4_is_torchaos_but_for_ties(torchao, kind):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_every_format_keeps(name):
-    """Signs, zeros, scale by powers of two, and what was quantised before; float32 of the same
+    """Signs, zeros, scale by powers of two, and what was quantized before; float32 of the same
     shape.
     """
     x = tensors()["random"]
