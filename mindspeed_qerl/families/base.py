@@ -206,12 +206,7 @@ class Family:
                     f"{key} = {values[key]!r} in config.json is not modelled here: layouts and "
                     "memory would be another model's"
                 )
-        heads, groups = shape.num_attention_heads, shape.num_key_value_heads
-        if heads % groups:
-            faults.append(
-                f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
-            )
-        usual = head_dim_of(shape.hidden_size, heads)
+        usual = head_dim_of(shape.hidden_size, shape.num_attention_heads)
         if not self.own_head_dim and shape.head_dim != usual:  # vLLM's class does not read it
             faults.append(
                 f"head_dim = {shape.head_dim} in config.json must be hidden_size / "

@@ -177,7 +177,11 @@ def refused(file: Path, shape: ModelShape) -> list[str]:
 def beyond_kernels(shape: ModelShape) -> list[str]:
     """Which sizes of a model vLLM's kernels for CPUs do not take, by what its sources say."""
     head_dims, step = _of_vllm(*HEAD_DIMS), _of_vllm(*EXPERT_STEP)
-    reasons = []
+    heads, groups, reasons = shape.num_attention_heads, shape.num_key_value_heads, []
+    if heads % groups:
+        reasons.append(
+            f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
+        )
     if head_dims and shape.head_dim not in head_dims:
         reasons.append(
             f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, head_dims))}: vLLM's "
