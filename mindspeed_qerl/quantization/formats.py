@@ -15,8 +15,9 @@ int8_w8a8 is vllm-ascend's W8A8_DYNAMIC (quantization/w8a8_dynamic.py), fp8 Deep
 weights only, as QeRL has it (arXiv 2510.11696). Elements are rounded to nearest, ties to even, and
 saturate. A NaN makes all that share its scale NaN, as in OCP MX (a scale that is NaN), torchao and
 vLLM; so does an infinity, which those two keep among zeros in the MX formats. tests/quantization
-compares with torchao, compressed-tensors and vLLM, and says where
-implementations of MX choose other scales.
+compares with torchao, compressed-tensors and vLLM; where the largest element of a block would
+saturate, above 1.75 times a power of two, vLLM's MXFP8 and compressed-tensors' MXFP4 double the
+scale instead.
 """
 
 from collections.abc import Callable
