@@ -34,13 +34,16 @@ def _installed() -> dict[str, str]:
     none, though the package may put that folder on sys.path once it is imported, as Ray does.
     """
     packages: dict[str, str] = {}
-    places = [
-        place for place in sys.path if not SITES & {path.name for path in Path(place).parents}
-    ]
+    places = [place for place in sys.path if not _is_bundled(Path(place))]
     for distribution in importlib.metadata.distributions(path=places):
         metadata = distribution.metadata  # is read anew each time
         packages.setdefault(metadata["Name"], metadata["Version"])
     return packages
+
+
+def _is_bundled(place: Path) -> bool:
+    """Returns True for a folder inside an installed package; eggs are installed packages."""
+    return place.suffix != ".egg" and bool(SITES & {path.name for path in place.parents})
 
 
 def git_state(source: Path) -> dict[str, Any] | None:

@@ -68,12 +68,13 @@ def test_what_a_package_bundles_is_no_installed_version(tmp_path, monkeypatch):
         ("site-packages/a/b/c", "torch"),
         ("mine", "own"),
         ("other/site-packages", "other"),
+        ("site-packages/vllm_ascend-0.1-py3.11.egg", "vllm-ascend"),
     ):
         info = tmp_path / place / f"{name}-0.1.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Name: {name}\nVersion: 0.1\n")
         monkeypatch.syspath_prepend(tmp_path / place)
-    assert _installed() == before | {"own": "0.1", "other": "0.1"}
+    assert _installed() == before | dict.fromkeys(("own", "other", "vllm-ascend"), "0.1")
 
 
 @pytest.mark.parametrize(
