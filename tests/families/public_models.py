@@ -106,12 +106,8 @@ QWEN_7B = 28, 3584, 18944, 28, 4
 QWEN_1_5B = 28, 1536, 8960, 12, 2
 LLAMA_7B = 32, 4096, 11008, 32
 MODELS = {
-    "Qwen1.5-0.5B-Chat": qwen2(
-        24, 1024, 2816, 16, 16, 151936, tie_word_embeddings=True, max_window_layers=21
-    ),
     "Qwen2-7B-Instruct": qwen2(*QWEN_7B, sliding_window=131072),
     "Qwen2.5-0.5B": qwen2(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True, use_mrope=False),
-    "Qwen2.5-1.5B-Instruct": qwen2(*QWEN_1_5B, 151936, tie_word_embeddings=True),
     "Qwen2.5-7B-Instruct": qwen2(*QWEN_7B),
     "Qwen2.5-32B-Instruct": qwen2(64, 5120, 27648, 40, 8, rms_norm_eps=1e-5, max_window_layers=70),
     "Qwen2.5-Math-1.5B": qwen2(
@@ -124,16 +120,6 @@ MODELS = {
         use_mrope=False,
     ),
     "Qwen3-0.6B": qwen3(28, 1024, 3072, 16, 8, tie_word_embeddings=True),
-    "Qwen3-4B-Instruct-2507": qwen3(
-        36,
-        2560,
-        9728,
-        32,
-        8,
-        tie_word_embeddings=True,
-        rope_theta=5000000,
-        max_position_embeddings=262144,
-    ),
     "Qwen3-30B-A3B": QWEN3_30B,
     "Qwen3-30B-A3B-Instruct-2507": {
         **QWEN3_30B,
@@ -141,7 +127,6 @@ MODELS = {
         "max_position_embeddings": 262144,
         "qkv_bias": False,
     },
-    "Qwen3-235B-A22B": {**qwen3(94, 4096, 12288, 64, 4), **experts(128, 8, 1536), **QWEN3_MOE},
     "Qwen3-Coder-30B-A3B-Instruct": {
         **QWEN3_30B,
         "intermediate_size": 5472,
@@ -178,15 +163,6 @@ MODELS = {
         max_sequence_length=2048,
         rms_norm_eps=1e-06,
     ),
-    "Meta-Llama-3-8B": llama(
-        32,
-        4096,
-        14336,
-        32,
-        128256,
-        **{**LLAMA3, "max_position_embeddings": 8192},
-        rope_scaling=None,
-    ),
     "SmolLM2-135M-Instruct": llama(
         30,
         576,
@@ -213,18 +189,6 @@ MODELS = {
         max_position_embeddings=2048,
         attention_bias=False,
         rope_theta=10000.0,
-    ),
-    "Yi-1.5-9B-Chat": llama(
-        48,
-        4096,
-        11008,
-        32,
-        64000,
-        num_key_value_heads=4,
-        rope_theta=5000000.0,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-06,
-        pretraining_tp=1,
     ),
 }
 CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
