@@ -55,7 +55,6 @@ examples:
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16,32,64,128      # the best of each
   python tools/plan_layout.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu \\
       actor_config.expert_model_parallel_size=8
-  python tools/plan_layout.py --config-name NAME --compare OTHER_NAME
   python tools/plan_layout.py --config-name NAME --calibrate runs/NAME/DATE_seed1
 """
 
@@ -102,11 +101,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)"
     )
-    parser.add_argument(
-        "--compare",
-        metavar="NAME",
-        help="another config, whose time is shown beside that of --config-name",
-    )
     time = parser.add_argument_group("time")
     time.add_argument(
         "--tokens",
@@ -138,8 +132,6 @@ def main() -> int:
         if args.calibrate:
             terms = calibrated(args.calibrate, terms, width)
         if args.config_name:
-            if args.compare:
-                return compare(args, terms)
             recipe = recipe_of(args.config_name, args.overrides)
             plan, path = plan_of(recipe, ranks_per_node=width), Path(recipe.model.path)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
@@ -182,8 +174,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
     if len(args.ranks) > 1 and (args.check is not None or args.json):
         raise ConfigError("several --ranks go neither with --check nor with --json")
-    if args.compare and not args.config_name:
-        raise ConfigError("--compare needs --config-name")
     if not 0 < args.memory_gb <= MOST_GB:
         raise ConfigError(
             f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}"
@@ -361,20 +351,6 @@ def calibrated(folder: Path, terms: Terms, width: int) -> Terms:
         file=sys.stderr,
     )
     return terms
-
-
-def compare(args: argparse.Namespace, terms: Terms) -> int:
-    """Show the time of two configs beside each other; the overrides are of both."""
-    compared = {}
-    for name in (args.config_name, args.compare):
-        recipe = recipe_of(name, args.overrides)
-        plan = plan_of(recipe, ranks_per_node=args.ranks_per_node or NODE)
-        if faults := broken(plan):
-            raise ConfigError(f"{name} is illegal: {faults[0].message}")
-        memory = planner.with_memory(plan, settings_of(recipe, args.memory_gb))
-        compared[name] = (memory, iteration(memory, terms_of(recipe, terms)))
-    show.print_comparison(show.console(), compared, terms)
-    return 0
 
 
 def scale(args: argparse.Namespace, shape: ModelShape, width: int, terms: Terms) -> int:
