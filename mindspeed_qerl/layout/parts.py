@@ -267,10 +267,7 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
         share = largest // layout.tp
         merging = max(2 * share * FP32, share * BF16 + merging)
     how_merged = f"W and W + BA of the largest linear layer, {largest / 1e6:.1f} x 10^6, float32"
-    terms = [
-        Part("embedding on its way", embedding, how),
-        Part("merging", merging, how_merged),
-    ]
+    terms = [Part("embedding on its way", embedding, how), Part("merging", merging, how_merged)]
     return [max(terms, key=lambda part: part.bytes)]
 
 

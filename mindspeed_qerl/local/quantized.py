@@ -31,12 +31,7 @@ class QuantizedModel:
             in a format that rounds what the layer is given.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        checkpoint: Checkpoint,
-        quantization: Quantization,
-    ):
+    def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, quantization: Quantization):
         # by vLLM's names the Hugging Face names of what is fused or stacked in each linear weight
         names: dict[str, list[str]] = defaultdict(list)
         for held in held_parts(model):

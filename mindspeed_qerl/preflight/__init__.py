@@ -49,11 +49,7 @@ ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
 
 
 def preflight(
-    raw: Mapping[str, Any],
-    name: str,
-    machine: Machine,
-    nodes: int = 1,
-    own_ray: bool = False,
+    raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1, own_ray: bool = False
 ) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
     a failed line, never an error. What may take long is said before it does, on stderr.

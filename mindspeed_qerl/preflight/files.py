@@ -289,5 +289,5 @@ CHECKPOINTS = [
         base_weights,
         "The conversion: python tools/preflight.py --config-name NAME --print-conversion",
         "upstream plan",
-    ),
+    )
 ]

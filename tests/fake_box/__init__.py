@@ -133,15 +133,7 @@ def why_not():
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
-def start(
-    box,
-    command,
-    folder,
-    environment=None,
-    sourced=False,
-    within=(),
-    **options,
-):
+def start(box, command, folder, environment=None, sourced=False, within=(), **options):
     """Start `command` in a new box; `options` are Popen's. folder: for what the box is made of, on
     a path without colons.
 

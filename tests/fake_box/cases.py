@@ -69,14 +69,7 @@ def of_npus(*arguments, **more):
     return Case(*arguments, besides=besides, **more)
 
 
-def exported(
-    name,
-    value,
-    state,
-    found,
-    check="",
-    besides=("variables",),
-):
+def exported(name, value, state, found, check="", besides=("variables",)):
     """A variable that the shell has; check: the one that says so, if it is not the variable's."""
     shell = {name: value}
     return Case(f"{name}={value}", check or name, state, found, shell=shell, besides=besides)
@@ -746,11 +739,7 @@ FILES = [
         files=config_says(max_position_embeddings=2048),
     ),
     Case(
-        "no model",
-        "config.json",
-        FAILED,
-        "has no config.json",
-        files=without("model/config.json"),
+        "no model", "config.json", FAILED, "has no config.json", files=without("model/config.json")
     ),
     Case(
         "half of the model was downloaded",
@@ -781,11 +770,7 @@ FILES = [
         files=without("model/tokenizer_config.json"),
     ),
     Case(
-        "base weights of a few bytes",
-        "base weights",
-        FAILED,
-        "another model's?",
-        files=tiny_base,
+        "base weights of a few bytes", "base weights", FAILED, "another model's?", files=tiny_base
     ),
     Case(
         "base weights of another layout",

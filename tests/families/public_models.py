@@ -195,24 +195,12 @@ CHUNKS = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embed
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
 OTHERS = {
     "Qwen2.5-7B-Instruct-1M": (
-        qwen2(
-            *QWEN_7B,
-            max_position_embeddings=1010000,
-            dual_chunk_attention_config=CHUNKS,
-        ),
+        qwen2(*QWEN_7B, max_position_embeddings=1010000, dual_chunk_attention_config=CHUNKS),
         "dual_chunk_attention_config is",
     ),
-    "Qwen2.5-7B-Instruct, YaRN": (
-        qwen2(*QWEN_7B, rope_scaling=YARN),
-        "rope_type is 'yarn'",
-    ),
+    "Qwen2.5-7B-Instruct, YaRN": (qwen2(*QWEN_7B, rope_scaling=YARN), "rope_type is 'yarn'"),
     "Qwen2-7B with a window": (
-        qwen2(
-            *QWEN_7B,
-            use_sliding_window=True,
-            sliding_window=4096,
-            max_window_layers=14,
-        ),
+        qwen2(*QWEN_7B, use_sliding_window=True, sliding_window=4096, max_window_layers=14),
         "use_sliding_window is True",
     ),
     "a reward model of TRL": (
@@ -284,14 +272,8 @@ OTHERS = {
         ),
         "rope_type is 'linear'",
     ),
-    "a Llama with biases": (
-        llama(*LLAMA_7B, 32000, attention_bias=True),
-        "attention_bias is True",
-    ),
-    "a Llama with biases in the MLP": (
-        llama(*LLAMA_7B, 32000, mlp_bias=True),
-        "mlp_bias is True",
-    ),
+    "a Llama with biases": (llama(*LLAMA_7B, 32000, attention_bias=True), "attention_bias is True"),
+    "a Llama with biases in the MLP": (llama(*LLAMA_7B, 32000, mlp_bias=True), "mlp_bias is True"),
     "a Llama with a window": (
         llama(*LLAMA_7B, 32000, sliding_window=4096),
         "sliding_window is 4096",

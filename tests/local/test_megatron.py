@@ -424,11 +424,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
 
 @pytest.mark.parametrize(
     "layout, family",
-    [
-        ("TP 2, PP 2, EP 2", "qwen2_moe"),
-        ("TP 2, sequence parallel", "qwen3"),
-        ("PP 2", "qwen2"),
-    ],
+    [("TP 2, PP 2, EP 2", "qwen2_moe"), ("TP 2, sequence parallel", "qwen3"), ("PP 2", "qwen2")],
 )
 def test_exports_of_a_checkpoint_are_the_trained_policy(
     results, model_dirs, data_dir, tmp_path, layout, family

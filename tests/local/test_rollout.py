@@ -430,12 +430,7 @@ def layers_and_engines_of_a_processor(rank, models, path):
             result |= {"stale_y": layer(x, weight), "stale_held": held(weight).t()}
             layer.forget()
             layers.append(
-                {
-                    **result,
-                    "next": other,
-                    "next_y": layer(x, weight),
-                    "next_held": held(weight).t(),
-                }
+                {**result, "next": other, "next_y": layer(x, weight), "next_held": held(weight).t()}
             )
     torch.save({"engines": engines, "layers": layers}, path)
     os._exit(0)

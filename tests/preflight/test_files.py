@@ -37,8 +37,7 @@ def test_faults_of_the_config(ready):
 
 
 @pytest.mark.parametrize(
-    "key",
-    ["generate_config.infer_tensor_parallel_size", "model.qwen3_30b_a3b.sequence_parallel"],
+    "key", ["generate_config.infer_tensor_parallel_size", "model.qwen3_30b_a3b.sequence_parallel"]
 )
 def test_no_layout_is_judged_by_the_defaults_of_values_that_cannot_be_read(ready, key):
     del ready["megatron_training"]["sequence_parallel"]  # would go before the model's

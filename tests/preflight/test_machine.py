@@ -25,15 +25,7 @@ from mindspeed_qerl.preflight.probes import CANN_PROBE, read_table, see_npus
 from mindspeed_qerl.recipe.reader import read
 from tests import ROOT
 from tests.fake_box import page
-from tests.preflight.conftest import (
-    GROUPS,
-    NAME,
-    NO_NPU,
-    Box,
-    look,
-    not_passed,
-    npu_smi,
-)
+from tests.preflight.conftest import GROUPS, NAME, NO_NPU, Box, look, not_passed, npu_smi
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 
