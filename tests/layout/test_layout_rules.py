@@ -320,6 +320,10 @@ def test_the_vocabulary_is_padded_as_vllm_does():
     ]
 
 
+def test_a_list_of_layers_goes_where_they_do_not_divide():
+    assert not broken(plan(DENSE, pp=8, num_layer_list=(4, 4, 4, 4, 3, 3, 3, 3)))
+
+
 def test_context_parallel_ranks_share_a_prompt():
     """16 ranks of TP 2 x CP 2 are 4 data-parallel ranks (validate_config.py:144)."""
     it = plan(DENSE, Batch(4, 4), tp=2, cp=2, infer_tp=4)
