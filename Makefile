@@ -54,10 +54,9 @@ test: install-dev lint
 # Three quarters of an hour on 2 cores. Only here, marked `full`: five more layouts against transformers; whole runs of
 # docs/own_task.md, made twice, with a killed driver or rollout engine, a killed sweep, SIGTERM, a noise target that is nowhere; a launcher stopped
 # by kill and by a scheduler; two nodes; most of the broken boxes; a rehearsal of two stages, a rehearsed model of 48 layers; two
-# families on foreign hardware; a Ray whose driver is killed; the verifier on megabytes. And twenty runs that are killed and resumed.
+# families on foreign hardware; a Ray whose driver is killed; the verifier on megabytes.
 test-full: install-dev lint
 	$(PY) -m pytest $(TWO) -m "full or not full"
-	$(PY) tests/local/endurance.py --kills 20
 # The real MindSpeed-RL on the emulated NPU: UPSTREAM=DIR make test-upstream (docs/architecture.md names the checkouts in DIR). Two hours on 2 cores.
 test-upstream: upstream-env
 	$(UPSTREAM_PY) -m pytest tests/upstream tests/emulation

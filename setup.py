@@ -40,8 +40,7 @@ setup(
         "mindspeed_qerl.ascend": ["contract.yaml"],
         "mindspeed_qerl.configs": ["**/*.yaml"],
         "mindspeed_qerl.families": ["models.yaml"],
-        "mindspeed_qerl.layout": ["launches.yaml", "rules.yaml"],
-        "mindspeed_qerl.preflight": ["checks.yaml"],
+        "mindspeed_qerl.layout": ["launches.yaml"],
         "mindspeed_qerl.recipe": ["keys.yaml"],
         "mindspeed_qerl.runs": ["plots.yaml", "plots.mplstyle"],
         "mindspeed_qerl.emulation": [

@@ -269,12 +269,7 @@ def test_a_box_has_one_owner(played, tmp_path):
         kill -KILL $first; wait $first
         told third bash {SEVEN}
     """
-    done = run(
-        EIGHT,
-        ["bash", "-c", script],
-        tmp_path / "box",
-        played,
-    )
+    done = run(EIGHT, ["bash", "-c", script], tmp_path / "box", played)
     assert done.stderr.count("this box is taken") == 4
     taken = (
         rf"this box is taken \(/tmp/mindspeed_qerl.lock\): process \d+ of root on \S+, since [\d-]+ [\d:]+, "
@@ -304,12 +299,7 @@ def test_the_lock_goes_with_its_owner(played, tmp_path):
         bash {SEVEN} && bash {SEVEN} && BOX_LOCK={tmp_path}/lock bash {SEVEN} && cat {tmp_path}/lock
         BOX_LOCK=/proc/lock bash {SEVEN}
     """
-    done = run(
-        EIGHT,
-        ["bash", "-c", script],
-        tmp_path / "box",
-        played,
-    )
+    done = run(EIGHT, ["bash", "-c", script], tmp_path / "box", played)
     assert called(played).count("train_grpo.py") == 3, done.stderr
     assert (
         "process " in done.stdout
@@ -343,11 +333,7 @@ def test_those_who_join_a_ray_share_a_box_with_each_other_only(machine, facts, t
             EIGHT,
             "nobody answers at RAY_ADDRESS=127.0.0.1:6399: `unset RAY_ADDRESS`",
         ),
-        (
-            {},
-            Box(dies=8, without=("flock", "setsid")),
-            "there is no flock on PATH=",
-        ),
+        ({}, Box(dies=8, without=("flock", "setsid")), "there is no flock on PATH="),
         ({"BOX_WAIT": "abc"}, EIGHT, "BOX_WAIT=abc must be a whole number from 0"),
     ],
 )
@@ -406,10 +392,7 @@ def test_below_uv_run(played, tmp_path):
         EIGHT,
         ["bash", "-c", f"cd {tmp_path}; exec -a uv bash run"],
         tmp_path / "box",
-        {
-            **played,
-            "TRAINING": f"{sys.executable} {tmp_path}/looks.py",
-        },
+        {**played, "TRAINING": f"{sys.executable} {tmp_path}/looks.py"},
     )
     assert "below ['uv', 'run'] False" in done.stdout, done
 

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from itertools import cycle
 
 import pytest
 
@@ -14,6 +15,7 @@ README_LINES = 90
 COLUMNS = 140
 # Of MindSpeed-RL and MindSpeed.
 UPSTREAM_FILES = {"cli/preprocess_data.py", "docs/faq/torch_extensions.md"}
+UPSTREAM = ROOT / "requirements" / "upstream.txt"
 FOLDERS = "benchmarks|cli|configs|docs|examples|mindspeed_qerl|requirements|tests|tools"
 
 PAGES = [
@@ -78,6 +80,19 @@ def test_the_documentation_is_short():
     words = sum(len(page.read_text().split()) for page in pages)
     assert words <= MOST_WORDS
     assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_versions_are_those_of_the_lists():
+    """Of NPUs; torch has a stand-in there, and ms-swift a list of its own."""
+    listed = dict(re.findall(r"^([\w-]+)==(\S+)", UPSTREAM.read_text(), re.MULTILINE))
+    pages = [page.read_text() for page in PAGES if page.stem != "integrations"]
+    named = re.findall(r"([\w-]+)==([\d.]+\w)", "\n".join(pages))
+    rows = r"^\| ([a-z_, ]+) \| (\d+\.\d+\.\d+[\d., ]*) \|"
+    for names, versions in re.findall(rows, "\n".join(pages), re.MULTILINE):
+        named += zip(names.split(", "), cycle(versions.split(", ")))
+    others = {pair for pair in named if listed.get(pair[0]) != pair[1]}
+    assert others == {("torch", "2.7.1"), ("torch_npu", "2.7.1"), ("vllm", "0.11.0")}
+    assert {"ray", "peft", "numpy", "pydantic"} <= dict(named).keys()
 
 
 def test_the_index_has_every_page():

@@ -23,13 +23,14 @@ if __name__ == "__main__":  # a file of a checkout
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.engines import engine_of, examine_for_engine
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, family_of, read_config, read_shape
-from mindspeed_qerl.families.megatron import NO_ADAPTOR, not_on_npus
+from mindspeed_qerl.families.megatron import not_on_npus
 from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import Settings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
 from mindspeed_qerl.layout.time import HARDWARE, Terms, Work, iteration, launch_of
+from mindspeed_qerl.local.limits import refused
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
 from mindspeed_qerl.recipe.reader import Found, read, read_recipe
@@ -53,7 +54,6 @@ examples:
   python tools/plan_layout.py --model qwen3_30b_a3b --ranks 16,32,64,128      # the best of each
   python tools/plan_layout.py --config-name grpo_qwen3_30b_a3b_gsm8k_16npu \\
       actor_config.expert_model_parallel_size=8
-  python tools/plan_layout.py --config-name NAME --compare OTHER_NAME
   python tools/plan_layout.py --config-name NAME --calibrate runs/NAME/DATE_seed1
 """
 
@@ -100,11 +100,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-gb", type=float, default=64.0, help="memory of one NPU, 10^9 bytes (default: 64)"
     )
-    parser.add_argument(
-        "--compare",
-        metavar="NAME",
-        help="another config, whose time is shown beside that of --config-name",
-    )
     time = parser.add_argument_group("time")
     time.add_argument(
         "--tokens",
@@ -136,8 +131,6 @@ def main() -> int:
         if args.calibrate:
             terms = calibrated(args.calibrate, terms, width)
         if args.config_name:
-            if args.compare:
-                return compare(args, terms)
             recipe = recipe_of(args.config_name, args.overrides)
             plan, path = plan_of(recipe, ranks_per_node=width), Path(recipe.model.path)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
@@ -180,8 +173,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         )
     if len(args.ranks) > 1 and (args.check is not None or args.json):
         raise ConfigError("several --ranks go neither with --check nor with --json")
-    if args.compare and not args.config_name:
-        raise ConfigError("--compare needs --config-name")
     if not 0 < args.memory_gb <= MOST_GB:
         raise ConfigError(
             f"--memory-gb {args.memory_gb:g} must be finite and above 0, and at most {MOST_GB:,}"
@@ -225,17 +216,21 @@ def other_faults(args: argparse.Namespace, recipe: Recipe) -> bool:
 
 def no_layout_runs(args: argparse.Namespace, model: str, shape: ModelShape) -> bool:
     """Say so if the NPU engine does not run `model`, a name or a directory, whatever its layout."""
-    family, path = family_of(shape), Path(model)
-    if model in NAMED_SHAPES:
-        why = [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
-    else:
-        why = not_on_npus(read_config(path / "config.json" if path.is_dir() else path), family)
-    for fault in why:
-        print(
-            f"No layout runs on NPUs: {fault}. By the rules of layouts alone:",
-            file=sys.stderr if args.json else sys.stdout,
-        )
-    return bool(why)
+    if model in NAMED_SHAPES:  # of families that it runs
+        return False
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    why = not_on_npus(read_config(file), family_of(shape))
+    if not why:
+        return False
+    there = refused(file, shape)
+    local = f"refuses it: {'; '.join(there)}" if there else "can run it, on CPUs"
+    print(
+        f"No layout runs on NPUs: {'; '.join(why)}. The local engine {local}. By the rules of "
+        "layouts alone:",
+        file=sys.stderr if args.json else sys.stdout,
+    )
+    return True
 
 
 def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
@@ -355,20 +350,6 @@ def calibrated(folder: Path, terms: Terms, width: int) -> Terms:
         file=sys.stderr,
     )
     return terms
-
-
-def compare(args: argparse.Namespace, terms: Terms) -> int:
-    """Show the time of two configs beside each other; the overrides are of both."""
-    compared = {}
-    for name in (args.config_name, args.compare):
-        recipe = recipe_of(name, args.overrides)
-        plan = plan_of(recipe, ranks_per_node=args.ranks_per_node or NODE)
-        if faults := broken(plan):
-            raise ConfigError(f"{name} is illegal: {faults[0].message}")
-        memory = planner.with_memory(plan, settings_of(recipe, args.memory_gb))
-        compared[name] = (memory, iteration(memory, terms_of(recipe, terms)))
-    show.print_comparison(show.console(), compared, terms)
-    return 0
 
 
 def scale(args: argparse.Namespace, shape: ModelShape, width: int, terms: Terms) -> int:

@@ -19,7 +19,7 @@ from vllm_ascend.compilation import acl_graph
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
 from mindspeed_qerl.common.errors import EngineError
-from mindspeed_qerl.layout.graphs import capture_sizes
+from mindspeed_qerl.layout.sizes import capture_sizes
 
 EVERY = 20  # rollouts and evaluations for one step that is computed without its graph, too
 TOLERANCE = 2**-6  # of a token's largest hidden state: some roundings of bfloat16

@@ -23,9 +23,9 @@ from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.families.megatron import compare_with_model
-from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
 from mindspeed_qerl.layout.plan import beyond_positions, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
+from mindspeed_qerl.layout.sizes import SHARED_INPUTS, unfilled
 from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.keys import Values
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS

@@ -156,7 +156,7 @@ class Family:
 
     Attributes:
         model_type: of config.json. architecture: of transformers and vLLM.
-        qk_norm: queries and keys are normalised. qkv_bias: their projections have biases.
+        qk_norm: queries and keys are normalized. qkv_bias: their projections have biases.
         experts: every layer routes tokens to experts. shared_expert: and has one for all tokens,
             with a gate.
         own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.

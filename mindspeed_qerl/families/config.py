@@ -1,4 +1,4 @@
-"""A model's config.json as transformers reads it, and what of it is not built here. Torch-free.
+"""A model's config.json as transformers reads it. Torch-free.
 
 Defaults, older and newer keys are the library's business: `resolve` asks the installed one.
 """
@@ -10,12 +10,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
-
-if TYPE_CHECKING:
-    from mindspeed_qerl.families.base import Family
 
 ANSWER = "mindspeed_qerl config.json "  # before it, libraries may print
 # without torch: two seconds instead of eight, and no torch_npu that waits for a driver
@@ -25,14 +22,6 @@ ASK = (
 )
 PATIENCE = 120  # seconds
 DTYPE = re.compile(r"b?float\d+(_\w+)?|u?int\d+|half|float|double|auto")
-OWN_CODE = {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
-# rotary positions: key -> the values that say what is built. Below 4.43 transformers wrote "type".
-POSITIONS = {
-    "rope_type": (None, "default"),
-    "type": (None, "default"),
-    "mrope_section": (None,),
-    "partial_rotary_factor": (None, 1),
-}
 
 
 def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,66 +111,3 @@ def unread_by_4(config: Mapping[str, Any]) -> list[str]:
             f'default of num_experts. Write "num_experts": {experts!r}'
         )
     return faults
-
-
-def not_built(config: Mapping[str, Any], family: "Family") -> list[str]:
-    """What a config.json asks for that neither engine computes: another activation, biases, a
-    window of attention, other rotary positions, another output than a language model's, code of its
-    own.
-
-    Raises:
-        ConfigError: as `resolve`.
-    """
-    values = resolve(config)
-    faults = _unlike(values, _built(family))
-    # Qwen's classes unset a window that is not used; Llama has none, but vLLM reads the key
-    if values.get("use_sliding_window") is None and values.get("sliding_window"):
-        faults.append(f"sliding_window is {values['sliding_window']!r}; only None is built")
-    if windows := sorted(set(values.get("layer_types") or ()) - {"full_attention"}):
-        faults.append(f"layer_types has {windows[0]!r}; only 'full_attention' is built")
-    for rope in (values["rope"], config.get("rope_scaling"), config.get("rope_parameters")):
-        if isinstance(rope, Mapping):
-            faults += _unlike(rope, POSITIONS)
-    first = (values.get("architectures") or [family.architecture])[0]
-    if str(first).lower() != family.architecture.lower():  # vLLM knows "LLaMAForCausalLM", too
-        faults.append(
-            f"architectures is {values['architectures']!r}; only {family.architecture!r} is built"
-        )
-    code = values.get("auto_map")
-    if isinstance(code, Mapping) and code.keys() & OWN_CODE:
-        faults.append(
-            f"auto_map names code of the model's own ({', '.join(map(str, code.values()))}), which "
-            f"is not run here. Remove it if the model is a plain {family.architecture}"
-        )
-    return list(dict.fromkeys(faults))
-
-
-def _unlike(values: Mapping[str, Any], built: Mapping[str, tuple]) -> list[str]:
-    faults = []
-    for key, known in built.items():
-        if values.get(key) not in known:
-            faults.append(f"{key} is {values[key]!r}; only {known[-1]!r} is built")
-    return faults
-
-
-def _built(family: "Family") -> dict[str, tuple]:
-    """Key of config.json -> the values that say what is built; None: left out. The keys are those
-    that the classes of transformers and vLLM look at.
-    """
-    no = (None, False)
-    return {
-        "hidden_act": ("silu",),
-        "use_sliding_window": no,
-        "mlp_bias": no,
-        "bias": no,
-        "rope_interleaved": no,
-        "is_causal": (None, True),
-        "qk_norm": (None, family.qk_norm),
-        "qkv_bias": (None, family.qkv_bias),
-        # Qwen2's classes have their biases whatever it says
-        "attention_bias": (None, family.qkv_bias, False),
-        "logit_scale": (None, 1),
-        "partial_rotary_factor": (None, 1),
-        "dual_chunk_attention_config": ({}, None),
-        "per_layer_config": ({}, None),
-    }

@@ -17,7 +17,7 @@ QWEN2 = Family(
     adaptor=Adaptor("QwenMVWeightAdaptor"),
 )
 
-# Qwen3, dense: normalised queries and keys, heads of any width.
+# Qwen3, dense: normalized queries and keys, heads of any width.
 QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
@@ -55,7 +55,7 @@ QWEN2_MOE = Family(
     ),
 )
 
-# Qwen3-MoE: normalised queries and keys, heads of any width, experts in every layer.
+# Qwen3-MoE: normalized queries and keys, heads of any width, experts in every layer.
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",

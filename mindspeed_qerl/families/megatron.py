@@ -9,9 +9,10 @@ from typing import Any
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, shape_of
 from mindspeed_qerl.families.base import MEGATRON_DEFAULTS, Family
-from mindspeed_qerl.families.config import not_built, unread_by_4
+from mindspeed_qerl.families.built import not_built
+from mindspeed_qerl.families.config import unread_by_4
 
-NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}; the local engine runs it"
+NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}"
 
 
 def compare_with_model(
@@ -63,9 +64,8 @@ def compare_with_model(
 
 def not_on_npus(hf_config: Mapping[str, Any], family: Family) -> list[str]:
     """Why the NPU engine does not run a model, whatever its config says; empty: it does."""
-    if not family.adaptor:
-        return [NO_ADAPTOR.format(family.model_type)]
-    faults = [f"{fault}, by Megatron as by vLLM" for fault in not_built(hf_config, family)]
+    faults = [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
+    faults += [f"{fault}, by Megatron as by vLLM" for fault in not_built(hf_config, family)]
     return faults + unread_by_4(hf_config)  # NPUs have vLLM 0.11 with transformers 4
 
 

@@ -5,13 +5,12 @@ Moments: `rollout` (vLLM generates), `weight sync` (training weights on their wa
 `log-probs` (forward passes of policy and reference), `update` (forward, backward, optimizer).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_qerl.layout import parts
 from mindspeed_qerl.layout.parts import BF16, GB, Part, Settings
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.weights import rollout_weights, training_weights
+from mindspeed_qerl.layout.sizes import rollout_weights, training_weights
 from mindspeed_qerl.recipe.types import Recipe
 
 MOMENTS = ("rollout", "weight sync", "log-probs", "update")
@@ -19,14 +18,16 @@ MOMENTS = ("rollout", "weight sync", "log-probs", "update")
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a plan's fullest rank, bytes. `moments` maps each of MOMENTS to its parts;
-    `kv_cache` is what vLLM can have for keys and values, 0 if nothing is left.
+    """The memory of a plan's fullest ranks, bytes. `moments` maps each of MOMENTS to its parts: of
+    the stage where the rollout leaves least for keys and values, else of the fullest stage.
+    `kv_cache` is what vLLM can have for them, 0 if nothing is left.
     """
 
     plan: Plan
     settings: Settings
-    stage: int  # the pipeline stage whose ranks are fullest
-    moments: Mapping[str, list[Part]]
+    stage: int  # the pipeline stage whose ranks are fullest outside the rollout
+    kv_stage: int  # the pipeline stage whose ranks have the least KV cache
+    moments: dict[str, list[Part]]
     kv_cache: int
     kv_token: int  # one token's keys and values
     kv_missing: int  # what vLLM lacks for one answer of full length
@@ -69,9 +70,10 @@ class Memory:
             if needed > capacity:
                 over.append(f"{moment} needs {needed:.1f} GB of {capacity:.0f} GB")
         if self.answers_at_once < 1:
+            where = f" in pipeline stage {self.kv_stage}" if self.plan.layout.pp > 1 else ""
             over.append(
-                f"vLLM has {self.kv_cache / GB:.1f} GB left for its KV cache, not enough for one "
-                "answer of full length"
+                f"vLLM has {self.kv_cache / GB:.1f} GB left for its KV cache{where}, not enough "
+                "for one answer of full length"
             )
         return over
 
@@ -93,17 +95,22 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
 
 
 def estimate(plan: Plan, settings: Settings) -> Memory:
-    """The memory of a rank in the fullest pipeline stage of a legal plan (`rules.broken` empty):
-    shares have no remainder.
+    """The memory of a legal plan (`rules.broken` empty, so that shares have no remainder), of all
+    whose pipeline stages the worst counts: the fullest outside the rollout, and in it the one with
+    the least room for keys and values.
     """
-    memories = [stage_memory(plan, settings, stage) for stage in range(plan.layout.pp)]
-    return max(
-        memories, key=lambda memory: (memory.peak, memory.total("rollout") - memory.kv_cache)
+    stages = [stage_memory(plan, settings, stage) for stage in range(plan.layout.pp)]
+    fullest = max(stages, key=lambda memory: memory.peak)
+    tightest = min(stages, key=lambda memory: (memory.kv_cache, -memory.kv_missing))
+    return replace(
+        tightest,
+        stage=fullest.stage,
+        moments=fullest.moments | {"rollout": tightest.moments["rollout"]},
     )
 
 
 def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
-    """The same of a rank in that stage."""
+    """The memory of a rank in one pipeline stage."""
     batch = plan.batch
     runtime = parts.runtime(plan, settings)
     name = "frozen base" if plan.lora else "weights"
@@ -150,7 +157,9 @@ def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
         "update": [*training, *held, *update],
     }
     missing = max(0, answer - left)
-    return Memory(plan, settings, stage, moments, kv_cache, kv_token, missing, at_once, needed)
+    return Memory(
+        plan, settings, stage, stage, moments, kv_cache, kv_token, missing, at_once, needed
+    )
 
 
 def _kv_token(plan: Plan) -> int:

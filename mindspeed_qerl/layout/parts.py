@@ -6,9 +6,8 @@ Weights and activations are bfloat16; gradients, optimizer state and logits floa
 from dataclasses import dataclass
 
 from mindspeed_qerl.families import family_of
-from mindspeed_qerl.layout.graphs import capture_sizes
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.weights import layer_weights, training_weights
+from mindspeed_qerl.layout.sizes import capture_sizes, layer_weights, training_weights
 
 GB = 10**9
 BF16, FP32 = 2, 4
@@ -268,10 +267,7 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
         share = largest // layout.tp
         merging = max(2 * share * FP32, share * BF16 + merging)
     how_merged = f"W and W + BA of the largest linear layer, {largest / 1e6:.1f} x 10^6, float32"
-    terms = [
-        Part("embedding on its way", embedding, how),
-        Part("merging", merging, how_merged),
-    ]
+    terms = [Part("embedding on its way", embedding, how), Part("merging", merging, how_merged)]
     return [max(terms, key=lambda part: part.bytes)]
 
 

@@ -22,6 +22,7 @@ class Plan:
     share_backbone: bool = True
     padded_vocab_size: int | None = None  # rows of Megatron's embedding; None = vLLM's
     has_reference: bool = True  # log-probs of the model without adapters in each iteration
+    kl_in_reward: bool = False  # whose log-probs by the policy are needed whatever the update takes
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -57,6 +58,15 @@ class Plan:
         return min(self.batch.mini_answers, self.batch.answers) // self.dp
 
     @property
+    def has_old_logprobs(self) -> bool:
+        """True if the policy's log-probs are computed before the update: upstream does without
+        where one update takes the whole batch once (grpo_trainer_hybrid.py:172).
+        """
+        batch = self.batch
+        takes_all_once = batch.global_batch_size == batch.mini_batch_size and batch.epochs == 1
+        return self.kl_in_reward or not takes_all_once
+
+    @property
     def micro_batches(self) -> int:
         """Of an update, if all answers are as long as they may be."""
         return max(1, self.mini_share * self.batch.seq_length // self.batch.update_tokens)
@@ -84,6 +94,7 @@ def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int
         share_backbone=recipe.npu.share_backbone,
         padded_vocab_size=recipe.npu.padded_vocab_size,
         has_reference=recipe.algorithm.needs_reference,
+        kl_in_reward=recipe.algorithm.use_kl_in_reward,
     )
 
 

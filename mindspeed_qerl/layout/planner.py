@@ -39,7 +39,7 @@ PACKED = Batch(
     no_pad_to_seq_lengths=True,
 )
 CHANGEABLE = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
-UTILISATIONS = (0.6, 0.7, 0.8, 0.9)
+UTILIZATIONS = (0.6, 0.7, 0.8, 0.9)
 TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last tenth
 
 
@@ -95,8 +95,8 @@ def with_memory(plan: Plan, settings: Settings | None = None, memory_gb: float =
     if settings:
         return estimate(plan, settings)
     buffer = 640 if plan.shape.moe else 256
-    for utilisation in UTILISATIONS:
-        memory = estimate(plan, Settings(memory_gb, utilisation, hccl_buffer_mib=buffer))
+    for utilization in UTILIZATIONS:
+        memory = estimate(plan, Settings(memory_gb, utilization, hccl_buffer_mib=buffer))
         if memory.answers_at_once >= memory.answers_needed:
             break
     return memory

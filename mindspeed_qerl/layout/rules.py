@@ -1,74 +1,373 @@
-"""What upstream demands of a layout and a batch: every rule, and which of them a plan breaks."""
+"""What upstream demands of a layout, a rule a row; and which rules a plan breaks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
-from operator import attrgetter
-from pathlib import Path
-
-import yaml
 
 from mindspeed_qerl.common.errors import Fault
-from mindspeed_qerl.layout import breaches
+from mindspeed_qerl.layout.batch_rules import BATCH
 from mindspeed_qerl.layout.plan import Plan
+from mindspeed_qerl.layout.rule import Broken, Rule, indivisible, multiple, width_by
 
-TABLE = yaml.safe_load(Path(__file__).with_name("rules.yaml").read_text(encoding="utf-8"))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A row of rules.yaml, which has the meaning of each field."""
-
-    name: str
-    demand: str
-    source: str
-    message: str = ""
-    multiple: Sequence[Sequence[str]] = ()
-    needs: Sequence[str] = ()
-    at_most: Sequence[str] = ()
-
-    def broken_by(self, plan: Plan) -> str | None:
-        """One sentence with the numbers if the plan breaks it."""
-        breach = getattr(breaches, self.name, None)
-        says = breach is None or breach(plan)
-        if not says or isinstance(says, str):
-            return says or None
-        for what, number, *sizes in self.multiple:
-            if sentence := _no_multiple(plan, what, number, sizes):
-                return sentence
-        if self.needs:
-            first, second = attrgetter(*self.needs)(plan)
-            if second or not first:
-                return None
-        if self.at_most:
-            number, most = attrgetter(*self.at_most)(plan)
-            if number <= most:
-                return None
-        return self.message.format(plan=plan)
+# ---- training ----
 
 
-def _no_multiple(plan: Plan, what: str, number: str, sizes: list[str]) -> str | None:
-    """The sentence for a number of the plan that is no multiple of the product of its sizes."""
-    values = [max(attrgetter(size)(plan), 1) for size in sizes]
-    labels = [TABLE["labels"][size].format(value) for size, value in zip(sizes, values)]
-    by, product = " x ".join(labels), prod(values)
-    if len(sizes) > 1:
-        by += f" = {product}"
-    return breaches.indivisible(what, attrgetter(number)(plan), by, product)
+def layer_list_sums_to_the_layers(plan: Plan) -> Broken:
+    given, layers = plan.layout.num_layer_list, plan.shape.num_hidden_layers
+    is_wrong = given != () and (sum(given) != layers or not all(given))
+    return is_wrong and (
+        f"num_layer_list {_joined(given)} sums to {sum(given)}, the model has {layers} layers; a "
+        "stage has at least 1"
+    )
 
 
-TRAINING, ROLLOUT, BATCH = (
-    [Rule(name, **row) for name, row in TABLE[group].items()]
-    for group in ("training", "rollout", "batch")
-)
+def layer_list_has_a_number_for_each_stage(plan: Plan) -> Broken:
+    given, pp = plan.layout.num_layer_list, plan.layout.pp
+    is_wrong = given != () and (len(given) != pp or pp == 1)
+    return is_wrong and f"num_layer_list {_joined(given)} has {len(given)} numbers for PP {pp}"
+
+
+def _joined(layers: Iterable[int]) -> str:
+    return ",".join(map(str, layers))
+
+
+def virtual_stages(plan: Plan) -> Broken:
+    layout = plan.layout
+    layers = layout.layers_per_virtual_stage
+    if not layers:
+        return None
+    if layout.pp == 1 or layout.num_layer_list:
+        return (
+            f"num_layers_per_virtual_pipeline_stage {layers} needs PP above 1 (it is {layout.pp}) "
+            "and no num_layer_list"
+        )
+    stage = plan.shape.num_hidden_layers // layout.pp
+    return indivisible("layers a stage", stage, f"{layers} layers a virtual stage", layers)
+
+
+TRAINING = [
+    Rule(
+        "ranks_fill_training_groups",
+        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:82",
+        multiple("ranks", "layout.world", "layout.tp", "layout.pp", "layout.cp"),
+    ),
+    Rule(
+        "ranks_fill_expert_groups",
+        "Megatron-LM megatron/core/parallel_state.py:700",
+        multiple("ranks", "layout.world", "layout.tp", "layout.ep", "layout.pp"),
+    ),
+    Rule(  # with more ranks than a node has upstream starts as many actors on each
+        "ranks_fill_nodes",
+        "MindSpeed-RL mindspeed_rl/workers/scheduler/launcher.py:241",
+        multiple("ranks", "layout.world", "layout.node_width"),
+    ),
+    Rule(
+        "heads_by_tp",
+        "Megatron-LM megatron/core/transformer/transformer_config.py:559",
+        multiple("attention heads", "shape.num_attention_heads", "layout.tp"),
+    ),
+    Rule(
+        "kv_heads_by_tp",
+        "Megatron-LM megatron/core/transformer/transformer_config.py:574",
+        multiple("KV heads", "shape.num_key_value_heads", "layout.tp"),
+    ),
+    Rule(
+        "width_by_tp",
+        "Megatron-LM megatron/core/tensor_parallel/layers.py:765",
+        width_by("layout.tp"),
+    ),
+    Rule(
+        "vocabulary_by_tp",
+        "Megatron-LM megatron/core/tensor_parallel/utils.py:110",
+        multiple("rows of the embedding", "rows", "layout.tp"),
+    ),
+    Rule(  # the model's vocabulary, padded to a multiple of 64
+        "vocabulary_is_vllms",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/memory_buffer.py:59",
+        lambda plan: (
+            plan.rows != plan.vllm_rows
+            and f"padded_vocab_size {plan.rows:,} must be {plan.vllm_rows:,}, the rows of vLLM's "
+            f"embedding for a vocabulary of {plan.shape.vocab_size:,}"
+        ),
+    ),
+    Rule(
+        "layers_by_pp",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:274",
+        lambda plan: (
+            not plan.layout.num_layer_list
+            and plan.shape.num_hidden_layers % plan.layout.pp > 0
+            and f"{plan.shape.num_hidden_layers} layers cannot be divided by PP {plan.layout.pp} (or "
+            "give num_layer_list)"
+        ),
+    ),
+    Rule(
+        "layer_list_has_a_number_for_each_stage",
+        "MindSpeed-LLM mindspeed_llm/features_manager/pipeline_parallel/num_layer_list.py:27",
+        layer_list_has_a_number_for_each_stage,
+    ),
+    Rule(
+        "layer_list_sums_to_the_layers",
+        "MindSpeed-LLM mindspeed_llm/training/arguments.py:1159",
+        layer_list_sums_to_the_layers,
+    ),
+    Rule("virtual_stages", "Megatron-LM megatron/training/arguments.py:461", virtual_stages),
+    Rule(
+        "virtual_stages_are_several",
+        "MindSpeed mindspeed/features_manager/megatron_basic/megatron_basic.py:22",
+        lambda plan: (
+            (plan.layout.layers_per_virtual_stage or 0) * plan.layout.pp
+            == plan.shape.num_hidden_layers
+            and f"num_layers_per_virtual_pipeline_stage {plan.layout.layers_per_virtual_stage} x PP "
+            f"{plan.layout.pp} are all {plan.shape.num_hidden_layers} layers, one virtual stage a "
+            "stage: leave it out"
+        ),
+    ),
+    Rule(
+        "shared_backbone_has_one_chunk",
+        "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
+        lambda plan: (
+            plan.share_backbone
+            and plan.layout.layers_per_virtual_stage is not None
+            and f"share_backbone with num_layers_per_virtual_pipeline_stage "
+            f"{plan.layout.layers_per_virtual_stage}: only the first chunk's adapters would be off for "
+            "the reference"
+        ),
+    ),
+    Rule(
+        "shared_backbone_has_adapters",
+        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:288",
+        lambda plan: (
+            plan.share_backbone
+            and not plan.lora
+            and "share_backbone needs LoRA: the reference is the model without its adapters"
+        ),
+    ),
+    Rule(
+        "context_parallel_heads",
+        "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32",
+        multiple(
+            "attention heads",
+            "shape.num_attention_heads",
+            "layout.tp",
+            "layout.cp",
+            when=lambda plan: plan.layout.cp > 1 and plan.layout.cp_algorithm == "ulysses_cp_algo",
+        ),
+    ),
+    Rule(
+        "context_parallel_chunks",
+        "Megatron-LM megatron/training/arguments.py:684",
+        lambda plan: (
+            plan.layout.cp > 1
+            and indivisible(
+                "tokens of seq_length",
+                plan.batch.seq_length,
+                f"2 x CP {plan.layout.cp} = {2 * plan.layout.cp}",
+                2 * plan.layout.cp,
+            )
+        ),
+    ),
+    Rule(
+        "context_parallel_algorithm",
+        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:56",
+        lambda plan: (
+            plan.layout.cp > 1
+            and plan.layout.cp_algorithm not in ("ulysses_cp_algo", "megatron_cp_algo")
+            and f"CP {plan.layout.cp} with {plan.layout.cp_algorithm}: upstream has ulysses_cp_algo "
+            "and megatron_cp_algo"
+        ),
+    ),
+    Rule(
+        "dense_model_without_ep",
+        "Megatron-LM megatron/core/transformer/transformer_config.py:621",
+        lambda plan: (
+            plan.layout.ep > 1
+            and not plan.shape.moe
+            and f"EP {plan.layout.ep} with a dense model: there are no experts to divide: set "
+            "actor_config.expert_model_parallel_size=1"
+        ),
+    ),
+    Rule(  # with moe_tp_extend_ep the TP ranks hold whole experts, too
+        "experts_by_training_ranks",
+        "MindSpeed mindspeed/features_manager/moe/tp_extend_ep.py:22",
+        multiple("experts", "shape.num_experts", "layout.tp", "layout.ep"),
+    ),
+    Rule(  # the sync knows experts in no other form
+        "experts_are_whole",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:189",
+        lambda plan: (
+            plan.shape.moe
+            and not plan.layout.tp_extend_ep
+            and "moe_tp_extend_ep = False must be True for a mixture of experts: without it vLLM's "
+            "experts stay zero, or the first sync fails"
+        ),
+    ),
+    Rule(
+        "experts_need_sequence_parallelism",
+        "Megatron-LM megatron/core/transformer/moe/moe_layer.py:133",
+        lambda plan: (
+            plan.shape.moe
+            and plan.layout.tp > 1
+            and not plan.layout.sequence_parallel
+            and "sequence_parallel must be true for a mixture of experts with "
+            f"tensor_model_parallel_size = {plan.layout.tp}"
+        ),
+    ),
+    Rule(  # which returns a variable that it sets only there; with LoRA there is another one
+        "dispatcher_has_ranks",
+        "MindSpeed mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/token_dispatcher.py:154",
+        lambda plan: (
+            plan.shape.moe
+            and plan.layout.tp_extend_ep
+            and not plan.lora
+            and plan.layout.tp * plan.layout.ep == 1
+            and "TP 1 x EP 1 without LoRA: MindSpeed's TP-to-EP dispatcher needs at least 2 ranks"
+        ),
+    ),
+]
+
+# ---- rollout ----
+
+
+def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
+    """The sync cuts the experts of a training rank into shares, and never joins those of two."""
+    layout = plan.layout
+    training, infer = layout.ep, layout.infer_tp * layout.infer_ep
+    if layout.tp_extend_ep:
+        training *= layout.tp
+    return infer % training > 0 and (
+        f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
+        f"training's TP {layout.tp} x EP {layout.ep} = {training}"
+    )
+
+
+def stages_hold_whole_infer_tp_groups(plan: Plan) -> Broken:
+    layout = plan.layout
+    what, ranks = f"ranks a stage ({layout.world} / PP {layout.pp})", layout.world // layout.pp
+    by = f"infer TP {layout.infer_tp}"
+    return layout.tp < layout.infer_tp and indivisible(what, ranks, by, layout.infer_tp)
+
+
+ROLLOUT = [
+    Rule(
+        "no_infer_pipeline",
+        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:169",
+        lambda plan: plan.layout.infer_pp > 1 and f"infer PP {plan.layout.infer_pp} must be 1",
+    ),
+    Rule(  # a rank left over would be in no expert group
+        "ranks_fill_infer_groups",
+        "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/vllm_parallel_state.py:267",
+        multiple("ranks", "layout.world", "layout.infer_tp", "layout.infer_ep"),
+    ),
+    Rule(
+        "infer_groups_hold_whole_training_groups",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:156",
+        infer_groups_hold_whole_training_groups,
+    ),
+    Rule(
+        "tensor_parallel_sizes_divide",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:651",
+        lambda plan: (
+            max(plan.layout.tp, plan.layout.infer_tp) % min(plan.layout.tp, plan.layout.infer_tp)
+            > 0
+            and f"TP {plan.layout.tp} and infer TP {plan.layout.infer_tp}: neither is a multiple of "
+            "the other"
+        ),
+    ),
+    Rule(
+        "stages_hold_whole_infer_tp_groups",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:174",
+        stages_hold_whole_infer_tp_groups,
+    ),
+    Rule(
+        "heads_by_infer_tp",
+        "vllm vllm/config/model.py:1048",
+        multiple("attention heads", "shape.num_attention_heads", "layout.infer_tp"),
+    ),
+    Rule(  # vLLM could repeat them, the sync cannot
+        "kv_heads_by_infer_tp",
+        "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/megatron_weight_loaders.py:160",
+        multiple("KV heads", "shape.num_key_value_heads", "layout.infer_tp"),
+    ),
+    Rule(
+        "width_by_infer_tp",
+        "vllm vllm/model_executor/layers/linear.py:1250",
+        width_by("layout.infer_tp"),
+    ),
+    Rule(
+        "vocabulary_by_infer_tp",
+        "vllm vllm/model_executor/layers/vocab_parallel_embedding.py:263",
+        multiple("rows of vLLM's embedding", "vllm_rows", "layout.infer_tp"),
+    ),
+    Rule(
+        "experts_by_infer_ranks",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:500",
+        multiple("experts", "shape.num_experts", "layout.infer_tp", "layout.infer_ep"),
+    ),
+    Rule(
+        "infer_experts_are_spread",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:569",
+        lambda plan: (
+            plan.shape.moe
+            and plan.layout.infer_tp * plan.layout.infer_ep == 1
+            and "infer TP 1 x EP 1 with a mixture of experts: the first weight sync fails; at least 2 "
+            "ranks must share vLLM's experts"
+        ),
+    ),
+    Rule(
+        "infer_experts_are_whole",
+        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:140",
+        lambda plan: (
+            plan.shape.moe
+            and plan.layout.infer_tp * plan.layout.infer_ep > 1
+            and not plan.layout.enable_expert_parallel
+            and "enable_expert_parallel must be true for a mixture of experts with infer TP "
+            f"{plan.layout.infer_tp} x EP {plan.layout.infer_ep}: the sync deals whole experts to "
+            "vLLM's ranks"
+        ),
+    ),
+    Rule(  # where tokens go to experts by MC2 or all-to-all; vLLM answers on
+        "shared_expert_is_summed",
+        "vllm-ascend vllm_ascend/ops/register_custom_ops.py:231",
+        lambda plan: (
+            plan.layout.infer_tp > 1
+            and plan.shape.shared_expert_intermediate_size > 0
+            and f"infer TP {plan.layout.infer_tp} with a shared expert: vllm-ascend leaves its parts "
+            "unsummed on a 910C, and every answer is wrong; infer TP must be 1 (infer EP may be more)"
+        ),
+    ),
+    Rule(
+        "two_ranks",
+        "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/vllm_parallel_state.py:80",
+        lambda plan: (
+            plan.layout.world == 1
+            and "1 NPU: it takes at least 2, since the groups that vLLM's ranks are found by are not "
+            "made for one"
+        ),
+    ),
+    Rule(
+        "answers_fit_vllm",
+        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:49",
+        lambda plan: (
+            plan.batch.seq_length > plan.batch.max_model_len
+            and f"seq_length {plan.batch.seq_length} is above max_model_len {plan.batch.max_model_len}"
+        ),
+    ),
+    Rule(  # vllm-ascend's scheduler does not cut prompts into chunks
+        "prompts_fit_the_scheduler",
+        "vllm-ascend vllm_ascend/core/schedule_config.py:66",
+        lambda plan: (
+            plan.batch.max_model_len > plan.batch.max_num_batched_tokens
+            and f"max_num_batched_tokens {plan.batch.max_num_batched_tokens} is below max_model_len "
+            f"{plan.batch.max_model_len}"
+        ),
+    ),
+]
+
 RULES = TRAINING + ROLLOUT + BATCH
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A rule that a plan breaks: its name, one sentence with the numbers, and `repository
-    path:line` of upstream.
-    """
+    """A rule that a plan breaks, by name, with one sentence that has the numbers, and its source."""
 
     rule: str
     message: str
@@ -79,7 +378,7 @@ def broken(plan: Plan, rules: Iterable[Rule] = RULES) -> list[Violation]:
     """Every rule of `rules` that the plan breaks; [] for a plan that upstream would run."""
     violations = []
     for rule in rules:
-        if message := rule.broken_by(plan):
+        if message := rule.check(plan):
             violations.append(Violation(rule.name, message, rule.source))
     return violations
 

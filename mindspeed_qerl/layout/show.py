@@ -1,6 +1,6 @@
 """Layouts, rules and memory for people: tables, and as JSON."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +14,8 @@ from mindspeed_qerl.layout.parts import GB, Part
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.planner import notes, reasons
 from mindspeed_qerl.layout.rules import Violation
-from mindspeed_qerl.layout.time import Phase, Terms, idle_share, iteration, total
-from mindspeed_qerl.layout.weights import model_parameters
+from mindspeed_qerl.layout.sizes import model_parameters
+from mindspeed_qerl.layout.time import Terms, idle_share, iteration, total
 from mindspeed_qerl.recipe.types import Layout
 
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
@@ -161,23 +161,6 @@ def time_dict(memory: Memory, terms: Terms) -> dict[str, dict[str, Any]]:
     for phase in iteration(memory, terms):
         found[phase.name] = vars(phase) | {"seconds": total([phase], terms)}
     return found
-
-
-def print_comparison(
-    console: Console, compared: Mapping[str, tuple[Memory, list[Phase]]], terms: Terms
-) -> None:
-    """Seconds of each phase of several plans beside each other, and their memory."""
-    table = _table_of_sums("seconds of an iteration", "sum")
-    rows: dict[str, dict[str, str]] = {}  # name of a phase -> plan -> its seconds
-    for name, (_, phases) in compared.items():
-        table.add_column(name, justify="right", footer=span(total(phases, terms)))
-        for phase in phases:
-            rows.setdefault(phase.name, {})[name] = span(total([phase], terms))
-    for phase_name, seconds in rows.items():
-        table.add_row(phase_name, *(seconds.get(name, "") for name in compared))
-    console.print(table)
-    peaks = [f"{name} {memory.peak / GB:.0f}" for name, (memory, _) in compared.items()]
-    console.print(f"GB at the fullest moment outside the rollout: {', '.join(peaks)}")
 
 
 def print_scale(console: Console, best: Sequence[Memory], terms: Terms) -> None:

@@ -14,11 +14,10 @@ from pathlib import Path
 import yaml
 
 from mindspeed_qerl.families import ModelShape, family_of
-from mindspeed_qerl.layout.graphs import LARGEST
 from mindspeed_qerl.layout.memory import Memory
 from mindspeed_qerl.layout.parts import BF16, Part, adapted_weights, size_of, trained
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.weights import rollout_weights, training_weights
+from mindspeed_qerl.layout.sizes import LARGEST, rollout_weights, training_weights
 
 # What a die has, and the share of it that is reached: Ascend/msmodeling 84fec85
 # tensor_cast/device.py; training's share: arXiv 2505.04519; latency: an all-reduce of 160 KB on 16
@@ -96,8 +95,13 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
     if memory.plan.lora:
         phases += [rank.merging(), rank.proof()]
+    batch = memory.plan.batch
     if memory.plan.has_reference:
-        phases.append(rank.reference())
+        sizes = batch.ref_forward, batch.ref_max_packing_token_size
+        phases.append(rank.logprobs("reference", *sizes))
+    if memory.plan.has_old_logprobs:
+        sizes = batch.actor_forward, batch.actor_max_packing_token_size
+        phases.append(rank.logprobs("old log-probs", *sizes))
     phases.append(rank.update())
     if work.problems:
         phases.append(rank.evaluation())
@@ -298,13 +302,13 @@ class _Rank:
         sent = collectives * tokens / layout.tp * shape.hidden_size * BF16
         return self._seconds("training", flops, 0, collectives * micro_batches, sent)
 
-    def reference(self) -> Phase:
-        batch = self.plan.batch
-        micro_batches = self._micro_batches(batch.ref_forward, batch.ref_max_packing_token_size)
+    def logprobs(self, name: str, answers: int, tokens: int) -> Phase:
+        """A forward pass over all answers, so many answers or tokens a micro-batch."""
+        micro_batches = self._micro_batches(answers, tokens)
         layer, outside = self._launches_of("forward", self.plan.layout.tp)
         launches = micro_batches * (max(self.plan.layers) * layer + outside)
         device = self._device(1, micro_batches)
-        return self._waiting("reference", launches, device, micro_batches)
+        return self._waiting(name, launches, device, micro_batches)
 
     def update(self) -> Phase:
         """Of a frozen weight the backward pass has no gradient, only its input's."""

@@ -103,10 +103,7 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
 
 def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
     """What a checkpoint says of the adapters in it."""
-    return {
-        "model": asdict(shape),
-        "lora": asdict(lora),
-    }
+    return {"model": asdict(shape), "lora": asdict(lora)}
 
 
 def read_tensors(directory: Path) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import json_text, new_directory, whole_checkpoints
 from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.common.seeds import derived_seed
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.local.limits import BESIDE_ROUNDED
+from mindspeed_qerl.local.limits import BESIDE_ROUNDED, beyond_kernels
 from mindspeed_qerl.recipe.fields import Size, part
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
@@ -75,7 +76,7 @@ class EvaluationJob:
 
     @property
     def is_beside(self) -> bool:
-        """Whether the base is quantised and the adapter is not."""
+        """Whether the base is quantized and the adapter is not."""
         return self.quantization is not None and self.quantization.lora == "beside"
 
 
@@ -197,10 +198,14 @@ def _prepare_platform(job: EvaluationJob) -> None:
     is_shared = job.tensor_parallel_size > 1
     if job.is_modelled and (is_shared or job.emulate_npu or _is_npu()):
         raise ConfigError(
-            "quantised layers and errors of other hardware are modelled in one process of vLLM for "
+            "quantized layers and errors of other hardware are modelled in one process of vLLM for "
             "CPUs: give --tensor-parallel-size 1, add --no-emulate-npu, or leave them out "
             "(--quantization none)"
         )
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and (faults := beyond_kernels(read_shape(job.model))):
+        raise ConfigError(*(f"{job.model}/config.json: {fault}" for fault in faults))
     if job.is_beside and job.dtype != "float32":
         raise ConfigError(
             f"quantization.lora = 'beside' with dtype = {job.dtype}: {BESIDE_ROUNDED} Give --dtype "
@@ -258,7 +263,7 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
     if job.is_modelled:
         base = job.model if job.is_beside else model
         engine = RolloutEngine(base, *sizes, quantization=job.quantization)
-        if job.is_beside:  # the base is quantised, and what is merged is synced
+        if job.is_beside:  # the base is quantized, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
             engine.load_tensors((name, merged.read(name)) for name in merged.files)

@@ -1,7 +1,11 @@
 """What the local engine cannot do. No torch here."""
 
+import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +13,19 @@ import psutil
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
-from mindspeed_qerl.families.config import not_built
+from mindspeed_qerl.families.built import not_built
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.layout.blocks import unfilled
 from mindspeed_qerl.layout.plan import NO_MODEL, Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, layout_faults
+from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = False
-EXPERT_WIDTH_STEP = 32  # vllm fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.output_alignment
+# Of vLLM's backend for CPUs: file and name of what it says that its kernels take.
+HEAD_DIMS = ("v1/attention/backends/cpu_attn.py", "get_supported_head_sizes")
+EXPERT_STEP = ("model_executor/layers/fused_moe/experts/cpu_moe.py", "output_alignment")
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not
 # here.
 LAYOUT_RULES = [
@@ -149,15 +155,8 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
     except ConfigError as error:
         yield Fault("model", f"{key} = {path!r}: {error}", key)
         return
-    for reason in not_built(read_config(file), family_of(shape)):
+    for reason in refused(file, shape):
         yield Fault("model", f"{file}: {reason}", str(file))
-    if shape.moe and shape.moe_intermediate_size % EXPERT_WIDTH_STEP:
-        message = (
-            f"{file}: moe_intermediate_size = {shape.moe_intermediate_size} must be a multiple of "
-            f"{EXPERT_WIDTH_STEP}; vLLM's CPU backend pads other widths, and padded experts cannot "
-            "be updated in place"
-        )
-        yield Fault("model", message, str(file))
     if recipe.algorithm.routing_replay != "none" and not shape.moe:
         yield _unsupported(
             "algorithm.routing_replay",
@@ -168,6 +167,49 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
     yield from layout_faults(plan, LAYOUT_RULES)
     yield from beyond_positions(plan, path)
     yield from unfilled(recipe.quantization.format, shape, 1, ())
+
+
+def refused(file: Path, shape: ModelShape) -> list[str]:
+    """Why this engine does not run the model of a config.json, whatever else is configured."""
+    return not_built(read_config(file), family_of(shape)) + beyond_kernels(shape)
+
+
+def beyond_kernels(shape: ModelShape) -> list[str]:
+    """Which sizes of a model vLLM's kernels for CPUs do not take, by what its sources say."""
+    head_dims, step = _of_vllm(*HEAD_DIMS), _of_vllm(*EXPERT_STEP)
+    heads, groups, reasons = shape.num_attention_heads, shape.num_key_value_heads, []
+    if heads % groups:
+        reasons.append(
+            f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
+        )
+    if head_dims and shape.head_dim not in head_dims:
+        reasons.append(
+            f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, head_dims))}: vLLM's "
+            "attention on CPUs takes no other"
+        )
+    for key in ("hidden_size", "moe_intermediate_size") if shape.moe and step else ():
+        if getattr(shape, key) % step:
+            reasons.append(
+                f"{key} = {getattr(shape, key)} must be a multiple of {step}: vLLM's experts on "
+                "CPUs take no other, or pad them, and what is padded cannot be updated in place"
+            )
+    return reasons
+
+
+@cache
+def _of_vllm(file: str, name: str) -> Any:
+    """What the literal is that vLLM gives a class's attribute or returns from its method: read from
+    the source, since an import takes ten seconds. None where this vLLM has no such.
+    """
+    spec = find_spec("vllm")
+    path = Path((spec and spec.submodule_search_locations or [""])[0], file)
+    with suppress(OSError, ValueError):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                return ast.literal_eval(node.body[-1].value)  # type: ignore[attr-defined]
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                return ast.literal_eval(node.value)
+    return None
 
 
 def data_files(recipe: Recipe) -> dict[str, Path | str]:

@@ -22,7 +22,7 @@ from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.local import arithmetic, checkpoint
 from mindspeed_qerl.local.batch import Batch, PromptOrder, deal
-from mindspeed_qerl.local.engine import Data
+from mindspeed_qerl.local.data import Data
 from mindspeed_qerl.local.processes import Processes, WorkerError, recorded_routers
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import RolloutEngine

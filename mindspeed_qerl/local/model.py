@@ -215,7 +215,7 @@ def load_weights(
     tp_size: int,
 ) -> None:
     """Fill every parameter of `model` with this rank's part of `checkpoint`; holds one whole
-    Megatron tensor beside the model at a time. ConfigError if one is missing, is quantised or has
+    Megatron tensor beside the model at a time. ConfigError if one is missing, is quantized or has
     another shape.
     """
     parameters = dict(model.named_parameters())
@@ -226,7 +226,7 @@ def load_weights(
             if not part.is_floating_point() or part.itemsize < 2:
                 raise ConfigError(
                     f"{checkpoint.directory}: {name} is {part.dtype}; give the model in bfloat16, "
-                    "float16 or float32, not quantised"
+                    "float16 or float32, not quantized"
                 )
         value = mapping.merge(parts)
         if mapping.shared:

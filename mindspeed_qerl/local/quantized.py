@@ -1,4 +1,4 @@
-"""Quantised rollouts in vLLM: rounded weights in the place of the synced ones, and layers that
+"""Quantized rollouts in vLLM: rounded weights in the place of the synced ones, and layers that
 round what they are given (docs/quantization.md).
 """
 
@@ -17,7 +17,7 @@ from mindspeed_qerl.recipe.types import Quantization
 
 
 class QuantizedModel:
-    """The linear layers of vLLM's model that are quantised, and whether they are now (`is_on`).
+    """The linear layers of vLLM's model that are quantized, and whether they are now (`is_on`).
 
     Args:
         model: vLLM's. checkpoint: the base model's.
@@ -31,12 +31,7 @@ class QuantizedModel:
             in a format that rounds what the layer is given.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        checkpoint: Checkpoint,
-        quantization: Quantization,
-    ):
+    def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, quantization: Quantization):
         # by vLLM's names the Hugging Face names of what is fused or stacked in each linear weight
         names: dict[str, list[str]] = defaultdict(list)
         for held in held_parts(model):
@@ -89,7 +84,7 @@ class QuantizedModel:
     def receive(
         self, named: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Keep those of a sync that are quantised, for `put`; yields the others."""
+        """Keep those of a sync that are quantized, for `put`; yields the others."""
         for name, tensor in named:
             if name in self.weights.synced:
                 self.weights.receive(name, tensor)
@@ -97,7 +92,7 @@ class QuantizedModel:
                 yield name, tensor
 
     def put(self, quantized: bool) -> None:
-        """Load the quantised weights into the model, or those that were synced; experts must be
+        """Load the quantized weights into the model, or those that were synced; experts must be
         unpacked.
         """
         self.weights.quantize()

@@ -109,7 +109,7 @@ class RolloutEngine:
             noise_level: how much; None: what the schedule says by itself.
             hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None:
                 computed as it is.
-            quantized: by the weights that are quantised, if some are; else by those that were
+            quantized: by the weights that are quantized, if some are; else by those that were
                 synced.
         """
         if hardware_error:
@@ -129,7 +129,7 @@ class RolloutEngine:
         hardware_error: dict | None = None,
         quantized: bool = True,
     ) -> Iterator[NoiseReport | None]:
-        """Inside, vLLM's model has the weights, quantised or not, with the noise of a step, and
+        """Inside, vLLM's model has the weights, quantized or not, with the noise of a step, and
         computes as other hardware would; where more than weights change the experts' fused kernel
         gives way to torch's operators meanwhile.
         """
@@ -189,15 +189,15 @@ class RolloutEngine:
 
     @torch.no_grad()
     def finish_sync(self) -> dict[str, float]:
-        """Pack the weights again; returns the relative error that quantisation made of the linear
-        weights, of all and by layer (empty: nothing is quantised).
+        """Pack the weights again; returns the relative error that quantization made of the linear
+        weights, of all and by layer (empty: nothing is quantized).
         """
         self._pack(quantized=True)
         return self.quantized.weights.errors() if self.quantized else {}
 
     @torch.no_grad()
     def _put(self, quantized: bool) -> None:
-        """Compute with the quantised weights, or with those that were synced."""
+        """Compute with the quantized weights, or with those that were synced."""
         self.start_sync()
         self._pack(quantized)
 
@@ -212,8 +212,8 @@ class RolloutEngine:
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> Movement:
         """What each LoRA target did to the weights that this engine's kernels read, against (alpha
-        / r) B A and the base weights on disk (lora/proof.py); of quantised weights to what was
-        quantised, and whether they are that. factors: from each rank (`adapter_factors`).
+        / r) B A and the base weights on disk (lora/proof.py); of quantized weights to what was
+        quantized, and whether they are that. factors: from each rank (`adapter_factors`).
         """
         tensors = dict(kernel_tensors(self.model))
         if self.quantized:

@@ -67,9 +67,7 @@ def check_answers(answers: Sequence[Answer], routers: Routers | None) -> None:
 
 
 def select(
-    answers: Sequence[Answer],
-    recipe: Recipe,
-    logprobs_before: Callable[[Batch], np.ndarray],
+    answers: Sequence[Answer], recipe: Recipe, logprobs_before: Callable[[Batch], np.ndarray]
 ) -> tuple[Batch, dict[str, float]]:
     """What is trained: `answers`, of whole groups, each with its advantage within its group; to a
     multiple of the mini-batch with answers that have no token to train. And metrics of the rewards.

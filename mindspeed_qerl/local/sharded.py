@@ -84,11 +84,7 @@ class ShardedAdapters:
         return factors
 
     def whole(
-        self,
-        mapping: ParameterMapping,
-        layer: LoRALinear,
-        factor: nn.Parameter,
-        part: torch.Tensor,
+        self, mapping: ParameterMapping, layer: LoRALinear, factor: nn.Parameter, part: torch.Tensor
     ) -> torch.Tensor | None:
         """A factor, its gradient or a moment of it from each rank's part; None where another rank
         hands it over.

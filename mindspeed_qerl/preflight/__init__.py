@@ -28,13 +28,14 @@ from mindspeed_qerl.preflight.case import (
     WARNING,
     Case,
     Check,
+    Question,
     case_of,
     failed,
     plain,
 )
+from mindspeed_qerl.preflight.checks import CHECKS, TABLE
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.preflight.probes import see_npus
-from mindspeed_qerl.preflight.table import TABLE, Row
 
 STYLES = {
     FAILED: "bold red",
@@ -48,11 +49,7 @@ ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
 
 
 def preflight(
-    raw: Mapping[str, Any],
-    name: str,
-    machine: Machine,
-    nodes: int = 1,
-    own_ray: bool = False,
+    raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1, own_ray: bool = False
 ) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
     a failed line, never an error. What may take long is said before it does, on stderr.
@@ -66,7 +63,10 @@ def preflight(
             flush=True,
         )
         case = replace(case, seen=see_npus(machine, own_ray))
-    checks = [check for row in TABLE for check in _answers(row, case)]
+    checks: list[Check] = []
+    for group, rows in CHECKS.items():
+        for row in rows:
+            checks += _answers(row, group, case)
     for accepted in map(plain, case.recipe.run.accepted_checks):
         if accepted not in ACCEPTABLE:
             words = unknown("check that can be accepted", accepted, ACCEPTABLE)
@@ -75,7 +75,7 @@ def preflight(
     return checks
 
 
-def _answers(row: Row, case: Case) -> Iterator[Check]:
+def _answers(row: Question, group: str, case: Case) -> Iterator[Check]:
     """The lines of a row."""
     if not all(getattr(case, need) for need in row.needs.split()):
         return
@@ -90,7 +90,7 @@ def _answers(row: Row, case: Case) -> Iterator[Check]:
             fix = fix or row.fix
         if state == FAILED and not row.refused and case.accepts(row.name):
             state = ACCEPTED
-        yield replace(check, state=state, name=check.name or row.name, group=row.group, fix=fix)
+        yield replace(check, state=state, name=check.name or row.name, group=group, fix=fix)
 
 
 def headline(checks: Iterable[Check]) -> str:

@@ -4,10 +4,11 @@ start, MindSpeed's operators at the first step. Where one worker cannot, the oth
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from mindspeed_qerl.emulation import CANN_VERSIONS
-from mindspeed_qerl.preflight.case import Case, Check, failed, passed, skipped, warning
+from mindspeed_qerl.preflight.case import Case, Check, Question, failed, passed, skipped, warning
 from mindspeed_qerl.preflight.machine import ProbeError
 
 # MindSpeed README.md:52 and docs/features/moe-token-permute-and-unpermute.md:22 at the pin.
@@ -18,7 +19,7 @@ SERIES = 25  # of the driver; MindSpeed-RL's guide (docs/zh/install_guide.md:29)
 DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
 
 
-def folder(case: Case, name: str, variable: str) -> Check:
+def folder(case: Case, variable: str) -> Check:
     """A variable that a set_env.sh sets to its root."""
     home = case.machine.environment.get(variable)
     if not home:
@@ -76,7 +77,7 @@ def driver(case: Case) -> Check:
     return passed(words)
 
 
-def commands(case: Case, name: str, needed: Sequence[str], why: str) -> Check:
+def commands(case: Case, needed: Sequence[str], why: str) -> Check:
     """Commands that compile something in the middle of a run."""
     missing = []
     for command in needed:
@@ -116,3 +117,80 @@ def operators(case: Case) -> Check:
             'segment from shared object")'
         )
     return passed(f"can be compiled in {root}")
+
+
+ROWS = [
+    Question(
+        "CANN's paths",
+        "Was CANN's set_env.sh sourced?",
+        partial(folder, variable="ASCEND_HOME_PATH"),
+        "unset ASCEND_HOME_PATH && source /usr/local/Ascend/cann/set_env.sh",
+        "npus_here",
+    ),
+    Question(
+        "CANN's version",
+        "Is CANN one that MindSpeed and vllm-ascend are for?",
+        version,
+        "docs/ascend.md, Install: CANN 8.5.0",
+        "npus_here",
+    ),
+    Question(
+        "CANN's operators",
+        "Are CANN's operators those of this chip?",
+        kernels,
+        "bash Ascend-cann-A3-ops_8.5.0_linux-aarch64.run --install    # for a 910C; 910b-ops "
+        "for a 910B",
+        "on_npus",
+    ),
+    Question(
+        "NNAL",
+        "Was NNAL's set_env.sh sourced?",
+        partial(folder, variable="ATB_HOME_PATH"),
+        "source /usr/local/Ascend/nnal/atb/set_env.sh    # docs/ascend.md, Install",
+        "npus_here",
+    ),
+    Question(
+        "driver",
+        "Is the driver of the series 25?",
+        driver,
+        "Driver and firmware 25.5.0 on the host (docs/ascend.md)",
+        "on_npus",
+    ),
+    Question(
+        "Megatron's helpers",
+        "Can rank 0 compile Megatron's helpers.cpp?",
+        partial(
+            commands,
+            needed=[
+                "make --version",
+                "g++ --version",
+                "python3 -m pybind11 --includes",
+                "python3-config --extension-suffix",
+            ],
+            why="rank 0 ends in silence where it cannot compile helpers.cpp, and the other ranks "
+            "wait for it",
+        ),
+        "apt install build-essential python3.11-dev\n"
+        "pip install pybind11    # for the python3 of PATH",
+        "on_npus",
+    ),
+    Question(
+        "ninja",
+        "Is there ninja?",
+        partial(
+            commands,
+            needed=["ninja --version"],
+            why="torch compiles MindSpeed's operators with it, at the first step",
+        ),
+        "pip install ninja",
+        "on_npus",
+    ),
+    Question(
+        "MindSpeed's operators",
+        "Can torch compile and load operators, and is no lock of a killed build left?",
+        operators,
+        "rm -r FOLDER_OF_THE_LOCK\n"
+        "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run",
+        "on_npus",
+    ),
+]

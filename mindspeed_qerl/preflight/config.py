@@ -6,7 +6,7 @@ from dataclasses import replace
 from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.preflight.case import Case, Check, failed, gigabytes, passed, skipped
+from mindspeed_qerl.preflight.case import Case, Check, Question, failed, gigabytes, passed, skipped
 
 # Keys of files that have checks of their own.
 FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
@@ -80,3 +80,50 @@ def vocabulary(case: Case) -> Check | None:
         f"and vLLM's embedding has {rows:,} rows",
         f"++model.{name}.padded_vocab_size={rows}    # an override of the config",
     )
+
+
+ROWS = [
+    Question(
+        "keys and values",
+        "Does the engine accept the config?",
+        keys,
+        "Change the config, or override the key on the command line",
+        "model_given",
+        refused=True,
+    ),
+    Question(
+        "layout",
+        "Does the layout keep upstream's rules?",
+        layout,
+        "python tools/plan_layout.py --config-name NAME    # the nearest layouts that are legal",
+        "upstream_rules",
+        refused=True,
+    ),
+    Question(
+        "memory of an NPU",
+        "Does the estimate fit into the smallest die?",
+        memory,
+        "python tools/plan_layout.py --config-name NAME --memory-gb GB    # every part, and "
+        "what else fits",
+        "upstream legal",
+    ),
+]
+
+MODEL = [
+    Question(
+        "config.json",
+        "Is there a readable config.json, and does it describe the model that Megatron is told of?",
+        config_json,
+        "Put the Hugging Face model that the YAML describes there, or: export MODELS=DIR    "
+        "# the folder that it is in",
+        "model_given",
+        refused=True,
+    ),
+    Question(
+        "vocabulary",
+        "Is padded_vocab_size set?",
+        vocabulary,
+        "++model.NAME.padded_vocab_size=N    # an override of the config",
+        "upstream",
+    ),
+]

@@ -5,6 +5,7 @@ Megatron's format.
 import re
 import shlex
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -16,10 +17,11 @@ from mindspeed_qerl.families.checkpoint import whole_files
 from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.weights import model_parameters, training_weights
+from mindspeed_qerl.layout.sizes import model_parameters, training_weights
 from mindspeed_qerl.preflight.case import (
     Case,
     Check,
+    Question,
     enough,
     failed,
     gigabytes,
@@ -136,7 +138,7 @@ def _rows(file: str) -> list[Row]:
         return []
 
 
-def converted(case: Case, name: str, key: str) -> Check:
+def converted(case: Case, key: str) -> Check:
     file = getattr(case.recipe.task, key)
     try:
         rows = read_rows(file)
@@ -229,3 +231,63 @@ def base_weights(case: Case) -> Check:
             words = f"a rank's share of this model is {gigabytes(shares[name])}: another model's?"
             return failed(f"{name}/{file.name} has {gigabytes(size)}; {words}", fix)
     return passed(f"{wanted}, which are there")
+
+
+MODEL = [
+    Question(
+        "tokenizer",
+        "Is there a tokenizer, with a chat template if one is needed?",
+        tokenizer,
+        "Download the model's whole directory (git lfs pull)\n"
+        "Take an instruct or chat model, or add its chat_template.jinja",
+        "model_given",
+    ),
+    Question(
+        "weights",
+        "Are the weight files of the index there, whole, and of this model?",
+        weights,
+        "Download the model's whole directory (git lfs pull)",
+        "model_given plan",
+    ),
+]
+
+DATA = [
+    Question(
+        "training rows",
+        "Can the training file be read?",
+        partial(converted, key="train_file"),
+        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR",
+        "reads_rows",
+    ),
+    Question(
+        "training files",
+        "Are packed prompts and labels there, as many of both, none empty, of the model's "
+        "vocabulary and shorter than max_prompt_length?",
+        training_files,
+        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR --format mindspeed "
+        "--tokenizer MODEL",
+        "upstream",
+    ),
+    Question(
+        "test rows",
+        "Can the test file be read?",
+        partial(converted, key="test_file"),
+        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR",
+    ),
+    Question(
+        "train and test",
+        "Is no test question trained on?",
+        overlap,
+        "Convert the data again, or if it is meant: task.allow_overlap=true    # an override",
+    ),
+]
+
+CHECKPOINTS = [
+    Question(
+        "base weights",
+        "Is there one whole file of this model for each rank of the layout?",
+        base_weights,
+        "The conversion: python tools/preflight.py --config-name NAME --print-conversion",
+        "upstream plan",
+    )
+]

@@ -1,13 +1,23 @@
 """The host: CPUs, limits, memory, disks."""
 
 from collections.abc import Callable
+from functools import partial
 
 from mindspeed_qerl.ascend.limits import needed_cpus
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import ADAMW, BF16, Settings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.weights import model_parameters, training_weights
-from mindspeed_qerl.preflight.case import Case, Check, enough, failed, gigabytes, passed, warning
+from mindspeed_qerl.layout.sizes import model_parameters, training_weights
+from mindspeed_qerl.preflight.case import (
+    Case,
+    Check,
+    Question,
+    enough,
+    failed,
+    gigabytes,
+    passed,
+    warning,
+)
 
 # bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
 PROCESS = 4 * 10**9
@@ -15,7 +25,6 @@ PROCESS = 4 * 10**9
 
 def at_least(
     case: Case,
-    name: str,
     measure: str,
     need: float,
     words: str,
@@ -145,3 +154,130 @@ def panic_on_oom(case: Case) -> Check | None:
     if case.machine.read("/proc/sys/vm/panic_on_oom").strip() in ("", "0"):
         return None
     return warning("the whole machine reboots when host memory runs out")
+
+
+ROWS = [
+    Question(
+        "CPUs",
+        "Has the running Ray the logical CPUs that upstream reserves?",
+        cpus,
+        "ray start ... --num-cpus=N    # on each node; they are places, not threads\n"
+        "or lower rl_config.num_cpus_for_placement_group",
+        "on_npus",
+    ),
+    Question(
+        "CPUs to run on",
+        "Do taskset, numactl and the container's cpuset leave 5 CPUs for each rank?",
+        partial(
+            at_least,
+            measure="cpus",
+            need=5,
+            per_rank=True,
+            words="{:,}, and vllm-ascend wants 5 for each rank: {:,}",
+        ),
+        "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the "
+        "container's --cpuset-cpus",
+        "on_npus",
+    ),
+    Question(
+        "host memory",
+        "Is there host memory for what all ranks load at once?",
+        host_memory,
+        "Raise the container's --memory, end what holds the memory (ps -eo pid,rss,args "
+        "--sort -rss | head), or use fewer ranks here",
+        "on_npus legal",
+    ),
+    Question(
+        "memory to convert",
+        "Is there host memory to convert the base weights?",
+        conversion_memory,
+        "Convert on a machine with more memory, and copy the result here",
+        "base_to_convert legal",
+    ),
+    Question(
+        "open files",
+        "Is `ulimit -n` 32,768?",
+        partial(
+            at_least,
+            measure="open_files",
+            need=32768,
+            words="ulimit -n is {:,}; Ray's and HCCL's connections may need {:,}",
+        ),
+        "ulimit -n 32768    # in the shell that starts the run",
+        "upstream",
+    ),
+    Question(
+        "threads",
+        "May the user start the threads of all ranks?",
+        partial(
+            at_least,
+            measure="threads",
+            need=600,
+            per_rank=True,
+            words="pids.max or ulimit -u is {:,}; with 600 for each rank, which is assumed, {:,} are "
+            "started",
+        ),
+        "Start the container with --pids-limit=-1 --ulimit nproc=65535; ulimit -u 65535",
+        "on_npus",
+    ),
+    Question(
+        "user and folder",
+        "Has the user a name, and can this folder be written?",
+        user,
+        'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, '
+        "or as root\n"
+        "A checkout that can be written; or start Ray elsewhere, and join it (RAY_ADDRESS)",
+        "on_npus",
+    ),
+    Question(
+        "/dev/shm",
+        "Has it 10 GB for Ray's objects?",
+        partial(
+            at_least,
+            measure="disk_free",
+            path="/dev/shm",
+            need=10000000000,
+            words="{:,} bytes free; below {:,} Ray keeps its objects on the disk",
+        ),
+        "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm",
+        "on_npus",
+    ),
+    Question(
+        "/tmp",
+        "Is 7 % of its disk free? Ray stops spilling below 5 %.",
+        partial(
+            at_least,
+            measure="disk_left",
+            path="/tmp",
+            least=0.05,
+            need=0.07,
+            words="{:.1%} of its disk are free; below 5 % Ray spills no object, and a run ends with "
+            "OutOfDiskError",
+        ),
+        "du -xh -d 2 /tmp | sort -h | tail    # what fills it? Or another disk for it: -v DIR:/tmp",
+        "upstream",
+    ),
+    Question(
+        "run.root", "Can it be written?", run_root, "run.root=DIR    # an override of the config"
+    ),
+    Question(
+        "disk for the run",
+        "Is there room for the run's checkpoints?",
+        run_disk,
+        "run.root=DIR, or a larger megatron_training.save_interval    # overrides of the config",
+        "upstream legal",
+    ),
+    Question(
+        "disk for the base",
+        "Is there room for the base weights that are converted next?",
+        base_disk,
+        "actor_config.load=DIR    # an override of the config",
+        "base_to_convert legal",
+    ),
+    Question(
+        "vm.panic_on_oom",
+        "Does the machine survive a process that takes too much memory?",
+        panic_on_oom,
+        "sysctl -w vm.panic_on_oom=0",
+    ),
+]

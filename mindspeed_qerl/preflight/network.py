@@ -6,9 +6,11 @@ those of the launcher's Ray.
 import ipaddress
 import re
 import socket
+from collections.abc import Mapping
+from itertools import combinations
 
 from mindspeed_qerl.ascend.limits import npu_environment
-from mindspeed_qerl.preflight.case import Case, Check, failed, passed, warning
+from mindspeed_qerl.preflight.case import Case, Check, Question, failed, passed, warning
 from mindspeed_qerl.preflight.machine import ProbeError
 
 HCCN = "/etc/hccn.conf"
@@ -18,7 +20,7 @@ TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
 PORTS = range(1024, 65536)
 RAY_PORT, WORKERS = 6380, range(20002, 30000)  # of the launcher's Ray (examples/grpo/launch.sh)
 AGENT = 52365  # Ray's dashboard agent (ray_constants.py:DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
-BASE = "HCCL_IF_BASE_PORT"
+BASE, RANGE = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
 
 
 def fault_of_address(name: str, value: str, nodes: int) -> str:
@@ -112,11 +114,11 @@ def links(case: Case) -> Check | None:
 def hccl_ports(case: Case) -> Check | None:
     """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on, by the number of its die
     (vllm-ascend pull request 12318), or somewhere in HCCL_HOST_SOCKET_PORT_RANGE, which has a row
-    of its own.
+    of its own. No two listeners of a run may have a port in common.
     """
     shell = case.machine.environment
-    if "HCCL_HOST_SOCKET_PORT_RANGE" in shell:
-        return None
+    if given := shell.get(RANGE):
+        return _fault_of_shared({RANGE: _spans(given)} | _ports_of_ray(case))
     given = shell.get(BASE) or npu_environment()[BASE]
     base = int(given) if given.isdecimal() else 0
     dies = {*range(case.ranks), *case.seen.mapped[: case.ranks]}
@@ -127,16 +129,15 @@ def hccl_ports(case: Case) -> Check | None:
             f"{PORTS[0]} to {PORTS[-1]}"
         )
     words = f"{base} to {ours[-1]}"
-    if case.own_ray:
-        shared = sorted(_ports_of_ray(shell.get("RAY_PORT")).intersection(ours))
-        if shared:
-            ports = ", ".join(map(str, shared))
-            return failed(f"{words}: {ports} are of Ray too, its head (RAY_PORT), agent or workers")
+    if fault := _fault_of_shared({BASE: set(ours)} | _ports_of_ray(case)):
+        return fault
     taken = ", ".join(str(port) for port in ours if not case.machine.may_listen(port=port))
     if taken:
         return failed(f"{words}: {taken} taken")
-    drawn = _ports(case, "ip_local_port_range", r"(\d+)\s+(\d+)")
-    kept = _ports(case, "ip_local_reserved_ports", r"(\d+)(?:-(\d+))?")
+    drawn, kept = (
+        _spans(case.machine.read(f"/proc/sys/net/ipv4/ip_local_{name}"))
+        for name in ("port_range", "reserved_ports")
+    )
     if set(ours) & drawn - kept:
         return warning(
             f"{words} are free, and inside net.ipv4.ip_local_port_range: any connection of this "
@@ -146,15 +147,76 @@ def hccl_ports(case: Case) -> Check | None:
     return passed(f"{words} are free")
 
 
-def _ports_of_ray(given: str | None) -> set[int]:
-    """The ports that the launcher's Ray is told to take, and its agent's."""
-    port = int(given) if given and given.isdecimal() else RAY_PORT  # the launcher refuses others
-    return {port, port + 1, AGENT, *WORKERS}
+def _ports_of_ray(case: Case) -> dict[str, set[int]]:
+    """Of each listener of the run's Ray the ports that it may take: of the one that is joined, or
+    of the launcher's.
+    """
+    shell = case.machine.environment
+    joined = shell.get("RAY_ADDRESS", "").rpartition(":")[2]
+    if joined.isdecimal() and not case.own_ray:
+        return {"RAY_ADDRESS": {int(joined)}}
+    given = shell.get("RAY_PORT", "")
+    port = int(given) if given.isdecimal() else RAY_PORT  # the launcher refuses others
+    return {
+        "Ray's head and its client server (RAY_PORT)": {port, port + 1},
+        "Ray's dashboard agent": {AGENT},
+        "Ray's workers": set(WORKERS),
+    }
 
 
-def _ports(case: Case, name: str, spans: str) -> set[int]:
-    """The ports of the spans, of a first and a last one, in a file below /proc/sys/net/ipv4."""
+def _fault_of_shared(listeners: Mapping[str, set[int]]) -> Check | None:
+    """A failure if two listeners may take the same port."""
+    faults = []
+    for (one, ports), (other, others) in combinations(listeners.items(), 2):
+        if shared := sorted(ports & others):
+            words = f"{shared[0]} to {shared[-1]}" if len(shared) > 1 else f"{shared[0]}"
+            faults.append(f"{words}: of {one} and of {other}")
+    return failed("; ".join(faults)) if faults else None
+
+
+def _spans(text: str) -> set[int]:
+    """The ports of a text's spans, each a first and a last one, or of its single ones.
+
+    >>> sorted(_spans("60000-60002,7")), sorted(_spans("8 9"))
+    ([7, 60000, 60001, 60002], [8, 9])
+    """
     ports = set()
-    for first, last in re.findall(spans, case.machine.read(f"/proc/sys/net/ipv4/{name}")):
+    for first, last in re.findall(r"(\d+)(?:[-\s]+(\d+))?", text):
         ports |= set(range(int(first), int(last or first) + 1))
     return ports
+
+
+ROWS = [
+    Question(
+        "ports of HCCL",
+        "Are HCCL's ports legal, free and nobody else's?",
+        hccl_ports,
+        "ss -ltnp | grep PORT    # whose?\n"
+        "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # other "
+        "ports; or RAY_PORT",
+        "on_npus",
+    ),
+    Question(
+        "host name",
+        "Has the host's name an address of this machine?",
+        host_name,
+        "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
+        "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
+        "on_npus",
+    ),
+    Question(
+        "hccn.conf",
+        "Has /etc/hccn.conf an address of each die?",
+        device_addresses,
+        "Start the container with -v /etc/hccn.conf:/etc/hccn.conf",
+        "several_nodes",
+    ),
+    Question(
+        "links of the NPUs",
+        "Are the NPUs' own network ports up?",
+        links,
+        "hccn_tool -i DIE -link -g; hccn_tool -i DIE -optical -g    # cable and switch are a "
+        "case for their owner",
+        "several_nodes",
+    ),
+]

@@ -1,3 +1,3 @@
-"""Quantised rollouts: what a number format does to the weights and activations of the rollout
+"""Quantized rollouts: what a number format does to the weights and activations of the rollout
 model.
 """

@@ -1,4 +1,4 @@
-"""Number formats of quantised rollouts as pure functions: what a tensor is after it was quantised
+"""Number formats of quantized rollouts as pure functions: what a tensor is after it was quantized
 and read back.
 
 | format      | weights [out, in]: block, scale             | element | activations [..., in] |
@@ -13,8 +13,11 @@ nvfp4's global is a float32 beside the blocks: 448 * 6 / amax of the whole tenso
 int8_w8a8 is vllm-ascend's W8A8_DYNAMIC (quantization/w8a8_dynamic.py), fp8 DeepSeek-V3's blocks
 (arXiv 2412.19437), the MX formats are OCP Microscaling 1.0 (section 6.3), and nvfp4 is NVIDIA's,
 weights only, as QeRL has it (arXiv 2510.11696). Elements are rounded to nearest, ties to even, and
-saturate. tests/quantization compares with torchao, compressed-tensors and vLLM, and says where
-implementations of MX choose other scales.
+saturate. A NaN makes all that share its scale NaN, as in OCP MX (a scale that is NaN), torchao and
+vLLM; so does an infinity, which those two keep among zeros in the MX formats. tests/quantization
+compares with torchao, compressed-tensors and vLLM; where the largest element of a block would
+saturate, above 1.75 times a power of two, vLLM's MXFP8 and compressed-tensors' MXFP4 double the
+scale instead.
 """
 
 from collections.abc import Callable
@@ -117,7 +120,8 @@ def quantize_mx(
     tensor([ 6.0000,  0.5000, -6.0000])
     """
     blocks = _blocks(x, 32)
-    scale = (_power_of_two(_amax(blocks)) * 2.0**-exponent).clamp(*E8M0_RANGE)
+    power = _power_of_two(_amax(blocks))  # infinite where a number is none
+    scale = torch.where(power.isfinite(), power * 2.0**-exponent, torch.nan).clamp(*E8M0_RANGE)
     return (element(_divide(blocks, scale)) * scale).flatten(-2)
 
 
@@ -144,7 +148,7 @@ def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.T
 @dataclass(frozen=True)
 class Format:
     """What a format does to a weight [out, in] and to activations [..., in] (None: nothing), each
-    to float32 of the same shape; ValueError where blocks do not fill the inputs (layout/blocks.py
+    to float32 of the same shape; ValueError where blocks do not fill the inputs (layout/sizes.py
     refuses that before a run).
 
     `weight` takes a second argument where the tensor is a part of a larger one: the largest of what

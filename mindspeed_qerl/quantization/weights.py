@@ -11,7 +11,7 @@ import torch
 from mindspeed_qerl.quantization.formats import FORMATS
 
 # By Hugging Face's names the linear layers of attention, MLPs and experts. Norms, routers
-# (mlp.gate), gates of shared experts, embeddings and the output layer are never quantised, as in
+# (mlp.gate), gates of shared experts, embeddings and the output layer are never quantized, as in
 # vLLM's and QeRL's checkpoints.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 WEIGHT_ERROR = "quantization/weight_error"
@@ -54,7 +54,7 @@ def ignore_fault(
     if not any(is_quantized(name, ignore) for name in linears):
         return (
             "rollout_quantization.ignore names every linear weight: rollout_quantization=none "
-            "goes without quantisation"
+            "goes without quantization"
         )
     for parameter, fused in layers.items() if FORMATS[format].activation else ():
         ignored = [name for name in fused if not is_quantized(name, ignore)]
@@ -92,18 +92,18 @@ def weight_errors(squares: Iterable[tuple[str, tuple[float, float]]]) -> dict[st
 
 
 class QuantizedWeights:
-    """The quantised tensors of a model, by their Hugging Face names, in the dtype that they have
+    """The quantized tensors of a model, by their Hugging Face names, in the dtype that they have
     there.
 
     Args:
-        format: one of FORMATS. beside: quantise the base alone; the adapters, what was synced less
+        format: one of FORMATS. beside: quantize the base alone; the adapters, what was synced less
             the base, are added after that (QeRL), and not rounded with it. base: the model's own
             tensors [out, in].
 
     Attributes:
         synced: as they were received, at first the base. used: what kernels multiply with.
-            adapters: the part that meets activations which are not quantised, for `beside` in a
-            format that quantises those; else empty.
+            adapters: the part that meets activations which are not quantized, for `beside` in a
+            format that quantizes those; else empty.
     """
 
     def __init__(self, format: str, beside: bool, base: Mapping[str, torch.Tensor]):

@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from mindspeed_qerl.common.files import sha256
 
 # rooms that train nothing, and change no number of a run
 WITHOUT_NUMBERS = ("compare", "demo", "integrations", "preflight", "runs", "sweep.py")
+
+SITES = {"site-packages", "dist-packages"}
 
 
 @cache  # of the process
@@ -46,12 +49,20 @@ def code_digest(package: Path) -> str:
 
 
 def _installed() -> dict[str, str]:
-    """Version of every distribution, by name."""
+    """Version of every distribution, by name. What a package has bundled in a folder of its own is
+    none, though the package may put that folder on sys.path once it is imported, as Ray does.
+    """
     packages: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
+    places = [place for place in sys.path if not _is_bundled(Path(place))]
+    for distribution in importlib.metadata.distributions(path=places):
         metadata = distribution.metadata  # is read anew each time
         packages.setdefault(metadata["Name"], metadata["Version"])
     return packages
+
+
+def _is_bundled(place: Path) -> bool:
+    """Returns True for a folder inside an installed package; eggs are installed packages."""
+    return place.suffix != ".egg" and bool(SITES & {path.name for path in place.parents})
 
 
 def git_state(source: Path) -> dict[str, Any] | None:

@@ -27,8 +27,8 @@ from pathlib import Path
 import yaml
 
 from mindspeed_qerl.ascend import contract
+from mindspeed_qerl.preflight.checks import TABLE
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.table import TABLE
 from tests import ROOT
 from tests.fake_box.npu_smi import table
 
@@ -47,9 +47,9 @@ MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
 # distribution -> pinned version
 PACKAGES = {
-    row.name: row.verdict.keywords["pin"]
-    for row in TABLE
-    if "pin" in getattr(row.verdict, "keywords", {})
+    question.name: question.verdict.keywords["pin"]
+    for question in TABLE
+    if "pin" in getattr(question.verdict, "keywords", {})
 }
 # Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
 OF_THE_HOST = {
@@ -133,15 +133,7 @@ def why_not():
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else ""
 
 
-def start(
-    box,
-    command,
-    folder,
-    environment=None,
-    sourced=False,
-    within=(),
-    **options,
-):
+def start(box, command, folder, environment=None, sourced=False, within=(), **options):
     """Start `command` in a new box; `options` are Popen's. folder: for what the box is made of, on
     a path without colons.
 

@@ -69,14 +69,7 @@ def of_npus(*arguments, **more):
     return Case(*arguments, besides=besides, **more)
 
 
-def exported(
-    name,
-    value,
-    state,
-    found,
-    check="",
-    besides=("variables",),
-):
+def exported(name, value, state, found, check="", besides=("variables",)):
     """A variable that the shell has; check: the one that says so, if it is not the variable's."""
     shell = {name: value}
     return Case(f"{name}={value}", check or name, state, found, shell=shell, besides=besides)
@@ -109,7 +102,6 @@ def path_without(words):
 
 NPUS = [
     of_npus("one die has gone altogether", "npu-smi", FAILED, "15 dies", Box(lost=(3,))),
-    of_npus("a card has gone altogether", "npu-smi", FAILED, "14 dies", Box(lost=(6, 7))),
     of_npus(
         "the container has 12 of 16 device nodes",
         "/dev/davinci*",
@@ -141,14 +133,6 @@ NPUS = [
         Box(used={5: 59000, 6: 3000}),
     ),
     Case(
-        "12 of 64 GB of a die are held",
-        "npu-smi",
-        WARNING,
-        "The plan needs 44.8 GB of the 56.1 GB that are left",
-        Box(used={5: 12000}),
-        besides=("processes on the dies",),
-    ),
-    Case(
         "a process of somebody else holds little of a die",
         "processes on the dies",
         WARNING,
@@ -170,13 +154,6 @@ NPUS = [
         WARNING,
         "because the device is used. ret is -8020",
         Box(smi="dcmi model initialized failed, because the device is used. ret is -8020"),
-    ),
-    Case(
-        "npu-smi does not find its libraries",
-        "npu-smi",
-        WARNING,
-        "libdrvdsmi_host.so",
-        Box(smi="npu-smi: error while loading shared libraries: libdrvdsmi_host.so: cannot open"),
     ),
     Case(
         "no npu-smi in the container",
@@ -253,6 +230,8 @@ LISTENER = """exec python -c 'import os, socket, sys
 listener = socket.create_server(("", {}))
 listener.set_inheritable(True)
 os.execvp(sys.argv[1], sys.argv[1:])' "$@" """
+HEAD = "of HCCL_IF_BASE_PORT and of Ray's head"
+WORKERS = "of HCCL_IF_BASE_PORT and of Ray's workers"
 HOST = [
     Case(
         "a host with 23 GB free",
@@ -260,13 +239,6 @@ HOST = [
         FAILED,
         "16 ranks load 107 GB of base weights at once",
         Box(memory=32 * GB, free=23 * GB),
-    ),
-    Case(
-        "a container of 100 GB",
-        "host memory",
-        FAILED,
-        "99.0 GB are left (memory.max = 100.0 GB)",
-        Box(cgroup={"memory.max": f"{100 * GB}", "memory.current": f"{GB}"}),
     ),
     Case(
         "a container of 400 GB, of which others have filled 380",
@@ -335,13 +307,6 @@ HOST = [
         Box(disk="10000000000"),
     ),
     Case(
-        "a disk with room for one checkpoint",
-        "disk for the run",
-        WARNING,
-        "50.0 GB free",
-        Box(disk="50000000000"),
-    ),
-    Case(
         "run.root is read-only",
         "run.root",
         FAILED,
@@ -353,11 +318,9 @@ HOST = [
     exported(
         "HCCL_IF_BASE_PORT", "65530", FAILED, "must be numbers from 1024 to 65535", "ports of HCCL"
     ),
-    exported("HCCL_IF_BASE_PORT", "abc", FAILED, "HCCL_IF_BASE_PORT=abc: it", "ports of HCCL"),
-    exported("HCCL_IF_BASE_PORT", "20000", FAILED, "20014, 20015 are of Ray too", "ports of HCCL"),
-    exported(
-        "RAY_PORT", "12350", FAILED, "12350, 12351 are of Ray too", "ports of HCCL", besides=()
-    ),
+    exported("HCCL_IF_BASE_PORT", "20000", FAILED, f"20002 to 20015: {WORKERS}", "ports of HCCL"),
+    exported("HCCL_IF_BASE_PORT", "6370", FAILED, f"6380 to 6381: {HEAD}", "ports of HCCL"),
+    exported("RAY_PORT", "12350", FAILED, f"12350 to 12351: {HEAD}", "ports of HCCL", besides=()),
     Case(
         "something listens on a port of HCCL",
         "ports of HCCL",
@@ -653,21 +616,6 @@ VERSIONS = [
         "libtorch_npu.so: undefined symbol: MsprofSysCycleTime",
     ),
     importing(
-        "libatb of the other C++ ABI",
-        "torch_npu.op_plugin.atb._atb_ops",
-        "libop_plugin_atb.so: undefined symbol: _ZNK6AsdOps3Ops18GetOperationByNameERKSs",
-    ),
-    importing(
-        "a package that upstream needs is missing",
-        "mindspeed_rl.workers.integrated_worker",
-        "No module named 'word2number'",
-    ),
-    importing(
-        "transformer_engine for CUDA",
-        "mindspeed_llm.training.arguments",
-        "libcudnn.so.9: cannot open shared object file: No such file or directory",
-    ),
-    importing(
         "scikit-learn's libgomp on aarch64",
         "transformers",
         "libgomp-d22c30c5.so.1.0.0: cannot allocate memory in static TLS block",
@@ -745,11 +693,7 @@ FILES = [
         files=config_says(max_position_embeddings=2048),
     ),
     Case(
-        "no model",
-        "config.json",
-        FAILED,
-        "has no config.json",
-        files=without("model/config.json"),
+        "no model", "config.json", FAILED, "has no config.json", files=without("model/config.json")
     ),
     Case(
         "half of the model was downloaded",
@@ -780,11 +724,7 @@ FILES = [
         files=without("model/tokenizer_config.json"),
     ),
     Case(
-        "base weights of a few bytes",
-        "base weights",
-        FAILED,
-        "another model's?",
-        files=tiny_base,
+        "base weights of a few bytes", "base weights", FAILED, "another model's?", files=tiny_base
     ),
     Case(
         "base weights of another layout",

@@ -74,13 +74,7 @@ def mount(source, target, kind="", flags=0, data=""):
         raise OSError(code, f"mount {source} at {target}: {os.strerror(code)}")
 
 
-def mirror(
-    stage,
-    place,
-    more,
-    without=(),
-    inside=None,
-):
+def mirror(stage, place, more, without=(), inside=None):
     """Make the folder `place` the box's own: what is in it stays, but for `without`; `more`, name
     -> source, comes in. inside: the same for folders in it.
     """

@@ -37,14 +37,7 @@ class Launcher:
 class Nodes:
     """The two launchers, what they print, and how long they took. arguments: those of both."""
 
-    def __init__(
-        self,
-        folder,
-        cables,
-        variables,
-        box,
-        arguments=(),
-    ):
+    def __init__(self, folder, cables, variables, box, arguments=()):
         self.folder, self.cables, self.variables, self.default, self.arguments = (
             folder,
             cables,

@@ -7,7 +7,7 @@ cases.py has those that the preflight meets; `OTHERS` those that tests of the la
 nodes, of workers and of the engine show; `NOT_CAUGHT` those that nothing meets.
 """
 
-from mindspeed_qerl.preflight.table import TABLE
+from mindspeed_qerl.preflight.checks import TABLE
 from tests.fake_box.cases import PREFLIGHT
 
 # who reports it -> cases, each with the file of its test

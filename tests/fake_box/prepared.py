@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mindspeed_qerl.common.files import TRACKER, rank_folders
 from mindspeed_qerl.layout.plan import plan_of
-from mindspeed_qerl.layout.weights import model_parameters, training_weights
+from mindspeed_qerl.layout.sizes import model_parameters, training_weights
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert

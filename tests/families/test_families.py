@@ -18,7 +18,7 @@ from mindspeed_qerl.families import (
 )
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
-from mindspeed_qerl.layout.weights import model_parameters
+from mindspeed_qerl.layout.sizes import model_parameters
 from tests.upstream.rehearsal import FAMILIES as REHEARSED
 
 
@@ -208,7 +208,7 @@ def test_what_megatron_derives_may_be_left_out():
             {"model_type": "qwen2"},
             "qk_layernorm = True in the config, but the qwen2 model of config.json has False",
         ),
-        ({"model_type": ["qwen3"]}, "unknown model_type ['qwen3']"),
+        ({"model_type": ["qwen3"]}, "model_type ['qwen3'] is an architecture of its own"),
     ],
 )
 def test_a_config_json_of_another_model(changed, message):
@@ -254,14 +254,20 @@ def test_no_value_raises_and_each_other_value_is_a_fault(family):
             )
 
 
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "qwen3_5_moe", "qwen3_vl", "qwen3_moe_text", "Qwen3_moe", None]
+)
+def test_another_architecture_is_no_misspelt_one(kind):
+    with pytest.raises(ConfigError, match=f"model_type {kind!r} is an architecture of") as refused:
+        shape_of({"model_type": kind}, "M")
+    assert "did you mean" not in str(refused.value)
+
+
 def test_a_family_that_the_npu_engine_lacks_is_refused_in_words(monkeypatch):
     config, arguments = rehearsed("qwen2")
     monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], adaptor=None))
     assert compare_with_model(arguments, config, "M/config.json") == [
-        (
-            "M/config.json: the NPU engine has no weight adaptor for model_type 'qwen2'; the local "
-            "engine runs it"
-        )
+        "M/config.json: the NPU engine has no weight adaptor for model_type 'qwen2'"
     ]
 
 

@@ -12,7 +12,8 @@ import transformers
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import family_of, read_config, read_shape, shape_of
-from mindspeed_qerl.families.config import not_built, resolve, unread_by_4
+from mindspeed_qerl.families.built import not_built
+from mindspeed_qerl.families.config import resolve, unread_by_4
 
 from .public_models import MODELS, OTHERS, newer
 from .test_families import compare_with_model

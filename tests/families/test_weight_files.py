@@ -141,10 +141,7 @@ REFUSED = {
         f"gone.safetensors. If {SINGLE} is the whole model, move {INDEX} away",
     ),
     "two sets": (both, f"has {SINGLE} beside the files of {INDEX}. If"),
-    "pytorch_model.bin alone": (
-        only_pickled,
-        r"neither .* in safetensors .save_pretrained",
-    ),
+    "pytorch_model.bin alone": (only_pickled, r"neither .* in safetensors .save_pretrained"),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), f"neither {INDEX} nor {SINGLE}"),
     "an empty file": (content(SINGLE, b""), f"{SINGLE} cannot be read; it may be cut short"),
     "a file that was cut": (cut, f"{SINGLE} cannot be read; it may be cut short"),

@@ -3,7 +3,7 @@
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES
-from mindspeed_qerl.layout.blocks import SHARED_INPUTS, unfilled
+from mindspeed_qerl.layout.sizes import SHARED_INPUTS, unfilled
 
 
 @pytest.mark.parametrize(

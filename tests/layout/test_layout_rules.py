@@ -31,61 +31,6 @@ def plan(shape=QWEN3, batch=None, **layout):
     )
 
 
-@pytest.mark.parametrize(
-    "shape, world, training, infer, reasons",
-    [
-        (
-            QWEN3,
-            12,
-            dict(tp=3, ep=4),
-            (6, 2),
-            {
-                "heads_by_tp",
-                "kv_heads_by_tp",
-                "vocabulary_by_tp",
-                "experts_by_training_ranks",
-                "heads_by_infer_tp",
-                "kv_heads_by_infer_tp",
-                "vocabulary_by_infer_tp",
-                "experts_by_infer_ranks",
-            },
-        ),
-        (QWEN3, 16, dict(tp=4, ep=4), (4, 4), set()),
-        (QWEN3, 16, dict(tp=4, ep=4), (2, 8), set()),
-        (QWEN3, 16, dict(tp=4, ep=4), (1, 16), set()),
-        (QWEN3, 16, dict(tp=1, ep=16), (1, 16), set()),
-        (QWEN3, 16, dict(tp=4, ep=2), (1, 8), set()),
-        (QWEN3, 12, dict(tp=4, pp=3, ep=1), (4, 1), set()),
-        (QWEN3, 12, dict(tp=4, pp=1, ep=1), (4, 1), set()),
-        (QWEN3, 12, dict(tp=1, pp=1, ep=4), (1, 4), set()),
-        (
-            QWEN15,
-            16,
-            dict(tp=4, ep=4),
-            (4, 4),
-            {"experts_by_training_ranks", "experts_by_infer_ranks", "shared_expert_is_summed"},
-        ),
-        (QWEN15, 12, dict(tp=4, ep=3), (1, 12), set()),
-        (QWEN15, 12, dict(tp=4, ep=3), (4, 3), {"shared_expert_is_summed"}),
-        (QWEN3, 16, dict(tp=4, ep=4), (1, 8), {"infer_groups_hold_whole_training_groups"}),
-        (
-            QWEN3,
-            12,
-            dict(tp=1, ep=12),
-            (1, 12),
-            {"experts_by_training_ranks", "experts_by_infer_ranks"},
-        ),
-    ],
-)
-def test_the_verdicts(shape, world, training, infer, reasons):
-    assert {
-        fault.rule
-        for fault in broken(
-            plan(shape, world=world, infer_tp=infer[0], infer_ep=infer[1], **training)
-        )
-    } == reasons
-
-
 # rule -> a plan that breaks it and nothing else, and what the message must say
 EXAMPLES = {
     "two_ranks": (plan(DENSE, world=1), "1 NPU: it takes at least 2"),
@@ -373,6 +318,10 @@ def test_the_vocabulary_is_padded_as_vllm_does():
     assert [fault.rule for fault in broken(replace(plan(small), padded_vocab_size=1000))] == [
         "vocabulary_is_vllms"
     ]
+
+
+def test_a_list_of_layers_goes_where_they_do_not_divide():
+    assert not broken(plan(DENSE, pp=8, num_layer_list=(4, 4, 4, 4, 3, 3, 3, 3)))
 
 
 def test_context_parallel_ranks_share_a_prompt():

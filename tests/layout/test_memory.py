@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of
+from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of, stage_memory
 from mindspeed_qerl.layout.parts import (
     GB,
     GRAPH,
@@ -18,7 +18,7 @@ from mindspeed_qerl.layout.parts import (
 )
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import new_plan
-from mindspeed_qerl.layout.weights import model_parameters, rollout_weights, training_weights
+from mindspeed_qerl.layout.sizes import model_parameters, rollout_weights, training_weights
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
@@ -190,22 +190,6 @@ def of_update(it, **settings):
     return parts(estimate(it, Settings(**settings)), "update")
 
 
-@pytest.mark.parametrize(
-    "world, layout, dense, experts",
-    [  # worked out independently for Qwen3-30B-A3B in bfloat16
-        (16, dict(ep=16, infer_ep=16), 3.1, 3.6),
-        (12, dict(ep=4, infer_ep=4), 3.1, 14.5),
-        (12, dict(tp=4, infer_tp=4), 0.8, 14.5),
-    ],
-)
-def test_base_weights_of_a_rank(world, layout, dense, experts):
-    found = of_update(plan(QWEN3, world, **layout))
-    assert (
-        round(found["frozen base, dense part"], 1),
-        round(found["frozen base, experts"], 1),
-    ) == (dense, experts)
-
-
 def test_what_users_report():
     """Boxes like this, EP 4, 2k tokens: base about 15 GB, LoRA 2 GB, activations and gradients
     20-25 GB a rank (without recomputation).
@@ -348,9 +332,35 @@ def test_the_first_stage_keeps_more_micro_batches_and_the_last_has_the_logits():
     assert "logits" not in parts(first, "update") and "logits" in parts(memory, "update")
 
 
-def test_uneven_stages_are_all_looked_at():
-    it = plan(DENSE, 8, pp=4, num_layer_list=(4, 14, 6, 4))
-    assert estimate(it, Settings()).stage == 1
+@pytest.mark.parametrize(
+    "shape, layout, settings, fits",
+    [
+        (QWEN3, dict(tp=4, pp=2, num_layer_list=(25, 23), infer_tp=4), Settings(), False),
+        (QWEN3, dict(tp=4, pp=2, num_layer_list=(23, 25), infer_tp=4), Settings(), False),
+        (QWEN3, dict(pp=2, ep=8, num_layer_list=(40, 8), infer_ep=16), Settings(), True),
+        (DENSE, dict(pp=4, num_layer_list=(4, 14, 6, 4)), Settings(enforce_eager=False), True),
+        (DENSE, dict(pp=2, num_layer_list=(1, 27)), Settings(32, 0.85), False),
+    ],
+)
+def test_a_plan_fits_where_every_stage_does(shape, layout, settings, fits):
+    it = plan(shape, 16, **layout)
+    memory = estimate(it, settings)
+    stages = [stage_memory(it, settings, stage) for stage in range(it.layout.pp)]
+    assert memory.fits == all(stage.fits for stage in stages) == fits
+    assert memory.peak == max(stage.peak for stage in stages)
+    answer, limit = memory.kv_token * it.batch.max_model_len, settings.memory_gb * GB
+    left = []
+    for stage in stages:
+        weights = parts(stage, "rollout")
+        held = sum(
+            size for name, size in weights.items() if name not in ("KV cache", "decode graphs")
+        )
+        left.append(settings.gpu_memory_utilization * limit - held * GB)
+    assert memory.kv_stage == left.index(min(left))
+    assert memory.answers_at_once == max(0, min(left)) // answer
+    assert memory.kv_missing == pytest.approx(max(0, answer - min(left)), abs=1)
+    if not fits:
+        assert f"KV cache in pipeline stage {memory.kv_stage}" in memory.faults[-1]
 
 
 def test_hccl_buffers_count_the_groups_that_send():

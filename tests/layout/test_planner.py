@@ -211,10 +211,35 @@ def test_a_legal_layout_of_a_config_that_the_engine_refuses():
     assert "engine refuses this config: algorithm.routing_replay = 'record' with" in told.stdout
 
 
+LLAMA = "the NPU engine has no weight adaptor for model_type 'llama'"
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        ({"model_type": "llama"}, "the NPU engine has no weight adaptor for model_type 'llama'"),
+        ({"model_type": "llama"}, f"{LLAMA}. The local engine can run it"),
+        (
+            {"model_type": "llama", "rope_scaling": LLAMA3},
+            (
+                f"{LLAMA}; rope_type is 'llama3'; only 'default' is built, by Megatron as by vLLM. "
+                "The local engine refuses it: rope_type is 'llama3'"
+            ),
+        ),
+        (
+            {"model_type": "llama", "mlp_bias": True},
+            "The local engine refuses it: mlp_bias is True",
+        ),
+        (
+            {"model_type": "llama", "head_dim": 48},
+            f"{LLAMA}. The local engine refuses it: head_dim = 48 must be one of 32, 64, 80",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},

@@ -231,8 +231,7 @@ def test_a_run_whose_files_are_others_is_not_evaluated(tiny_model, data_dir, tmp
     assert of_run(run.path, step=0).data == str(test)
     shutil.copy(raw["task"]["train_file"], test)
     with pytest.raises(
-        ConfigError,
-        match="seen other files than are there now.*--data.*\ntest.sha256 was",
+        ConfigError, match="seen other files than are there now.*--data.*\ntest.sha256 was"
     ):
         of_run(run.path, step=0)
     assert of_run(run.path, step=0, data=str(test)).data == str(test)  # it was given
@@ -271,11 +270,7 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
         ({"problems": 0}, ValueError, "problems\n.* greater than or equal to 1"),
         ({"temperature": 0.0}, ValueError, "temperature\n.* greater than 0"),
         ({"data": "no.parquet"}, OSError, "no.parquet"),
-        (
-            {"prompt": "chat"},
-            ConfigError,
-            "chat_template is not set.* takes task.prompt=plain",
-        ),
+        ({"prompt": "chat"}, ConfigError, "chat_template is not set.* takes task.prompt=plain"),
         (
             {"max_prompt_length": 2},
             ConfigError,

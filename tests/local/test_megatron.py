@@ -424,11 +424,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
 
 @pytest.mark.parametrize(
     "layout, family",
-    [
-        ("TP 2, PP 2, EP 2", "qwen2_moe"),
-        ("TP 2, sequence parallel", "qwen3"),
-        ("PP 2", "qwen2"),
-    ],
+    [("TP 2, PP 2, EP 2", "qwen2_moe"), ("TP 2, sequence parallel", "qwen3"), ("PP 2", "qwen2")],
 )
 def test_exports_of_a_checkpoint_are_the_trained_policy(
     results, model_dirs, data_dir, tmp_path, layout, family
@@ -643,7 +639,7 @@ def test_a_model_that_is_not_what_its_config_says_is_refused_by_tensor(
         check_tensors(Checkpoint(directory), shape)
 
 
-def test_quantised_weights_are_refused_by_tensor(tmp_path):
+def test_quantized_weights_are_refused_by_tensor(tmp_path):
     directory = make_model("qwen3", tmp_path / "model")
     change_tensors(
         directory,

@@ -1,4 +1,4 @@
-"""Quantised rollouts in vLLM against transformers, whose layers are handed the rounded weights and
+"""Quantized rollouts in vLLM against transformers, whose layers are handed the rounded weights and
 activations.
 """
 
@@ -46,7 +46,7 @@ def engine(model_dir):
 
 
 def requantize(engine, *settings, **more):
-    """Another quantisation of an engine; its weights are the base's again."""
+    """Another quantization of an engine; its weights are the base's again."""
     base = engine.quantized.weights.synced.keys()
     for module in engine.model.modules():
         if hasattr(module, "cpu_linear"):
@@ -136,7 +136,7 @@ def test_logprobs_are_transformers_with_the_rounded_weights(engine, model_dir, n
     )
     assert np.array_equal(
         engine_logprobs(engine, sequences()), found
-    )  # quantised again, bit for bit
+    )  # quantized again, bit for bit
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
@@ -167,7 +167,7 @@ def test_the_proof_of_a_sync_reads_what_the_kernels_have(engine, model_dir, name
     update, weights = factors(model_dir, 0)
     sync(engine, weights)
     assert sync_faults(engine.movement(update)) == []
-    engine._put(quantized=False)  # what is synced, and not quantised
+    engine._put(quantized=False)  # what is synced, and not quantized
     assert sync_faults(engine.movement(update))
     engine._put(quantized=True)
     assert sync_faults(engine.movement(update)) == []
@@ -181,7 +181,7 @@ def test_the_proof_of_a_sync_reads_what_the_kernels_have(engine, model_dir, name
     sync(engine, weights)
 
 
-def test_answers_carry_the_logprobs_of_the_quantised_policy_with_its_noise(engine, model_dir):
+def test_answers_carry_the_logprobs_of_the_quantized_policy_with_its_noise(engine, model_dir):
     requantize(engine, "nvfp4")
     sync(engine, changed_weights(model_dir))
     prompts, _ = assert_answers_are_of_the_noisy_policy(engine)

@@ -16,6 +16,7 @@ from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.local import limits
 from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.local.serving import check_built
@@ -429,12 +430,7 @@ def layers_and_engines_of_a_processor(rank, models, path):
             result |= {"stale_y": layer(x, weight), "stale_held": held(weight).t()}
             layer.forget()
             layers.append(
-                {
-                    **result,
-                    "next": other,
-                    "next_y": layer(x, weight),
-                    "next_held": held(weight).t(),
-                }
+                {**result, "next": other, "next_y": layer(x, weight), "next_held": held(weight).t()}
             )
     torch.save({"engines": engines, "layers": layers}, path)
     os._exit(0)
@@ -496,3 +492,13 @@ def test_bfloat16_engines_compute_on_every_processor_what_was_synced(processor):
             target for target, entry in engine["after_a_loss"].items() if entry["max_error"] > 0
         }
         assert lost == {"linear_proj"}
+
+
+def test_the_sizes_that_kernels_take_are_vllms_own():
+    import vllm.model_executor.layers.attention  # noqa: F401  first, as vLLM imports them
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert limits._of_vllm(*limits.HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
+    assert limits._of_vllm(*limits.EXPERT_STEP) == CPUUnquantizedExperts.output_alignment
+    assert limits._of_vllm("gone.py", "gone") is None

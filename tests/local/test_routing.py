@@ -36,11 +36,7 @@ LAYOUTS = {  # name: (ranks, TP, PP, EP, layers computed again for their gradien
     "TP 2, EP 2": (4, 2, 1, 2, 1),
     "TP 2, PP 2, EP 2": (8, 2, 2, 2, 2),
 }
-DEFAULT = {
-    ("one rank", "qwen3_moe"),
-    ("PP 2", "qwen2_moe"),
-    ("TP 2, EP 2", "qwen3_moe"),
-}
+DEFAULT = {("one rank", "qwen3_moe"), ("PP 2", "qwen2_moe"), ("TP 2, EP 2", "qwen3_moe")}
 CASES = [
     pytest.param(layout, family, marks=[] if (layout, family) in DEFAULT else [pytest.mark.full])
     for layout in LAYOUTS

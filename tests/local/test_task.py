@@ -2,7 +2,9 @@
 date.
 """
 
+import json
 import shutil
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -11,11 +13,13 @@ import pytest
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.local import evaluate as evaluate_module
-from mindspeed_qerl.local.engine import load_data
+from mindspeed_qerl.local.data import load_data
 from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.prompts import Prompts
 from mindspeed_qerl.tasks.rows import read_rows
+
+from .conftest import recipe_of
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,7 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     """
     tokenizer.chat_template = DATED
     tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL))
     files = {"train": data_dir / "train_chat.parquet", "test": data_dir / "test_chat.parquet"}
     day = datetime(2026, 7, 26, 23, 59, tzinfo=UTC)
     monkeypatch.setattr(directory, "_now", lambda: day)
@@ -90,3 +95,38 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
         ConfigError, match="was started with other prompts, evaluation_prompts. What makes them"
     ):
         load_data(recipe, RunDirectory.open(run.path), progress)
+
+
+SMALL = dict(
+    model_type="qwen3_moe",
+    num_hidden_layers=2,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    vocab_size=128,
+)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({}, None),
+        ({"head_dim": 80}, None),
+        ({"head_dim": 16}, "head_dim = 16 must be one of 32, 64, 80,"),
+        ({"head_dim": 48}, "head_dim = 48 must be one of 32"),
+        ({"head_dim": 1024}, "head_dim = 1024 must be one of 32"),
+        ({"hidden_size": 80}, "hidden_size = 80 must be a multiple of 32"),
+        ({"moe_intermediate_size": 48}, "moe_intermediate_size = 48 must be a multiple of 32"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 must be a multiple of num_key_value"),
+    ],
+)
+def test_what_vllms_kernels_do_not_take_is_refused_before_anything_starts(
+    tmp_path, data_dir, changed, message
+):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | changed))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        recipe_of(tmp_path, data_dir)

@@ -13,6 +13,7 @@ import pytest
 
 from mindspeed_qerl.ascend.contract import PINS, Report
 from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, preflight
+from mindspeed_qerl.preflight.checks import CHECKS
 from mindspeed_qerl.preflight.machine import ProbeError
 from mindspeed_qerl.recipe.compose import compose
 from tests.fake_box.npu_smi import table
@@ -23,7 +24,7 @@ PACKAGES = {
     "torch": "2.7.1",
     "torch_npu": "2.7.1.post1",
     "vllm": "0.11.0+empty",
-    "ray": "2.54.0",
+    "ray": "2.53.0",
     "transformers": "4.57.1",
     "numpy": "1.26.4",
     "peft": "0.7.1",
@@ -35,7 +36,7 @@ CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx
 INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
 DRIVER = "/usr/local/Ascend/driver/version.info"
 SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}
-GROUPS = tuple(dict.fromkeys(row.group for row in TABLE))
+GROUPS = tuple(CHECKS)
 
 
 def npu_smi(count, health=None, used=None):

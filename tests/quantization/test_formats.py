@@ -1,6 +1,7 @@
 """Number formats beside torchao, compressed-tensors and vLLM, and beside float64 formulas."""
 
 import itertools
+import math
 import sys
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_qerl.layout.blocks import BLOCKS
+from mindspeed_qerl.layout.sizes import BLOCKS
 from mindspeed_qerl.quantization.formats import FORMATS, quantize_fp8, to_e2m1, to_e4m3
 from mindspeed_qerl.quantization.weights import QuantizedWeights
 from mindspeed_qerl.recipe.features import ROLLOUT_FORMATS
@@ -184,29 +185,6 @@ def test_mx_is_the_specification_in_float64(values, power, name):
     )
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero"])
-def test_other_implementations_of_mx_take_another_scale_where_elements_would_saturate(kind):
-    """Above 1.75 times a power of two the largest element of a block saturates by the
-    specification's scale; vLLM's MXFP8 and compressed-tensors' MXFP4 double the scale there, and
-    agree everywhere else.
-    """
-    from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
-    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
-
-    x = tensors()[kind].float()
-    amax = x.view(256, 8, 32).abs().amax(-1)
-    mantissa, exponent = 2 * torch.frexp(amax).mantissa, torch.frexp(amax).exponent - 1
-    is_some = amax > 0
-    codes, exponents = _mxfp8_e4m3_quantize_torch(x)
-    vllms = codes.float().view(256, 8, 32) * torch.exp2(exponents.float() - 127).unsqueeze(-1)
-    differs = (FORMATS["mxfp8"].weight(x).view(256, 8, 32) != vllms).any(-1)
-    assert not differs[mantissa <= 1.75].any()
-    doubled = exponents.float() - 127 != exponent - 8
-    assert torch.equal(doubled[is_some], (mantissa > 1.75)[is_some])
-    doubled = generate_mx_scales(amax) - 127 != exponent - 2
-    assert torch.equal(doubled[is_some], (mantissa >= 1.75)[is_some])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nvfp4_is_vllms(kind):
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
@@ -218,24 +196,9 @@ def test_nvfp4_is_vllms(kind):
     assert torch.equal(FORMATS["nvfp4"].weight(x), ref_nvfp4_quant_dequant(x, unit, 16))
 
 
-@pytest.mark.parametrize("kind", ["random", "bfloat16", "outliers", "sparse"])
-def test_nvfp4_is_torchaos_but_for_ties(torchao, kind):
-    """torchao divides where vLLM multiplies with a reciprocal: the last bit, which decides ties."""
-    from torchao.prototype.mx_formats.nvfp4_tensor import per_tensor_amax_to_scale
-
-    x = tensors()[kind].float()
-    whole = per_tensor_amax_to_scale(x.abs().max())
-    theirs = torchao[2].to_nvfp4(x, per_tensor_scale=whole).dequantize(torch.float32)
-    ours = FORMATS["nvfp4"].weight(x)
-    differs = ~torch.isclose(ours, theirs, rtol=1e-5, atol=0)
-    assert differs.float().mean() < 1e-3
-    halfway = (ours + theirs)[differs] / 2
-    assert torch.allclose(x[differs], halfway, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_every_format_keeps(name):
-    """Signs, zeros, scale by powers of two, and what was quantised before; float32 of the same
+    """Signs, zeros, scale by powers of two, and what was quantized before; float32 of the same
     shape.
     """
     x = tensors()["random"]
@@ -286,12 +249,38 @@ def test_parts_that_know_the_largest_elements_of_the_whole_are_parts_of_the_whol
         )
 
 
-def test_the_order_of_the_formats_on_a_normal_weight():
-    x, error = tensors()["random"], {}
-    for name, of_format in FORMATS.items():
-        error[name] = ((of_format.weight(x) - x).norm() / x.norm()).item()
-    assert error["int8_w8a8"] < error["mxfp8"] < error["nvfp4"] < error["mxfp4"]
-    assert error["int8_w8a8"] < 0.01 and error["fp8"] == pytest.approx(0.0265, abs=0.002)
+SHARED = {  # rows and columns of the tile that has one scale
+    "int8_w8a8": (1, 256),
+    "fp8": (128, 128),
+    "mxfp8": (1, 32),
+    "mxfp4": (1, 32),
+    "nvfp4": (256, 256),
+}
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_no_number_makes_none_of_all_that_share_its_scale(torchao, name, wrong):
+    x, (rows, columns) = tensors()["random"], SHARED[name]
+    top, left = 130 // rows * rows, 70 // columns * columns
+    tile = slice(top, top + rows), slice(left, left + columns)
+    expected = FORMATS[name].weight(x)
+    expected[tile] = math.nan
+    x[130, 70] = wrong
+    found = FORMATS[name].weight(x)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+    if name in ELEMENTS and math.isnan(wrong):
+        mx, modes, _ = torchao
+        theirs = mx.to_mx(x, ELEMENTS[name], 32, modes.FLOOR).dequantize(torch.float32)
+        assert torch.equal(found.isnan(), theirs.isnan())
+    if activation := FORMATS[name].activation:
+        wide = 128 if name == "fp8" else columns
+        left = 70 // wide * wide
+        assert activation(x).isnan().nonzero()[:, 0].unique().tolist() == [130]
+        assert activation(x)[130].isnan().nonzero().flatten().tolist() == [
+            *range(left, left + wide)
+        ]
 
 
 def test_a_config_knows_every_format():

@@ -437,7 +437,7 @@ def test_foreign_hardware_is_for_no_copies(raw):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt2"}, "unknown model_type 'gpt2'"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is an architecture of its own"),
         ({"num_experts": 7}, "7 experts cannot be divided by TP 1 x EP 2 = 2"),
         (
             {"num_experts": ..., "num_local_experts": 7},

@@ -1,0 +1,116 @@
+"""What follows from a model's sizes and a plan's: the parameters that a rank holds, the steps of
+decoding that are captured, and the widths that the blocks of quantized rollouts fill.
+"""
+
+from collections.abc import Collection, Iterator
+
+from mindspeed_qerl.common.errors import Fault
+from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.layout.plan import Plan
+
+# tokens of a captured step; vllm-ascend's experts take no more in one (model_runner_v1.py:540)
+LARGEST = 512
+# inputs that share a scale (quantization/formats.py)
+BLOCKS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+PADDED = {"fp8": 128}  # the same; the last block of a whole tensor may be shorter
+# Of layers whose inputs tensor parallel ranks share: o_proj, and each down_proj.
+SHARED_INPUTS = (
+    "num_attention_heads x head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+
+# ---- parameters: pairs, all but the experts, and the experts ----
+
+
+def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
+    """Counts the parameters of one layer on one rank."""
+    family = family_of(shape)
+    dense, experts = family.other_parameters(shape, tp), 0
+    for linear in family.linears(shape):
+        if linear.split == "expert":
+            experts += linear.inputs * linear.outputs * linear.copies // expert_ranks
+        else:
+            dense += linear.inputs * linear.outputs // tp
+    return dense, experts
+
+
+def training_weights(plan: Plan, stage: int) -> tuple[int, int]:
+    """Counts those of one training rank in pipeline stage `stage` (0 .. PP-1)."""
+    layout = plan.layout
+    first, last = stage == 0, stage == layout.pp - 1
+    return _shard(plan.shape, plan.rows, layout.tp, layout.ep, plan.layers[stage], first, last)
+
+
+def rollout_weights(plan: Plan) -> tuple[int, int]:
+    """Counts those of one vLLM rank."""
+    layout, layers = plan.layout, plan.shape.num_hidden_layers
+    return _shard(plan.shape, plan.vllm_rows, layout.infer_tp, layout.infer_ep, layers)
+
+
+def model_parameters(shape: ModelShape) -> int:
+    """Counts those of the whole model, experts included."""
+    return sum(_shard(shape, shape.vocab_size, 1, 1, shape.num_hidden_layers))
+
+
+def _shard(
+    shape: ModelShape,
+    rows: int,
+    tp: int,
+    ep: int,
+    layers: int,
+    first: bool = True,
+    last: bool = True,
+) -> tuple[int, int]:
+    """Counts those of `layers` layers; the first bring the embedding, the last the output layer and a norm."""
+    dense, experts = layer_weights(shape, tp, tp * ep)
+    tables = first + last
+    if first and last and shape.tie_word_embeddings:
+        tables = 1
+    outside_layers = (tables * (rows // tp) + last) * shape.hidden_size
+    return dense * layers + outside_layers, experts * layers
+
+
+# ---- captured steps and blocks ----
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Sequences of a captured step, ascending; a step of fewer is filled up to the next. Each is a
+    graph, memory and seconds at the start, and an empty row costs little: weights are read anyway.
+
+    >>> capture_sizes(96)
+    [1, 2, 4, 8, 16, 32, 64, 96]
+    """
+    largest = min(max_num_seqs, LARGEST)
+    powers = [2**n for n in range(largest.bit_length()) if 2**n < largest]
+    return [*powers, largest]
+
+
+def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -> Iterator[Fault]:
+    """Faults of a format with a model whose layers its blocks do not fill.
+
+    Args:
+        tp: the engine's tensor parallel size. shared: the inputs of which each rank rounds its own
+            part.
+    """
+    key = "rollout_quantization.format"
+    if (block := (BLOCKS | PADDED).get(format)) is None:
+        return
+    of_heads = shape.num_attention_heads * shape.head_dim
+    for name in ("hidden_size", *SHARED_INPUTS):
+        width = getattr(shape, name, of_heads)
+        if width % block and format in BLOCKS:
+            message = (
+                f"{key} = {format!r}: the model's {name} = {width} is no multiple of its blocks of "
+                f"{block} inputs; int8_w8a8 and fp8 take any width"
+            )
+        elif name in shared and tp > 1 and width % (block * tp):
+            message = (
+                f"{key} = {format!r} with generate_config.infer_tensor_parallel_size = {tp}: a "
+                f"rank's part of the model's {name} = {width} is no multiple of its blocks of "
+                f"{block} inputs; set a smaller size"
+            )
+        else:
+            continue
+        yield Fault("unsupported", message, key)
