@@ -446,6 +446,8 @@ def test_many_groups_of_long_names_are_told_apart(count, tmp_path, monkeypatch):
     lines = [bars.lines[0] for bars in figure.axes[0].containers]
     drawn = [(line.get_color(), line.get_linestyle()) for line in lines]
     assert len(set(drawn)) == len(drawn) == count
+    inches = [axes.get_window_extent().height / figure.dpi for axes in figure.axes]
+    assert min(inches) > 1.9, "the legend has taken the place of the panels"
     assert all(axes.get_ylabel() for axes in figure.axes) and figure.axes[0].get_ylim()[1] <= 1
 
 
