@@ -103,7 +103,7 @@ class Quantization:
     format: RolloutFormat = "none"
     # the merged weights at each sync; or the base alone, as QeRL does
     lora: Literal["merged", "beside"] = "merged"
-    ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantised
+    ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantized
     evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
 
     @property

@@ -163,7 +163,7 @@ class RunObserver:
 
         Args:
             movement: by LoRA target (lora/proof.py join). unlike: names of weights that are not the
-                rounding of what was synced, where rollouts are quantised.
+                rounding of what was synced, where rollouts are quantized.
         """
         recipe, faults = self.recipe, sync_faults(movement)
         shares = {}
