@@ -1,4 +1,4 @@
-"""Quantised rollouts: how far each format takes the policy that samples from the one that is
+"""Quantized rollouts: how far each format takes the policy that samples from the one that is
 trained, beside noise.
 
     python benchmarks/quantization.py kl          # 15 minutes on 2 cores

@@ -156,7 +156,7 @@ def against_off(*cells: str) -> tuple[tuple[str, str, str], ...]:
 
 STUDIES = {
     "arithmetic": Study(
-        "Does quantisation noise or AQN help a policy to learn?",
+        "Does quantization noise or AQN help a policy to learn?",
         crossed(
             {
                 "fp32": (),

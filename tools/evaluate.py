@@ -88,7 +88,7 @@ def main() -> int:
     )
     what = parser.add_argument_group("what (with --run the rest is as in its config)")
     how = parser.add_argument_group("how")
-    quantized = parser.add_argument_group("with quantised linear layers (docs/quantization.md)")
+    quantized = parser.add_argument_group("with quantized linear layers (docs/quantization.md)")
     hardware = parser.add_argument_group("as other hardware would answer (docs/quantization.md)")
     what.add_argument("--run", metavar="DIR", help="a run directory; its checkpoint is evaluated")
     what.add_argument(

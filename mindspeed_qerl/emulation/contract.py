@@ -1,4 +1,4 @@
-"""What the operators of serving (paged, fused_infer, serving, quantisation) check before they
+"""What the operators of serving (paged, fused_infer, serving, quantization) check before they
 compute: an NPU that is given what its contract refuses reads or writes wherever its kernel happens
 to, or stops with a number; here it is a ValueError that names the value and the rule.
 """

@@ -81,7 +81,7 @@ def npu_moe_init_routing_v2(
         float32 (T * K,): scale of each of the A rows if given, the rest unwritten.
 
     Raises:
-        NotImplementedError: quantisation, drop_pad_mode 1, expert_tokens_num_type 0 (a sum), no
+        NotImplementedError: quantization, drop_pad_mode 1, expert_tokens_num_type 0 (a sum), no
             expert_tokens_num_flag, all of which CANN 8.3.RC1 and 8.5.0 refuse too, but quant_mode
             1.
         ValueError: another active_num, a range or an expert outside [0, expert_num), shapes or

@@ -97,7 +97,7 @@ def npu_moe_distribute_dispatch_v2(
         expand_scales: float32 (A,), unwritten.
 
     Raises:
-        NotImplementedError: quantisation, expert_scales (communication in steps on A2), experts of
+        NotImplementedError: quantization, expert_scales (communication in steps on A2), experts of
             other kinds, tensor parallelism, comm_alg.
         ValueError: shapes, dtypes or limits that CANN refuses; ranks that disagree on what they
             must have in common; unequal BS without global_bs or with a mask that hides something,
@@ -224,7 +224,7 @@ def npu_moe_distribute_combine_v2(
         (BS, H), expand_x's dtype.
 
     Raises:
-        NotImplementedError: shared_expert_x, quantised communication, and what the dispatch does
+        NotImplementedError: shared_expert_x, quantized communication, and what the dispatch does
             not know.
         ValueError: as the dispatch, or arguments that are not of one dispatch, for which a box
             waits for ever.

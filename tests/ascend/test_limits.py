@@ -158,7 +158,7 @@ def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
 
 
 @pytest.mark.parametrize("infer_tp, fault", [(2, None), (4, "intermediate_size = 192 is no")])
-def test_rollouts_are_quantised_where_ranks_have_whole_blocks(raw, infer_tp, fault):
+def test_rollouts_are_quantized_where_ranks_have_whole_blocks(raw, infer_tp, fault):
     """The tiny models are 128 wide, have 4 heads of 32, and MLPs of 192."""
     config = raw("qwen3", npus=4, tp=2, infer_tp=infer_tp)
     put(config, "rollout_quantization", {"format": "mxfp4", "evaluation": True})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import contract, paged, quantised, serving
+from mindspeed_qerl.emulation import contract, paged, quantized, serving
 from tests.emulation.sequences import KV_HEADS, Paged, int32
 from tests.emulation.test_fused_infer import chunks, fused
 from tests.emulation.test_operators import normal
@@ -41,14 +41,14 @@ def top_p(dtype):
         ("must be bfloat16, not float16", lambda: fused(chunks(torch.float16))),
         (f"{HALF}, not float32", lambda: rotary(torch.float32, True, torch.arange(3))),
         ("not float64", lambda: top_p(torch.float64)),
-        ("bfloat16, not float", lambda: quantised.npu_dynamic_quant(ONES)),
+        ("bfloat16, not float", lambda: quantized.npu_dynamic_quant(ONES)),
         (
             "bfloat16, not float",
-            lambda: quantised.npu_add_rms_norm_quant(ONES, ONES, ONES[0], ONES[0], None),
+            lambda: quantized.npu_add_rms_norm_quant(ONES, ONES, ONES[0], ONES[0], None),
         ),
         (
             "bfloat16, not float",
-            lambda: quantised.npu_quantize(ONES.double(), ONES[0], None, torch.qint8, -1, False),
+            lambda: quantized.npu_quantize(ONES.double(), ONES[0], None, torch.qint8, -1, False),
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Quantised weights in the real vllm-ascend on emulated NPUs, as a process of its own for each
+"""Quantized weights in the real vllm-ascend on emulated NPUs, as a process of its own for each
 rank; the arguments are those of ascend_rollout.py, whose cases, prompts and answers these are.
 
 Each format in turn, on the weights of the model's files: the parts of all ranks put together beside

@@ -1,4 +1,4 @@
-"""A run of the real engine with quantised rollouts that says what each of its samples was drawn by,
+"""A run of the real engine with quantized rollouts that says what each of its samples was drawn by,
 or with a planted fault.
 
     python quantized_run.py CONFIG.yaml FOLDER [FAULT]

@@ -1,4 +1,4 @@
-"""Quantised rollouts on the NPU engine: each rank's parts against the format of whole tensors,
+"""Quantized rollouts on the NPU engine: each rank's parts against the format of whole tensors,
 served log-probs against transformers with those, whole runs, and faults that stop them.
 """
 
@@ -146,9 +146,9 @@ def test_a_run(family, layout, format, ours, upstream, tiny, tmp_path):
         asked = read_jsonl(tmp_path / f"rank{rank}.jsonl")
         assert [row["step"] for row in asked if row["purpose"] == "evaluation"] == [0, 1, 2, 3]
         for row in asked:
-            quantised = row["purpose"] != "evaluation" or "rollout_quantization" in ours
-            assert (row["magnitudes"] <= 8) == (quantised and format in ("nvfp4", "mxfp4"))
-            assert row["int8_layers"] == (4 * LAYERS if quantised and format == "int8_w8a8" else 0)
+            quantized = row["purpose"] != "evaluation" or "rollout_quantization" in ours
+            assert (row["magnitudes"] <= 8) == (quantized and format in ("nvfp4", "mxfp4"))
+            assert row["int8_layers"] == (4 * LAYERS if quantized and format == "int8_w8a8" else 0)
 
 
 @pytest.mark.parametrize("fault, format", [("weight", "nvfp4"), ("layer", "int8_w8a8")])

@@ -223,7 +223,7 @@ def test_the_ranks_are_told_the_noise_of_the_next_step_once_this_one_was_reporte
     assert logged_with[1] == 0  # a run without noise tells nobody
 
 
-def test_the_error_of_quantised_weights_counts_each_part_once(make):
+def test_the_error_of_quantized_weights_counts_each_part_once(make):
     """Two engines of two tensor parallel ranks, which have copies of shared parts and each their
     own experts.
     """

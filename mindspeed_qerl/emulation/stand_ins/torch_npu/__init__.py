@@ -23,7 +23,7 @@ from mindspeed_qerl.emulation import (
     not_emulated,
     operators,
     paged,
-    quantised,
+    quantized,
     serving,
     soc,
 )
@@ -37,7 +37,7 @@ for _module in (
     mc2,
     operators,
     paged,
-    quantised,
+    quantized,
     serving,
 ):
     globals().update(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.emulation import quantised
+from mindspeed_qerl.emulation import quantized
 from tests.emulation.refusals import refusals
 from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
 
@@ -38,7 +38,7 @@ def test_add_rms_norm_quant(dtype, with_beta, normed):
     )
     scales = (normal(*normed, seed=4).abs() / 20 + 0.01).to(SCALES[dtype][0])
     zero_points = (10 * normal(*normed, seed=5)).round().to(SCALES[dtype][1])
-    y1, unwritten, x = quantised.npu_add_rms_norm_quant(
+    y1, unwritten, x = quantized.npu_add_rms_norm_quant(
         x1, x2, gamma, scales, zero_points, beta, epsilon=0.1
     )
     total = wide(x1) + wide(x2)
@@ -51,12 +51,12 @@ def test_add_rms_norm_quant(dtype, with_beta, normed):
 
 def test_add_rms_norm_quant_saturates():
     x, one = torch.tensor([[100.0, -100.0]]).half(), torch.ones(2)
-    y1, _, _ = quantised.npu_add_rms_norm_quant(x, x, one.half(), one / 1000, None)
+    y1, _, _ = quantized.npu_add_rms_norm_quant(x, x, one.half(), one / 1000, None)
     assert y1.tolist() == [[127, -128]]
 
 
 test_add_rms_norm_quant_refuses = refusals(
-    quantised.npu_add_rms_norm_quant,
+    quantized.npu_add_rms_norm_quant,
     dict(
         x1=normal(3, 16),
         x2=normal(3, 16),
@@ -95,7 +95,7 @@ def test_quantize(dtype, shape, axis, offset):
     x = normal(4, 5, 6, dtype=dtype) * 40
     scales = normal(*shape, dtype=dtype, seed=1)
     zero_points = (10 * normal(*shape, dtype=dtype, seed=2)).round() if offset else None
-    y = quantised.npu_quantize(x, scales, zero_points, torch.qint8, axis, False)
+    y = quantized.npu_quantize(x, scales, zero_points, torch.qint8, axis, False)
 
     def along(values):
         flat = wide(values).reshape(-1)
@@ -106,13 +106,13 @@ def test_quantize(dtype, shape, axis, offset):
 
 def test_quantize_rounds_half_to_even():
     halves = torch.tensor([[-1.5, -0.5, 0.5, 1.5, 2.5]])
-    assert quantised.npu_quantize(halves, torch.ones(1), None, torch.int8, -1, False).tolist() == [
+    assert quantized.npu_quantize(halves, torch.ones(1), None, torch.int8, -1, False).tolist() == [
         [-2, 0, 0, 2, 2]
     ]
 
 
 test_quantize_refuses = refusals(
-    quantised.npu_quantize,
+    quantized.npu_quantize,
     dict(
         self=normal(5, 6),
         scales=normal(1),
@@ -137,7 +137,7 @@ test_quantize_refuses = refusals(
 def test_dynamic_quant(dtype, smooth):
     x = normal(3, 7, 64, dtype=dtype) * 5
     factors = normal(64, dtype=dtype, seed=1) if smooth else None
-    y, scale = quantised.npu_dynamic_quant(x, smooth_scales=factors)
+    y, scale = quantized.npu_dynamic_quant(x, smooth_scales=factors)
     rows = wide(x) * (wide(factors) if smooth else 1)
     expected = np.abs(rows).max(-1) / 127
     assert scale.dtype == torch.float32
@@ -147,12 +147,12 @@ def test_dynamic_quant(dtype, smooth):
 
 
 def test_dynamic_quant_of_zeros():
-    y, scale = quantised.npu_dynamic_quant(torch.zeros(2, 4).half())
+    y, scale = quantized.npu_dynamic_quant(torch.zeros(2, 4).half())
     assert not y.any() and not scale.any()
 
 
 test_dynamic_quant_refuses = refusals(
-    quantised.npu_dynamic_quant,
+    quantized.npu_dynamic_quant,
     dict(input=normal(3, 4)),
     ("group_index", dict(group_index=torch.ones(1).int())),
     ("quint4x2", dict(dst_type=torch.quint4x2)),
@@ -176,7 +176,7 @@ def test_quant_matmul(pertoken, bias, scale_shape, dtype):
     scale = normal(*scale_shape, seed=2).abs().float() / 100
     rows = normal(7, seed=3).abs().float() if pertoken else None
     added = None if bias is None else (1000 * normal(5, seed=4)).to(bias)
-    out = quantised.npu_quant_matmul(
+    out = quantized.npu_quant_matmul(
         x1, x2, scale, pertoken_scale=rows, bias=added, output_dtype=dtype
     )
     product = x1.numpy().astype(np.int64) @ x2.numpy().astype(np.int64)
@@ -190,7 +190,7 @@ def test_quant_matmul(pertoken, bias, scale_shape, dtype):
 
 
 test_quant_matmul_refuses = refusals(
-    quantised.npu_quant_matmul,
+    quantized.npu_quant_matmul,
     dict(
         x1=torch.ones(3, 4).to(torch.int8),
         x2=torch.ones(4, 5).to(torch.int8),
