@@ -24,6 +24,7 @@ HERE = Path(__file__)
 STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
 # labels of axes that end at 0 and 1, if what is drawn does
 FRACTIONS = ("accuracy", "fraction", "share", "effective sample size", "mean reward")
+LEAST_SPAN = 0.1  # of the largest value on an axis
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
 
 Columns = dict[str, list[float]]
@@ -118,11 +119,21 @@ def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figur
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)
     for axes, draw in zip(grid[:, 0], panels):
         draw(axes)
+        _show_no_rounding(axes)
         if axes.get_ylabel() in FRACTIONS:
             _end_at_1(axes)
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
+
+
+def _show_no_rounding(axes: Axes) -> None:
+    """Widens a linear axis that shows less than LEAST_SPAN of its values, so that equal ones are."""
+    low, high = axes.get_ylim()
+    least = LEAST_SPAN * max(abs(low), abs(high))
+    if axes.get_yscale() == "linear" and high - low < least:
+        middle = (low + high) / 2
+        axes.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def _end_at_1(axes: Axes) -> None:

@@ -131,6 +131,17 @@ def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, monkeypatch, 
         assert extent.x1 <= figure.bbox.x1
 
 
+def test_an_axis_does_not_show_rounding(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    columns = {"step": [1, 40], "sync/arrived/linear_qkv": [1 - 6e-8, 1 + 7e-8]}
+    plots.write_plots(columns, {"step": []}, tmp_path, "a run")
+    drawn[0].draw_without_rendering()
+    [axes] = drawn[0].axes
+    low, high = axes.get_ylim()
+    assert low < 0.96 and high > 1.04 and not axes.yaxis.get_offset_text().get_text()
+
+
 def test_a_run_that_did_not_finish_gets_its_report(new_run):
     run = new_run()
     terminal, _, pictures = report(run)
