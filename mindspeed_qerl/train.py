@@ -148,7 +148,9 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
 
 
 def how_to_resume(directory: RunDirectory) -> str:
-    """What an interrupted run says: the step that it reached, and how it goes on after which."""
+    """Returns what an interrupted run says: the step that it reached, and how it goes on after
+    which.
+    """
     step, checkpoints = directory.status()["step"], whole_checkpoints(directory.checkpoints_dir)
     if not checkpoints:
         return (

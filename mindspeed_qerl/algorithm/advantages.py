@@ -51,7 +51,7 @@ def group_advantages(
     estimator: str = "group_norm",
     divide_by_std: bool = True,
 ) -> torch.Tensor:
-    """How much better each answer is than those to the same prompt, computed in float64.
+    """Returns how much better each answer is than those to the same prompt, computed in float64.
 
     group_norm: (r - mean) / (std + 1e-6), std unbiased (GRPO; MindSpeed-RL
     trainer/utils/compute_utils.py:152 `compute_group_norm_advantage_return`); with

@@ -14,8 +14,8 @@ def correction_weights(
     mask: torch.Tensor,
     correction: Correction,
 ) -> tuple[torch.Tensor, Metrics]:
-    """What the policy loss of each token is multiplied by; r = p_trained / p_sampled, of a token or
-    an answer.
+    """Returns what the policy loss of each token is multiplied by; r = p_trained / p_sampled, of a
+    token or an answer.
 
     - token_tis: min(r, cap) of each token (truncated importance sampling, Yao et al. 2025,
       fengyao.notion.site/off-policy-rl): the bias of the tokens sampled before stays.

@@ -70,7 +70,7 @@ class LossInputs:
     entropy: torch.Tensor | None = None
 
     def without_padding(self) -> "LossInputs":
-        """The same with zeros outside the mask."""
+        """Returns the same inputs with zeros outside the mask."""
         padded = {
             field: _inside(self.mask, values)
             for field, values in vars(self).items()
@@ -88,8 +88,8 @@ MOST_LOG_RATIO = 20.0
 
 
 def denominator(mask: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
-    """What the sum that `loss` returns is divided by, in the whole mini-batch, float64 []: add up
-    those of its micro-batches.
+    """Returns what the sum that `loss` returns is divided by, in the whole mini-batch, float64 []:
+    add up those of its micro-batches.
 
     token-mean: its tokens (DAPO, arXiv 2503.14476). seq-mean-*: its answers that have tokens;
     seq-mean-token-sum-norm: those times loss_scale_factor (Dr. GRPO, arXiv 2503.20783).

@@ -122,7 +122,7 @@ def on_host(metrics: Metrics) -> Metrics:
 
 
 def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
-    """Of the rewards of one iteration, a prompt's answers side by side: mean and standard
+    """Summarizes the rewards of one iteration, a prompt's answers side by side: mean and standard
     deviation, and the fraction of prompts whose answers' rewards differ.
 
     >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)
@@ -165,7 +165,7 @@ def kl_estimate(
 
 
 def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -> Metrics:
-    """How far the policy that sampled is from the one that is trained, before its update.
+    """Returns how far the policy that sampled is from the one that is trained, before its update.
 
     Args:
         sampled, trained: log probabilities of the sampled tokens, [batch, length], by each of the

@@ -4,8 +4,9 @@ import numpy as np
 
 
 def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
-    """Whether the rewards of a prompt's answers differ: others have no advantage and train nothing
-    (DAPO's dynamic sampling, arXiv 2503.14476; MindSpeed-RL workers/dynamic_sampling.py:84).
+    """Checks whether the rewards of a prompt's answers differ: others have no advantage and train
+    nothing (DAPO's dynamic sampling, arXiv 2503.14476; MindSpeed-RL
+    workers/dynamic_sampling.py:84).
 
     Args:
         rewards: [prompts * group_size], a prompt's answers side by side.
@@ -23,9 +24,9 @@ def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
 def overlong_penalty(
     lengths: np.ndarray, max_tokens: int, buffer: int, factor: float
 ) -> np.ndarray:
-    """What is added to the reward of an answer that nears `max_tokens`: 0 up to max_tokens - buffer
-    tokens, from there linearly down to -factor (DAPO's soft overlong punishment; MindSpeed-RL
-    models/rule_verifier.py:114-120).
+    """Returns what is added to the reward of an answer that nears `max_tokens`: 0 up to max_tokens
+    - buffer tokens, from there linearly down to -factor (DAPO's soft overlong punishment;
+    MindSpeed-RL models/rule_verifier.py:114-120).
 
     Args:
         lengths: [answers], tokens. buffer: tokens, 1..max_tokens.

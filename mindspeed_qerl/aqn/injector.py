@@ -18,7 +18,7 @@ DRAWS = 1 << 18  # of a sample of the noise: at weights of 1 and sigma 0.001 the
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What `NoiseInjector.apply` did.
+    """Describes what `NoiseInjector.apply` did.
 
     Attributes:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
@@ -122,7 +122,7 @@ class NoiseInjector:
 
     @property
     def is_on(self) -> bool:
-        """Whether noise lies on the weights."""
+        """True if noise lies on the weights."""
         return bool(self._applied)
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ class NoiseInjector:
         return report
 
     def _add_noise(self, step: int, target: NormTarget, sigma: float) -> torch.Tensor:
-        """What it adds to the weight, float64."""
+        """Adds noise to the weight; returns what it added, float64."""
         weight = target.module.weight
         clean = weight.detach().to("cpu", copy=True)
         noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)

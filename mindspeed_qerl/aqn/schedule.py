@@ -156,7 +156,7 @@ class NoiseSchedule:
         return NoiseLevel(stage, sigma, of_distance(self.target_measure, target))
 
     def _fraction(self, stage: int) -> float:
-        """Of the way from start to end."""
+        """Returns which fraction of the way from start to end is behind."""
         return (stage - 1) / (self.num_stages - 2) if self.num_stages > 2 else 0.0
 
     def sigmas(self) -> list[float]:
@@ -183,7 +183,8 @@ def of_distance(measure: str, distance: float) -> float:
 
 
 def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
-    """What to warn about a run too short to reach its schedule's strongest noise; None if it does.
+    """Returns what to warn about a run too short to reach its schedule's strongest noise; None if
+    it does.
 
     Falling noise is strongest in stage 1, which has a step if T > K/2; rising noise in stage K-1,
     which has one if T >= K.

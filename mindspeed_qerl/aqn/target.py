@@ -50,7 +50,8 @@ class NoiseController:
         return replace(level, sigma=self.sigma)
 
     def measured(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """What the noise of `step` did, as metrics; the sigma of later steps follows it.
+        """Takes what the noise of `step` did, which the sigma of later steps follows; returns
+        metrics.
 
         Args:
             values: metrics of the step; without `mismatch/*`, where nothing was trained, sigma

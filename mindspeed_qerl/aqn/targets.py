@@ -92,8 +92,8 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
 def multipliers_of(
     norms: Sequence[NormTarget], multipliers: Iterable[tuple[str, float]]
 ) -> list[float]:
-    """What sigma is multiplied with for each of `norms`: the product over all selectors that select
-    it. ValueError for a selector that selects none.
+    """Returns what sigma is multiplied with for each of `norms`: the product over all selectors
+    that select it. ValueError for a selector that selects none.
     """
     factors = [1.0] * len(norms)
     for selector, factor in multipliers:
@@ -115,7 +115,7 @@ def multipliers_of(
 
 
 def answers_to(norm: NormTarget, target: str) -> bool:
-    """Whether a target's name or pattern selects the norm."""
+    """Returns True if a target's name or pattern selects the norm."""
     return norm.role in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target)
 
 

@@ -82,9 +82,9 @@ def check_shared(run: Path) -> None:
 
 def this_node_first(construct: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """Puts this node's groups first in the list of upstream's `construct_placement_groups`, which
-    is the order of the ranks (launcher.py:231-246). Ray may put the first one anywhere, and the first
-    ranks write the checkpoints: they would lie on the other node, where this one's run directory is
-    not.
+    is the order of the ranks (launcher.py:231-246). Ray may put the first one anywhere, and the
+    first ranks write the checkpoints: they would lie on the other node, where this one's run
+    directory is not.
     """
 
     def ordered(*args: Any) -> list[Any]:

@@ -20,8 +20,8 @@ from mindspeed_qerl.recipe.types import Recipe
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
     """An engine of upstream, vLLM, with seven changes: prompts as token ids, answers with the
-    log-probs that they were drawn by and with their routes, AQN on the norms, linear weights that are
-    quantized, a seed for each prompt, captured decoding.
+    log-probs that they were drawn by and with their routes, AQN on the norms, linear weights that
+    are quantized, a seed for each prompt, captured decoding.
 
     Attributes:
         injector, quantized, recorder, graphs: None where there is no noise, no quantization, no

@@ -71,7 +71,7 @@ def quietly(main: Callable[[], int | None]) -> int | None:
 
 
 def command() -> int | None:
-    """What every console command calls: qerl-train is cli/train_grpo.py, qerl-plan-layout
+    """Runs a console command: qerl-train is cli/train_grpo.py, qerl-plan-layout
     tools/plan_layout.py.
     """
     sys.excepthook = _name_missing

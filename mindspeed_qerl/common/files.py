@@ -41,7 +41,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def sha256(file: Path) -> str:
-    """Of a file's content, in hexadecimal."""
+    """Returns the digest of a file's content, in hexadecimal."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
@@ -118,8 +118,8 @@ def checkpoint_iterations(checkpoints: Path) -> list[int]:
 
 
 def whole_checkpoints(checkpoints: Path) -> list[int]:
-    """The same without what the NPU engine had not finished when it was killed: Megatron writes in
-    place, and then the number into its tracker.
+    """Returns the same without what the NPU engine had not finished when it was killed: Megatron
+    writes in place, and then the number into its tracker.
     """
     try:
         last = float((checkpoints / TRACKER).read_text())

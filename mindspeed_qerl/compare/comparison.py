@@ -99,7 +99,7 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
 
 
 def _shared(values: Iterable[Iterable[Any]]) -> list[Any]:
-    """What all have, in order."""
+    """Returns what all have, in order."""
     return sorted(set.intersection(*map(set, values)))
 
 
@@ -157,7 +157,7 @@ def _text(value: Any) -> str:
 
 
 def _most_common(name: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """What most of `runs` have in this field; if there is no most, what the first one has."""
+    """Returns what most of `runs` have in this field; if there is no most, what the first one has."""
     counts = Counter(_text(getattr(run, name)) for run in runs)
     for text, _ in counts.most_common(1):
         return json.loads(text)

@@ -42,7 +42,9 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def labels_of(comparison: Comparison) -> dict[str, str]:
-    """What each group is called beside the numbers: its name, or a number if one name is long."""
+    """Returns what each group is called beside the numbers: its name, or a number if one name is
+    long.
+    """
     names = list(comparison.groups)
     if max(map(len, names)) <= LONGEST_NAME:
         return dict(zip(names, names))
@@ -50,7 +52,7 @@ def labels_of(comparison: Comparison) -> dict[str, str]:
 
 
 def of_what(comparison: Comparison) -> str:
-    """What the intervals of a comparison are over."""
+    """Returns what the intervals of a comparison are over."""
     seeds = {len(runs) for runs in comparison.groups.values()}
     if seeds == {1}:
         return "questions, of one seed"

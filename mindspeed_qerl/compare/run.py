@@ -59,7 +59,7 @@ Config = dict[str, Any]  # by dotted key
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """What a comparison reads of a run directory."""
+    """Describes what a comparison reads of a run directory."""
 
     path: Path
     seed: int
@@ -170,7 +170,7 @@ def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dic
 
 
 def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
-    """How a run evaluates while it trains, by its config; names and values are those of the
+    """Returns how a run evaluates while it trains, by its config; names and values are those of the
     summary.json that tools/evaluate.py writes.
     """
     recipe, _ = read(run.config())
@@ -214,8 +214,8 @@ def _faults(
 
 
 def noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
-    """Whether the noise that a run logged is what was asked for. That it follows the schedule was
-    checked in each of its steps (runs/checks.py).
+    """Checks whether the noise that a run logged is what was asked for. That it follows the
+    schedule was checked in each of its steps (runs/checks.py).
     """
     noise = noise_of(rows)
     if noise and not enabled:
@@ -226,8 +226,8 @@ def noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
 
 
 def comparable_config(config: Config) -> Config:
-    """Of `config` what separates groups: without seeds, bookkeeping, what is null,
-    and the rest of sections that are switched off.
+    """Returns what of `config` separates groups: without seeds, bookkeeping, what is null, and the
+    rest of sections that are switched off.
     """
     config = {"aqn.enabled": False, **config}
     kept = {}
@@ -238,6 +238,6 @@ def comparable_config(config: Config) -> Config:
 
 
 def is_off(config: Config, key: str) -> bool:
-    """Whether `key` is of a section that another of its keys switches off."""
+    """Returns True if `key` is of a section that another of its keys switches off."""
     switch = SWITCHES.get(key.partition(".")[0])
     return switch not in (None, key) and config.get(switch) in (False, "none")

@@ -95,7 +95,7 @@ def effect_shown(seen: Estimate, seeds: float, limit: float) -> float:
 
 
 def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = None) -> int | None:
-    """How many seeds would show a difference as large as `effect`, or as the one seen, as
+    """Returns how many seeds would show a difference as large as `effect`, or as the one seen, as
     `effect_shown` has it. None if no number would, since the questions are too few, or more than
     `MOST_SEEDS`.
     """

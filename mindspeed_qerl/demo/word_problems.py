@@ -91,7 +91,7 @@ class Problem:
         return "\n".join([*lines, f"#### {self.result}"])
 
     def is_allowed(self, pairs: set[Pair]) -> bool:
-        """Whether every equation has one of `pairs`, and no result is negative."""
+        """Returns True if every equation has one of `pairs`, and no result is negative."""
         totals = self.totals
         stated = {pair_of(total, number) for total, (_, number) in zip(totals, self.steps)}
         return min(totals) >= 0 and stated <= pairs

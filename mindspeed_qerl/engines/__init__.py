@@ -29,15 +29,15 @@ class Engine(Protocol):
     UPSTREAM: bool
 
     def validate(self, recipe: Recipe) -> Iterable[Fault]:
-        """What this engine cannot do with `recipe`; reads config.json and looks for files, starts
-        nothing.
+        """Returns what this engine cannot do with `recipe`; reads config.json and looks for files,
+        starts nothing.
         """
 
     def data_files(self, recipe: Recipe) -> DataFiles:
         """The files that a run reads, by label: their hashes go into the run directory."""
 
     def versions(self) -> dict[str, Any]:
-        """What versions.json says beside the installed packages."""
+        """Returns what versions.json says beside the installed packages."""
 
     def rehearsed(
         self, recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path
@@ -69,7 +69,7 @@ def engine_of(recipe: Recipe) -> Engine:
 
 
 def trainer_of(recipe: Recipe) -> Trainer:
-    """What runs a recipe whose engine `engine_of` knows."""
+    """Returns the trainer of a recipe whose engine `engine_of` knows."""
     return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.engine")
 
 

@@ -71,7 +71,8 @@ def start(**options: Any) -> Path:
 
 
 def _configure_ray() -> None:
-    """What Ray has no options for; here and not at import, since a process may join another Ray.
+    """Sets what Ray has no options for; here and not at import, since a process may join another
+    Ray.
 
     Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is
     told not to be a cluster, which it asks when it is imported
@@ -118,7 +119,7 @@ def remove_left(parent: Path) -> None:
 
 
 def is_whole() -> bool:
-    """Whether Ray's own processes are all alive, if `start` started some."""
+    """Returns True if Ray's own processes are all alive, if `start` started some."""
     return not _started or ray._private.services.remaining_processes_alive()
 
 

@@ -128,8 +128,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How MindSpeed-LLM converts a family's weights: the script, its name for the family, and what
-    the family needs besides.
+    """Describes how MindSpeed-LLM converts a family's weights: the script, its name for the family,
+    and what the family needs besides.
     """
 
     script: str
@@ -139,9 +139,9 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Adaptor:
-    """What of MindSpeed-RL's weight adaptors (workers/resharding/weight_adaptor.py) syncs a family:
-    a class there, pairs (Megatron's part of a name, vLLM's) before its own params_mapping, and
-    corrections (wrong, right) of the Megatron names that it makes of vLLM's.
+    """Describes what of MindSpeed-RL's weight adaptors (workers/resharding/weight_adaptor.py) syncs
+    a family: a class there, pairs (Megatron's part of a name, vLLM's) before its own
+    params_mapping, and corrections (wrong, right) of the Megatron names that it makes of vLLM's.
     """
 
     base: str
@@ -234,7 +234,7 @@ class Family:
         return checked(ModelShape, stated, " in config.json")
 
     def _layers(self, shape: ModelShape) -> dict[str, Any]:
-        """What Megatron's arguments and its TransformerConfig call by the same name."""
+        """Returns what Megatron's arguments and its TransformerConfig call by the same name."""
         return dict(
             num_layers=shape.num_hidden_layers,
             hidden_size=shape.hidden_size,

@@ -17,9 +17,9 @@ POSITIONS = {
 
 
 def not_built(config: Mapping[str, Any], family: Family) -> list[str]:
-    """What a config.json asks for that neither engine computes: another activation, biases, a
-    window of attention, other rotary positions, another output than a language model's, code of its
-    own.
+    """Returns what a config.json asks for that neither engine computes: another activation, biases,
+    a window of attention, other rotary positions, another output than a language model's, code of
+    its own.
 
     Raises:
         ConfigError: as `resolve`.

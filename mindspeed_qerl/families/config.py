@@ -65,8 +65,8 @@ def _answer_of(text: str) -> str:
 
 
 def answer(text: str) -> str:
-    """What transformers makes of a config.json of a known model_type, as JSON; {"error": ...} if it
-    refuses.
+    """Returns what transformers makes of a config.json of a known model_type, as JSON; {"error":
+    ...} if it refuses.
     """
     from transformers import CONFIG_MAPPING, __version__
 
@@ -85,13 +85,13 @@ def answer(text: str) -> str:
 
 
 def is_old(version: str) -> bool:
-    """Whether this transformers is one before 5, as MindSpeed-RL's."""
+    """Returns True if this transformers is one before 5, as MindSpeed-RL's."""
     return int(version.partition(".")[0]) < 5
 
 
 def unread_by_4(config: Mapping[str, Any]) -> list[str]:
-    """What transformers 4, and vLLM with it, does not find in a config.json that transformers 5
-    wrote: it would take a default instead.
+    """Returns what transformers 4, and vLLM with it, does not find in a config.json that
+    transformers 5 wrote: it would take a default instead.
 
     >>> unread_by_4({"rope_parameters": {"rope_theta": 1e6}})[0][:42]
     'rope_parameters has rope_theta = 1000000.0'

@@ -44,7 +44,7 @@ def weight_files(directory: Path) -> list[str]:
 
 
 def unreadable(file: Path, error: Exception) -> str:
-    """What to say of a file that should be safetensors or their index."""
+    """Returns what to say of a file that should be safetensors or their index."""
     if isinstance(error, OSError) and error.strerror:
         return f"{file} cannot be read: {error.strerror}"
     if is_pointer(file):
@@ -53,7 +53,7 @@ def unreadable(file: Path, error: Exception) -> str:
 
 
 def is_pointer(file: Path) -> bool:
-    """Whether git-lfs has left its pointer in the file's place (spec.md of git-lfs)."""
+    """Returns True if git-lfs has left its pointer in the file's place (spec.md of git-lfs)."""
     with open(file, "rb") as content:
         return content.read(len(POINTER)) == POINTER
 

@@ -17,8 +17,8 @@ from mindspeed_qerl.families import ModelShape, family_of
 
 @dataclass(frozen=True)
 class Split:
-    """How a tensor-parallel group shares a tensor: along `dim`, the tensor being `blocks` stacked
-    ones that are shared each by itself.
+    """Describes how a tensor-parallel group shares a tensor: along `dim`, the tensor being `blocks`
+    stacked ones that are shared each by itself.
     """
 
     dim: int

@@ -53,8 +53,8 @@ def update_takes_a_mini_batch(plan: Plan) -> Broken:
 
 
 def update_takes_every_answer(plan: Plan) -> Broken:
-    """With guarantee_order each rank is dealt that many answers once; without, ranks would differ in
-    their number of updates, and wait for ever.
+    """With guarantee_order each rank is dealt that many answers once; without, ranks would differ
+    in their number of updates, and wait for ever.
     """
     size, share = plan.dispatch("actor_update"), plan.share
     if not 0 < size < share:

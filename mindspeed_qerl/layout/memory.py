@@ -79,7 +79,7 @@ class Memory:
 
 
 def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
-    """What a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
+    """Returns what a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
     optimizer = recipe.optimizer
     return Settings(
         memory_gb,

@@ -22,7 +22,7 @@ GRAPH = 50_000_000  # of one captured size, with its share of the pool
 
 @dataclass(frozen=True)
 class Settings:
-    """What memory depends on beside layout and batch."""
+    """Describes what memory depends on beside layout and batch."""
 
     memory_gb: float = 64.0  # of one rank, 10^9 bytes
     gpu_memory_utilization: float = 0.6
@@ -100,8 +100,8 @@ def adapted_weights(plan: Plan, settings: Settings, stage: int) -> int:
 
 
 def merged(plan: Plan, settings: Settings, stage: int) -> list[Part]:
-    """What adapted layers multiply with in training, from the first pass of an iteration to its
-    update (ascend/lora.py): a second copy of their weights.
+    """Returns what adapted layers multiply with in training, from the first pass of an iteration to
+    its update (ascend/lora.py): a second copy of their weights.
     """
     count = adapted_weights(plan, settings, stage)
     how = f"W + BA of {count / GB:.2f} x 10^9 parameters x 2"
@@ -109,8 +109,8 @@ def merged(plan: Plan, settings: Settings, stage: int) -> list[Part]:
 
 
 def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Part, Part]:
-    """What training adds to the base weights: adapters, gradients, optimizer. Without LoRA the
-    weights themselves are trained.
+    """Returns what training adds to the base weights: adapters, gradients, optimizer. Without LoRA
+    the weights themselves are trained.
     """
     layout = plan.layout
     if plan.lora:
@@ -313,8 +313,8 @@ def _experts_sync(plan: Plan, stage: int) -> list[Part]:
 
 
 def int8_copies(plan: Plan) -> Part:
-    """Of the linear weights but experts (ascend/quantized.py), beside gpu_memory_utilization: vLLM
-    measures before.
+    """Returns int8 copies of the linear weights but experts (ascend/quantized.py), beside
+    gpu_memory_utilization: vLLM measures before.
     """
     shape, tp = plan.shape, plan.layout.infer_tp
     linears = layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp)
@@ -329,7 +329,7 @@ def graphs(settings: Settings) -> Part:
 
 
 def profiled(plan: Plan, settings: Settings) -> Part:
-    """What vLLM's profiling run leaves aside: the widest point of one layer for
+    """Returns what vLLM's profiling run leaves aside: the widest point of one layer for
     max_num_batched_tokens, and the logits of max_num_seqs.
     """
     shape, tokens = plan.shape, plan.batch.max_num_batched_tokens

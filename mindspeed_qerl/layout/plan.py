@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        """Of an update, if all answers are as long as they may be."""
+        """Returns the micro-batches of an update, if all answers are as long as they may be."""
         return max(1, self.mini_share * self.batch.seq_length // self.batch.update_tokens)
 
     def dispatch(self, name: str) -> int:

@@ -179,9 +179,9 @@ def across_nodes(plan: Plan) -> list[str]:
 
 
 def order(memory: Memory, terms: Terms = DEFAULT) -> tuple:
-    """What fits into memory comes first, or is least over; then groups inside a node, and what has
-    room to spare; the fastest in steps of 10 %, in the middle of a launch's range; no pipeline;
-    fewest collectives; and least memory.
+    """Orders plans: what fits into memory comes first, or is least over; then groups inside a node,
+    and what has room to spare; the fastest in steps of 10 %, in the middle of a launch's range; no
+    pipeline; fewest collectives; and least memory.
     """
     plan = memory.plan
     time = sum(total(iteration(memory, terms), terms)) / 2
@@ -204,7 +204,7 @@ def is_tight(memory: Memory) -> bool:
 
 
 def reasons(memory: Memory) -> list[str]:
-    """What decides a plan's place, in the order of the decision."""
+    """Returns what decides a plan's place, in the order of the decision."""
     plan, lines = memory.plan, memory.faults
     if memory.fits:
         lines = [f"fits: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
@@ -215,7 +215,7 @@ def reasons(memory: Memory) -> list[str]:
 
 
 def notes(memory: Memory) -> list[str]:
-    """What to know beside the numbers of a plan."""
+    """Returns what to know beside the numbers of a plan."""
     lines = []
     if is_tight(memory):
         lines.append("tight")
@@ -251,8 +251,8 @@ def nearest(
 
 
 def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> float:
-    """How far two plans are apart, in changes of the sizes in `names`, those that a user typed, and
-    of the batch.
+    """Returns how far two plans are apart, in changes of the sizes in `names`, those that a user
+    typed, and of the batch.
     """
     away = abs(log2(other.batch.global_batch_size / plan.batch.global_batch_size))
     for name in names:
@@ -263,8 +263,8 @@ def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> fl
 
 
 def changes(plan: Plan, other: Plan, names: Collection[str] | None = None) -> list[str]:
-    """What to retype to get from one plan to another, `tp 3 -> 2`: of the sizes in `names`, or of
-    layout, switches and batch.
+    """Returns what to retype to get from one plan to another, `tp 3 -> 2`: of the sizes in `names`,
+    or of layout, switches and batch.
     """
     old, new = _values(plan), _values(other)
     lines = []

@@ -54,7 +54,7 @@ def sizes_line(plan: Plan) -> str:
 
 
 def nodes(layout: Layout) -> str:
-    """How many nodes of how many ranks."""
+    """Returns how many nodes of how many ranks."""
     return f"{layout.nodes} node{'s' * (layout.nodes > 1)} of {layout.node_width}"
 
 

@@ -63,7 +63,9 @@ def _shard(
     first: bool = True,
     last: bool = True,
 ) -> tuple[int, int]:
-    """Counts those of `layers` layers; the first bring the embedding, the last the output layer and a norm."""
+    """Counts those of `layers` layers; the first bring the embedding, the last the output layer and
+    a norm.
+    """
     dense, experts = layer_weights(shape, tp, tp * ep)
     tables = first + last
     if first and last and shape.tie_word_embeddings:

@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a time is computed for, beside plan and memory; `between`: of HARDWARE."""
+    """Describes what a time is computed for, beside plan and memory; `between`: of HARDWARE."""
 
     work: Work = Work()
     between: float = HARDWARE["910C"]
@@ -75,7 +75,7 @@ DEFAULT = Terms()
 
 @dataclass(frozen=True)
 class Phase:
-    """What one rank does in a phase: kernels launched, and seconds of the die."""
+    """Describes what one rank does in a phase: kernels launched, and seconds of the die."""
 
     name: str
     launches: float
@@ -135,8 +135,8 @@ def launch_of(memory: Memory, terms: Terms, rollout: float) -> float:
 
 
 def token_flops(shape: ModelShape, context: float) -> float:
-    """Of one token's forward pass through all layers, behind `context` others; without the output
-    layer.
+    """Counts the operations of one token's forward pass through all layers, behind `context`
+    others; without the output layer.
     """
     layer = 2 * context * shape.num_attention_heads * shape.head_dim
     layer += shape.hidden_size * shape.num_experts
@@ -201,7 +201,9 @@ class _Rank:
     def _seconds(
         self, side: str, flops: float, bytes: float, collectives: float, sent: float
     ) -> float:
-        """Of the die in training or in the rollout; it computes and sends one after the other."""
+        """Returns the seconds of the die in training or in the rollout; it computes and sends one
+        after the other.
+        """
         computing = flops / FLOPS / SHARES[side]
         reading = bytes / READ
         width = self.plan.layout.node_width
@@ -211,7 +213,9 @@ class _Rank:
         return max(computing, reading) + sending
 
     def _launches_of(self, kind: str, tp: int) -> tuple[int, int]:
-        """Of a step of vLLM's or of a micro-batch: in a layer, and outside the layers."""
+        """Returns the launches of a step of vLLM's or of a micro-batch: in a layer, and outside the
+        layers.
+        """
         layer, outside = self._launches[kind]
         if tp > 1:
             layer += COUNTED["tensor_parallel"].get(kind, 0)
@@ -245,8 +249,8 @@ class _Rank:
         return Phase("prefill", passes * launches, device)
 
     def _decode(self, answers: float) -> Phase:
-        """As many steps as the longest answer has tokens, and those that answers wait for a place of
-        the others; in the mean step as many sequences as there are tokens for.
+        """As many steps as the longest answer has tokens, and those that answers wait for a place
+        of the others; in the mean step as many sequences as there are tokens for.
         """
         plan, shape, tp = self.plan, self.shape, self.plan.layout.infer_tp
         tokens = self.work.prompt + self.work.longest
@@ -283,11 +287,11 @@ class _Rank:
 
     @property
     def _tokens(self) -> float:
-        """Of an answer with its prompt."""
+        """Returns the tokens of an answer with its prompt."""
         return self.work.prompt + self.work.answer
 
     def _micro_batches(self, answers: int, tokens: int) -> float:
-        """Of a rank's answers of an iteration: of so many answers, or of so many tokens."""
+        """Counts those of a rank's answers of an iteration: of so many answers, or so many tokens."""
         if self.plan.batch.use_dynamic_bsz:
             return ceil(self.plan.share * self._tokens / tokens)
         return self.plan.share / answers
@@ -311,7 +315,9 @@ class _Rank:
         return self._waiting(name, launches, device, micro_batches)
 
     def update(self) -> Phase:
-        """Of a frozen weight the backward pass has no gradient, only its input's."""
+        """Computes an update; of a frozen weight the backward pass has no gradient, only its
+        input's.
+        """
         plan, settings, batch = self.plan, self.memory.settings, self.plan.batch
         layers = max(plan.layers)
         recomputed = 0
@@ -329,7 +335,7 @@ class _Rank:
 
     @property
     def _updates(self) -> int:
-        """Of an iteration."""
+        """Counts the updates of an iteration."""
         plan = self.plan
         return plan.batch.epochs * max(1, plan.share // max(plan.mini_share, 1))
 

@@ -38,7 +38,7 @@ STATE = "state.json"
 
 
 def folder(checkpoints: Path, iteration: int) -> Path:
-    """Where the checkpoint of `iteration` is."""
+    """Returns where the checkpoint of `iteration` is."""
     return checkpoints / f"iter_{iteration:07d}"
 
 
@@ -73,9 +73,9 @@ def save(
 
 
 def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any]:
-    """What `save` was told of the checkpoint of `iteration` (None: the last one), with "iteration"
-    and "files". ValueError: there is none, or a part of it is missing or not what was written; it
-    names the part.
+    """Returns what `save` was told of the checkpoint of `iteration` (None: the last one), with
+    "iteration" and "files". ValueError: there is none, or a part of it is missing or not what was
+    written; it names the part.
     """
     iterations = checkpoint_iterations(checkpoints)
     if not iterations:
@@ -102,7 +102,7 @@ def read_state(checkpoints: Path, iteration: int | None = None) -> dict[str, Any
 
 
 def describe(shape: ModelShape, lora: LoRA) -> dict[str, Any]:
-    """What a checkpoint says of the adapters in it."""
+    """Returns what a checkpoint says of the adapters in it."""
     return {"model": asdict(shape), "lora": asdict(lora)}
 
 

@@ -42,7 +42,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @part
 class EvaluationJob:
-    """What is evaluated, and how: `model` with `adapter`, or with the adapters of a run's
+    """Describes what is evaluated, and how: `model` with `adapter`, or with the adapters of a run's
     checkpoint. ValueError if a value is out of its range. tools/evaluate.py describes each.
     """
 
@@ -71,12 +71,12 @@ class EvaluationJob:
 
     @property
     def is_modelled(self) -> bool:
-        """Whether layers compute what vLLM has no kernels for."""
+        """True if layers compute what vLLM has no kernels for."""
         return bool(self.hardware_error or self.quantization)
 
     @property
     def is_beside(self) -> bool:
-        """Whether the base is quantized and the adapter is not."""
+        """True if the base is quantized and the adapter is not."""
         return self.quantization is not None and self.quantization.lora == "beside"
 
 

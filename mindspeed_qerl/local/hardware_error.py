@@ -78,7 +78,7 @@ def plain_experts(
     topk_ids: torch.Tensor,
     **_: Any,
 ) -> None:
-    """What vLLM's fused CPU kernel computes for SwiGLU experts, by torch's operators.
+    """Computes what vLLM's fused CPU kernel does for SwiGLU experts, by torch's operators.
 
     gate_up: an expert's layer with the gate above up, (number of the expert, [n, h]) -> [n, 2 f].
     down: (number, [n, f]) -> [n, h]. output, hidden_states: [tokens, h]. topk_*: [tokens, k].

@@ -91,7 +91,7 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _value_faults(recipe: Recipe) -> Iterator[Fault]:
-    """What this engine cannot do with any model."""
+    """Yields what this engine cannot do with any model."""
     layout, optimizer = recipe.layout, recipe.optimizer
     granularity, method = optimizer.recompute_granularity, optimizer.recompute_method
     if granularity and (granularity, method) != ("full", "block"):
@@ -198,7 +198,7 @@ def beyond_kernels(shape: ModelShape) -> list[str]:
 
 @cache
 def _of_vllm(file: str, name: str) -> Any:
-    """What the literal is that vLLM gives a class's attribute or returns from its method: read from
+    """Returns the literal that vLLM gives a class's attribute or returns from its method: read from
     the source, since an import takes ten seconds. None where this vLLM has no such.
     """
     spec = find_spec("vllm")
@@ -219,7 +219,7 @@ def data_files(recipe: Recipe) -> dict[str, Path | str]:
 
 
 def versions() -> dict[str, Any]:
-    """Of nothing but installed packages."""
+    """Returns nothing: installed packages are all there is."""
     return {}
 
 

@@ -232,7 +232,7 @@ class LocalEngine:
         self.weight_errors = processes.on_rollout(RolloutEngine.finish_sync)
 
     def movement(self) -> Movement:
-        """What the rollout engine holds beside base + (alpha / r) B A: the proof of a sync."""
+        """Returns what the rollout engine holds beside base + (alpha / r) B A: the proof of a sync."""
         factors = {rank: rank.call(TrainRank.adapter_factors) for rank in self.processes.ranks}
         self.processes.gather(factors)
         return self.processes.on_rollout(RolloutEngine.movement, *factors.values())
@@ -289,7 +289,7 @@ class LocalEngine:
         return iteration
 
     def progress(self, phase: str) -> None:
-        """What the user sees to be under way."""
+        """Tells the user what is under way."""
         self.observer.progress.phase(phase)
 
     @contextmanager

@@ -12,10 +12,10 @@ import torch
 
 
 class PackedLinear:
-    """What vLLM's CPU backend calls for a linear layer: oneDNN on a packed copy of its weight, made
-    at the first call after `forget`. Where oneDNN has no product of the weight's dtype (bfloat16 on
-    x86 without AVX-512) the copy is float32, and the result is rounded: several times faster than
-    torch's own product, which vLLM falls back to.
+    """Describes what vLLM's CPU backend calls for a linear layer: oneDNN on a packed copy of its
+    weight, made at the first call after `forget`. Where oneDNN has no product of the weight's dtype
+    (bfloat16 on x86 without AVX-512) the copy is float32, and the result is rounded: several times
+    faster than torch's own product, which vLLM falls back to.
     """
 
     def __init__(self) -> None:

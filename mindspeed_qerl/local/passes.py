@@ -77,7 +77,7 @@ class Passes:
         divisor: float | None = None,
         taken: list[MicroBatch] | None = None,
     ) -> list:
-        """What `_logprobs` gives of each micro-batch, or with a divisor `_trained`."""
+        """Yields what `_logprobs` gives of each micro-batch, or with a divisor `_trained`."""
         from megatron.core.pipeline_parallel import schedules
 
         starts = range(0, len(shard), size)
@@ -138,7 +138,7 @@ class Passes:
             yield
 
     def _logits(self, output: torch.Tensor, length: int) -> torch.Tensor:
-        """Of the whole vocabulary, [n, length, vocabulary]."""
+        """Returns logits of the whole vocabulary, [n, length, vocabulary]."""
         from megatron.core import tensor_parallel
 
         return tensor_parallel.gather_from_tensor_model_parallel_region(output)[:, :length]

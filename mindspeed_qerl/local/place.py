@@ -23,8 +23,8 @@ class Place:
     expert_data_group: dist.ProcessGroup  # ranks that hold the same experts
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether this rank's copy of `parameter` stands for those of the data-parallel ranks that
-        hold the same.
+        """Returns True if this rank's copy of `parameter` stands for those of the data-parallel
+        ranks that hold the same.
         """
         group = self.data_group if parameter.allreduce else self.expert_data_group
         return group.rank() == 0

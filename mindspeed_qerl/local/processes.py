@@ -103,7 +103,7 @@ class Worker:
 
 
 class Processes:
-    """Those of one run: the ranks that train (`TrainRank`), and the `RolloutEngine`."""
+    """The processes of one run: the ranks that train (`TrainRank`), and the `RolloutEngine`."""
 
     def __init__(self, ranks: Sequence[Worker], rollout: Worker):
         self.ranks, self.rollout, self.started = ranks, rollout, time.perf_counter()
@@ -120,7 +120,7 @@ class Processes:
         return self.gather({rank: rank.call(method, *arguments) for rank in self.ranks})
 
     def on_rollout(self, method: Callable[..., Result], *arguments: Any) -> Result:
-        """The same on the rollout engine."""
+        """Calls it on the rollout engine."""
         return self.gather({self.rollout: self.rollout.call(method, *arguments)})[0]
 
     def gather(self, calls: "Mapping[Worker, ray.ObjectRef[Result]]") -> list[Result]:
@@ -224,8 +224,9 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
 
 
 def _environment(scratch: Path, processes: int) -> dict[str, str]:
-    """Of one of `processes` that compute at the same time. Ranks and rollout engine take turns:
-    threads that wait by spinning would hold the cores of those whose turn it is.
+    """Returns the environment of one of `processes` that compute at the same time. Ranks and
+    rollout engine take turns: threads that wait by spinning would hold the cores of those whose
+    turn it is.
     """
     return {
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes)),

@@ -93,7 +93,7 @@ class TrainRank(ShardedAdapters):
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
     def restore(self, folder: str, updates: int, iteration: int) -> None:
-        """The same, and the learning rate after `iteration` iterations."""
+        """Restores the adapters, and the learning rate after `iteration` iterations."""
         super().restore(folder, updates)
         self.scheduler.step(iteration)
 
@@ -108,8 +108,8 @@ class TrainRank(ShardedAdapters):
             return self.passes.logprobs(own, self.recipe.batch.ref_forward)
 
     def logprobs_before(self, shards: list[Batch]) -> list[np.ndarray]:
-        """Of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before this
-        iteration's first update.
+        """Returns of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before
+        this iteration's first update.
         """
         pairs = []
         with self._arithmetic("arithmetic before the update"):
@@ -131,7 +131,7 @@ class TrainRank(ShardedAdapters):
         return replace(shard, old_logprobs=logprobs, routes=routes)
 
     def _copy_routes(self, micro: MicroBatch, routes: np.ndarray) -> None:
-        """What a micro-batch chose, into `routes` [n, L-1, layers, top_k]."""
+        """Copies what a micro-batch chose into `routes` [n, L-1, layers, top_k]."""
         from megatron.core import tensor_parallel
 
         assert self.replay, "without it no layer chose"

@@ -184,7 +184,7 @@ class RolloutEngine:
 
     @torch.no_grad()
     def load_tensors(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The same of (name, tensor)."""
+        """Loads weights given as (name, tensor)."""
         self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
 
     @torch.no_grad()
@@ -211,9 +211,9 @@ class RolloutEngine:
 
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> Movement:
-        """What each LoRA target did to the weights that this engine's kernels read, against (alpha
-        / r) B A and the base weights on disk (lora/proof.py); of quantized weights to what was
-        quantized, and whether they are that. factors: from each rank (`adapter_factors`).
+        """Returns what each LoRA target did to the weights that this engine's kernels read, against
+        (alpha / r) B A and the base weights on disk (lora/proof.py); of quantized weights to what
+        was quantized, and whether they are that. factors: from each rank (`adapter_factors`).
         """
         tensors = dict(kernel_tensors(self.model))
         if self.quantized:

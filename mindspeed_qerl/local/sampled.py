@@ -69,8 +69,9 @@ def check_answers(answers: Sequence[Answer], routers: Routers | None) -> None:
 def select(
     answers: Sequence[Answer], recipe: Recipe, logprobs_before: Callable[[Batch], np.ndarray]
 ) -> tuple[Batch, dict[str, float]]:
-    """What is trained: `answers`, of whole groups, each with its advantage within its group; to a
-    multiple of the mini-batch with answers that have no token to train. And metrics of the rewards.
+    """Returns what is trained: `answers`, of whole groups, each with its advantage within its
+    group; to a multiple of the mini-batch with answers that have no token to train. And metrics of
+    the rewards.
 
     Args:
         logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an
@@ -107,9 +108,9 @@ def select(
 def tokens_to_train(
     answers: Sequence[Answer], recipe: Recipe, batch: Batch, ends: Collection[int]
 ) -> int:
-    """How many tokens of `answers` an epoch has to train, counted on the answers; WorkerError where
-    `batch`, which `select` made of them, has others, or lacks the end of one. ends: ids of the end
-    tokens.
+    """Returns how many tokens of `answers` an epoch has to train, counted on the answers;
+    WorkerError where `batch`, which `select` made of them, has others, or lacks the end of one.
+    ends: ids of the end tokens.
     """
     finished, tokens = np.zeros(len(batch), dtype=bool), 0
     for row, answer in enumerate(answers):
@@ -127,8 +128,8 @@ def tokens_to_train(
 
 
 def tokens_to_replay(batch: Batch, recipe: Recipe) -> int:
-    """How many tokens an epoch over `batch` replays routes of: all but the last one of each row, of
-    the mini-batches that have a token to train.
+    """Returns how many tokens an epoch over `batch` replays routes of: all but the last one of each
+    row, of the mini-batches that have a token to train.
     """
     size = recipe.batch.mini_answers
     trained = batch.mask.any(1).reshape(-1, size).any(1).repeat(size)

@@ -51,11 +51,11 @@ class ShardedAdapters:
         return counts
 
     def sync_parts(self) -> int:
-        """How many parts of this rank's merged weights a sync takes."""
+        """Returns how many parts of this rank's merged weights a sync takes."""
         return len(self.parts)
 
     def _is_first(self, layer: LoRALinear) -> bool:
-        """Whether this rank is the first of those that share the layer."""
+        """Returns True if this rank is the first of those that share the layer."""
         return layer.tp_size == 1 or self.place.tp_rank == 0
 
     def merged_weights(self, part: int) -> dict[str, np.ndarray]:
@@ -126,8 +126,8 @@ class ShardedAdapters:
             layer.forget_merged()
 
     def _states(self, layer: LoRALinear) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-        """What a checkpoint holds of a layer, (name, factor, this rank's part): the factors, and
-        AdamW's moments of them.
+        """Yields what a checkpoint holds of a layer, (name, factor, this rank's part): the factors,
+        and AdamW's moments of them.
         """
         for side, factor in (("A", layer.lora_A), ("B", layer.lora_B)):
             name = f"{layer.name}.lora_{side}"

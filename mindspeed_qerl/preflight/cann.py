@@ -30,7 +30,7 @@ def folder(case: Case, variable: str) -> Check:
 
 
 def version(case: Case) -> Check:
-    """What torch.version.cann will say, where torch_npu reads it (utils/collect_env.py:71):
+    """Returns what torch.version.cann will say, where torch_npu reads it (utils/collect_env.py:71):
     vllm-ascend chooses code by it.
     """
     home = case.machine.environment.get("ASCEND_HOME_PATH", "/nowhere")

@@ -113,10 +113,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Case:
-    """What is to be launched on `machine`: the recipe of config `name`, and what the engine's own
-    check found. `nodes` share its NPUs equally; `own_ray`: a Ray is started for it, none is joined.
-    `unread` are the faults of values that a layout depends on, in whose place `recipe` has
-    defaults: then there is no `plan`, nor without a model.
+    """Describes what is to be launched on `machine`: the recipe of config `name`, and what the
+    engine's own check found. `nodes` share its NPUs equally; `own_ray`: a Ray is started for it,
+    none is joined. `unread` are the faults of values that a layout depends on, in whose place
+    `recipe` has defaults: then there is no `plan`, nor without a model.
     """
 
     recipe: Recipe
@@ -137,12 +137,12 @@ class Case:
 
     @property
     def on_npus(self) -> bool:
-        """Whether the run would use NPUs: its engine does, and they are not emulated."""
+        """True if the run would use NPUs: its engine does, and they are not emulated."""
         return self.upstream and not self.recipe.emulate_npu
 
     @property
     def npus_here(self) -> bool:
-        """Whether it would, and any part of this machine sees one."""
+        """True if it would, and any part of this machine sees one."""
         return self.on_npus and any((self.seen.dies, self.seen.mapped, self.seen.acl))
 
     @property
@@ -151,22 +151,22 @@ class Case:
 
     @property
     def model_given(self) -> bool:
-        """Whether the config's own model is used: a rehearsal makes one."""
+        """True if the config's own model is used: a rehearsal makes one."""
         return not self.recipe.rehearsal.enabled
 
     @property
     def upstream_rules(self) -> bool:
-        """Whether upstream's rules of layouts hold, as for a rehearsal too."""
+        """True if upstream's rules of layouts hold, as for a rehearsal too."""
         return self.upstream or self.recipe.rehearsal.enabled
 
     @property
     def reads_rows(self) -> bool:
-        """Whether training reads rows, and not packed files."""
+        """True if training reads rows, and not packed files."""
         return not self.upstream
 
     @property
     def base_to_convert(self) -> bool:
-        """Whether base weights are given and not converted yet."""
+        """True if base weights are given and not converted yet."""
         load = self.recipe.model.load
         return bool(self.upstream and load and not (Path(load) / TRACKER).is_file())
 
@@ -190,7 +190,7 @@ class Case:
         return -(-self.npus // self.nodes)
 
     def accepts(self, name: str) -> bool:
-        """Whether check `name` may fail (run.accepted_checks)."""
+        """Returns True if check `name` may fail (run.accepted_checks)."""
         return plain(name) in map(plain, self.recipe.run.accepted_checks)
 
 

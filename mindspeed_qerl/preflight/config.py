@@ -13,8 +13,8 @@ FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
 
 
 def keys(case: Case) -> Iterator[Check]:
-    """What the engine's own check says, but for the layout, the model and the files, which have
-    lines of their own.
+    """Yields what the engine's own check says, but for the layout, the model and the files, which
+    have lines of their own.
     """
     faults = [fault for fault in case.faults if not _has_own_line(fault, case)]
     for fault in faults:
@@ -30,7 +30,7 @@ def _has_own_line(fault: Fault, case: Case) -> bool:
 
 
 def layout(case: Case) -> Iterator[Check]:
-    """Upstream's rules for layout and batch, training and rollout."""
+    """Checks upstream's rules for layout and batch, training and rollout."""
     if case.plan is None:
         yield skipped("the values above make no layout")
         return
@@ -61,7 +61,9 @@ def memory(case: Case) -> Check:
 
 
 def config_json(case: Case) -> Check:
-    """Whether it is there, can be built, and describes the model that Megatron is told of."""
+    """Checks whether config.json is there, can be built, and describes the model that Megatron is
+    told of.
+    """
     fixes = {fault.message: fault.fix for fault in case.faults if fault.rule == "model"}
     if fixes:
         return failed("; ".join(fixes), "\n".join(filter(None, fixes.values())))

@@ -108,8 +108,9 @@ def training_files(case: Case) -> Check:
 
 
 def overlap(case: Case) -> Check:
-    """Whether what is trained on is what is tested with: the training file's questions, or those
-    kept beside a packed file, against the test file's; and how many prompts a packed file has.
+    """Checks whether what is trained on is what is tested with: the training file's questions, or
+    those kept beside a packed file, against the test file's; and how many prompts a packed file
+    has.
     """
     task, packed = case.recipe.task, 0
     train, test = _rows(task.train_file), _rows(task.test_file)

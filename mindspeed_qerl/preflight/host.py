@@ -115,9 +115,9 @@ def _per_rank(plan: Plan, weights: Callable[..., tuple[int, int]], *settings: Se
 
 
 def host_memory(case: Case) -> Check:
-    """What processes of this machine can still have, against what its ranks load at once. Every
-    rank reads its whole file before its weights go to the die (megatron/training/checkpointing.py,
-    torch.load).
+    """Compares what processes of this machine can still have with what its ranks load at once.
+    Every rank reads its whole file before its weights go to the die
+    (megatron/training/checkpointing.py, torch.load).
     """
     plan, (free, limit) = case.legal, case.machine.memory()
     assert plan

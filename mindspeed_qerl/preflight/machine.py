@@ -46,8 +46,8 @@ class Machine:
         timeout: float = 20,
         environment: Mapping[str, str] | None = None,
     ) -> str:
-        """What `command` prints on stdout. After `timeout` seconds it is killed together with all
-        that it started.
+        """Returns what `command` prints on stdout. After `timeout` seconds it is killed together
+        with all that it started.
 
         Raises:
             ProbeError: it cannot be started, gave no answer in time, or failed.
@@ -149,8 +149,8 @@ class Machine:
         return soft
 
     def may_listen(self, host: str = "", port: int = 0) -> bool:
-        """Whether this process can listen there on TCP: the address is this machine's, and nobody
-        else has the port.
+        """Returns True if this process can listen there on TCP: the address is this machine's, and
+        nobody else has the port.
         """
         try:
             socket.create_server((host, port)).close()
@@ -159,7 +159,7 @@ class Machine:
         return True
 
     def listens(self, address: str) -> bool:
-        """Whether a TCP connection is taken at HOST:PORT within 5 s."""
+        """Returns True if a TCP connection is taken at HOST:PORT within 5 s."""
         host, _, port = address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
@@ -175,18 +175,18 @@ class Machine:
         }
 
     def opens(self, node: str) -> bool:
-        """Whether this process can read and write a device node."""
+        """Returns True if this process can read and write a device node."""
         return os.access(node, os.R_OK | os.W_OK)
 
     def writable(self, path: str | Path) -> bool:
-        """Whether `path`, or the nearest folder above it that is there, can be written: not on a
-        file system that is mounted read-only, for root either (access(2)).
+        """Returns True if `path`, or the nearest folder above it that is there, can be written: not
+        on a file system that is mounted read-only, for root either (access(2)).
         """
         return os.access(_nearest(path), os.W_OK | os.X_OK)
 
     def may_execute(self, path: str | Path) -> bool:
-        """Whether programs and libraries that lie in `path`, or would be made there, can be run:
-        not with noexec.
+        """Returns True if programs and libraries that lie in `path`, or would be made there, can be
+        run: not with noexec.
         """
         return not os.statvfs(_nearest(path)).f_flag & os.ST_NOEXEC
 
@@ -202,8 +202,8 @@ class Machine:
         return min(rooms)
 
     def runs(self, name: str) -> bool:
-        """Whether a process of that name runs; one that has ended and was not waited for does
-        not.
+        """Returns True if a process of that name runs; one that has ended and was not waited for
+        does not.
         """
         for process in psutil.process_iter(["name", "status"]):
             if process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE:

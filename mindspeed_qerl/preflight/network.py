@@ -94,7 +94,7 @@ def device_addresses(case: Case) -> Check:
 
 
 def links(case: Case) -> Check | None:
-    """Whether the links of the NPUs' own interfaces are up; nothing without hccn_tool."""
+    """Checks whether the links of the NPUs' own interfaces are up; nothing without hccn_tool."""
     down = []
     for die in case.seen.mapped:
         try:
@@ -148,8 +148,8 @@ def hccl_ports(case: Case) -> Check | None:
 
 
 def _ports_of_ray(case: Case) -> dict[str, set[int]]:
-    """Of each listener of the run's Ray the ports that it may take: of the one that is joined, or
-    of the launcher's.
+    """Returns of each listener of the run's Ray the ports that it may take: of the one that is
+    joined, or of the launcher's.
     """
     shell = case.machine.environment
     joined = shell.get("RAY_ADDRESS", "").rpartition(":")[2]

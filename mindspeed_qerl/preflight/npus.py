@@ -132,8 +132,8 @@ def ray(case: Case) -> Check:
 
 
 def groups(case: Case) -> Check | None:
-    """Whether upstream's placement groups can be given where there is more than one node: what one
-    node shows to CANN is the width of each.
+    """Checks whether upstream's placement groups can be given where there is more than one node:
+    what one node shows to CANN is the width of each.
     """
     rooms = [case.ranks] * case.nodes
     if case.seen.ray:

@@ -107,7 +107,7 @@ def read_table(table: str) -> tuple[list[Die], dict[int, list[str]]]:
 
 
 def _cluster(machine: Machine) -> Mapping[str, Any] | None:
-    """What the running Ray has (ascend/cluster.py); None if none runs."""
+    """Returns what the running Ray has (ascend/cluster.py); None if none runs."""
     address = machine.environment.get("RAY_ADDRESS", "")
     if address in ("", "auto", "local"):
         if address == "local" or not machine.runs("raylet"):
@@ -124,7 +124,7 @@ def _cluster(machine: Machine) -> Mapping[str, Any] | None:
 def _answer(
     machine: Machine, code: str, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """What Python code prints behind "answer", as JSON."""
+    """Returns what Python code prints behind "answer", as JSON."""
     output = machine.run([sys.executable, "-c", code, *arguments], environment=environment)
     answer = re.search(r"^answer (.*)$", output, re.MULTILINE)
     if answer is None:

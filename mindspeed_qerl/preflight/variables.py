@@ -54,8 +54,8 @@ def harmful(
 
 
 def of_engine(case: Case) -> Check:
-    """What the engine sets where the shell does not (engine.train), and what else the shell has of
-    these families.
+    """Returns what the engine sets where the shell does not (engine.train), and what else the shell
+    has of these families.
     """
     shell, ours = case.machine.environment, npu_environment()
     others = []

@@ -147,9 +147,9 @@ def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.T
 
 @dataclass(frozen=True)
 class Format:
-    """What a format does to a weight [out, in] and to activations [..., in] (None: nothing), each
-    to float32 of the same shape; ValueError where blocks do not fill the inputs (layout/sizes.py
-    refuses that before a run).
+    """Describes what a format does to a weight [out, in] and to activations [..., in] (None:
+    nothing), each to float32 of the same shape; ValueError where blocks do not fill the inputs
+    (layout/sizes.py refuses that before a run).
 
     `weight` takes a second argument where the tensor is a part of a larger one: the largest of what
     `amax` is of its parts. amax: float32 [], of a tensor, or [out, 1], of its rows; None where

@@ -18,8 +18,8 @@ WEIGHT_ERROR = "quantization/weight_error"
 
 
 def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
-    """Whether the tensor of this Hugging Face name is: a linear weight that no fnmatch pattern of
-    `ignore` names.
+    """Returns True if the tensor of this Hugging Face name is quantized: a linear weight that no
+    fnmatch pattern of `ignore` names.
 
     >>> is_quantized("model.layers.0.mlp.up_proj.weight"), is_quantized("model.norm.weight")
     (True, False)
@@ -34,8 +34,9 @@ def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
 def ignore_fault(
     layers: Mapping[str, Sequence[str]], ignore: Iterable[str], format: str
 ) -> str | None:
-    """What is wrong with the patterns of `ignore`: one that names no linear weight, all of them
-    together every one, or, in a format that rounds what a layer is given, only some of a layer's.
+    """Returns what is wrong with the patterns of `ignore`: one that names no linear weight, all of
+    them together every one, or, in a format that rounds what a layer is given, only some of a
+    layer's.
 
     Args:
         layers: Hugging Face names of what is fused or stacked in each of vLLM's parameters.
@@ -115,7 +116,7 @@ class QuantizedWeights:
         self._received: set[str] = set()
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """What kernels multiply with in the place of `weight`."""
+        """Returns what kernels multiply with in the place of `weight`."""
         return self.format.weight(weight).to(weight.dtype)
 
     def receive(self, name: str, weight: torch.Tensor) -> None:

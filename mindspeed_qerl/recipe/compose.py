@@ -194,7 +194,7 @@ def _hydra(name: str, config_dir: str | None) -> Iterator[list[Path]]:
 
 
 def _defaults(name: str, overrides: list[str]) -> Any:
-    """What Hydra makes of the config's `defaults`."""
+    """Returns what Hydra makes of the config's `defaults`."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
@@ -203,7 +203,7 @@ def _defaults(name: str, overrides: list[str]) -> Any:
 
 
 def _parsed(overrides: list[str]) -> list[Any]:
-    """What Hydra reads in `overrides`."""
+    """Returns what Hydra reads in `overrides`."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 

@@ -120,7 +120,7 @@ def _overlong_conflicts(recipe: Recipe) -> Iterator[Fault]:
 
 
 def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
-    """Of dynamic sampling."""
+    """Yields the conflicts of dynamic sampling."""
     selection, batch, task = recipe.selection, recipe.batch, recipe.task
     wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
     key = "rl_config.filter_groups_train_batch_size"

@@ -95,8 +95,8 @@ class Correction:
 
 @part
 class Quantization:
-    """What the linear layers of the rollout model are rounded to (docs/quantization.md); training
-    is not.
+    """Describes what the linear layers of the rollout model are rounded to (docs/quantization.md);
+    training is not.
     """
 
     section: ClassVar[str] = "rollout_quantization"

@@ -21,8 +21,8 @@ UPSTREAM = "mindspeed_rl"  # where a key that is left out is upstream's to choos
 
 @dataclass(frozen=True)
 class Decision:
-    """What one engine does with one key: its value is honoured, unless one of the first two says
-    otherwise.
+    """Describes what one engine does with one key: its value is honoured, unless one of the first
+    two says otherwise.
 
     Attributes:
         neutral: why any value trains the same policy.
@@ -52,7 +52,7 @@ class Decision:
         return f"must be {values}{where}"
 
     def allows(self, value: Any) -> bool:
-        """Whether `only` has it; True is not 1 there."""
+        """Returns True if `only` has the value; True is not 1 there."""
         is_bool = isinstance(value, bool)
         return any(value == each and is_bool == isinstance(each, bool) for each in self.only)
 
@@ -94,7 +94,7 @@ class Values:
 
 
 def check(config: Config, engine: str) -> tuple[list[Fault], list[str]]:
-    """What `engine` makes of upstream's keys in a resolved config.
+    """Checks what `engine` makes of upstream's keys in a resolved config.
 
     Returns:
         (a fault for each value that is refused, "section.key" of each key that is set and

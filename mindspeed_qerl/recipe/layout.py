@@ -9,9 +9,9 @@ MAX_RANKS = 100_000  # more are a typing error, and take gigabytes
 
 @part
 class Layout:
-    """How `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP (upstream's
-    moe_tp_extend_ep). Rollout: vLLM instances of infer TP x EP ranks. num_layer_list: layers of
-    each stage, () for equal ones.
+    """Describes how `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP
+    (upstream's moe_tp_extend_ep). Rollout: vLLM instances of infer TP x EP ranks. num_layer_list:
+    layers of each stage, () for equal ones.
     """
 
     world: int = key("rl_config.actor_resource.num_npus", 1, required=True, ge=1, le=MAX_RANKS)

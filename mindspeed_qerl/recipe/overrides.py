@@ -103,7 +103,9 @@ def _in_quotes(value: str) -> str:
 
 
 def parsed_override(override: str, parser: Any) -> Any:
-    """What Hydra's `parser` makes of an override; ConfigError, with one that it reads, if nothing."""
+    """Returns what Hydra's `parser` makes of an override; ConfigError, with one that it reads, if
+    nothing.
+    """
     try:
         return parser.parse_overrides([override])[0]
     except Exception as error:  # of several kinds, and of two libraries

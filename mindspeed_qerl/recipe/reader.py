@@ -27,7 +27,7 @@ TARGET_KEYS = ("target_measure", "target_start", "target_end", "sigma_min", "sig
 
 @dataclass
 class Found:
-    """What a check found; warnings are sentences."""
+    """Describes what a check found; warnings are sentences."""
 
     faults: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

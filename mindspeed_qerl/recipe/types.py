@@ -159,17 +159,17 @@ class Algorithm:
 
     @property
     def loss_kl_coefficient(self) -> float:
-        """Of the KL term in the loss: 0 where KL is in the reward."""
+        """Returns the coefficient of the KL term in the loss: 0 where KL is in the reward."""
         return 0.0 if self.use_kl_in_reward else self.kl_coefficient
 
     @property
     def loss_has_kl(self) -> bool:
-        """Whether the loss compares the policy with its reference, to train it or to log it."""
+        """True if the loss compares the policy with its reference, to train it or to log it."""
         return self.loss_kl_coefficient > 0 or self.log_kl
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference computes log-probs."""
+        """True if the reference computes log-probs."""
         return self.loss_has_kl or self.use_kl_in_reward
 
 
@@ -213,8 +213,8 @@ class Optimizer:
 
 @part
 class Sampling:
-    """How training answers are sampled: from the whole distribution, which is trained, so without
-    top_p and such.
+    """Describes how training answers are sampled: from the whole distribution, which is trained, so
+    without top_p and such.
     """
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
@@ -327,8 +327,8 @@ class Local:
 
 @part
 class Npu:
-    """What the NPU engine asks of Ray and HCCL, and how long, in seconds, a rank waits for one that
-    shares its answers.
+    """Describes what the NPU engine asks of Ray and HCCL, and how long, in seconds, a rank waits
+    for one that shares its answers.
     """
 
     section: ClassVar[str] = "npu"
@@ -402,7 +402,7 @@ class Recipe:
 
     @property
     def emulate_npu(self) -> bool:
-        """Whether the NPU engine runs on CPUs (emulation/)."""
+        """True if the NPU engine runs on CPUs (emulation/)."""
         return self.run.emulate_npu
 
 

@@ -86,8 +86,8 @@ class RouteRecorder:
         self.chosen[layer] = ids.to(self.on_device)  # a copy: ids may be overwritten
 
     def own_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the layers chose [rows, layers, top_k] as rows in the runner's order: as they are,
-        for an engine whose routers see them so.
+        """Returns what the layers chose [rows, layers, top_k] as rows in the runner's order: as
+        they are, for an engine whose routers see them so.
         """
         return ids
 

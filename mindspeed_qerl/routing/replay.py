@@ -38,8 +38,8 @@ class MicroBatch:
 
 
 class Counts(NamedTuple):
-    """Of one layer: rows that were sent where they were recorded, rows that chose for themselves,
-    and how many of the recorded choices the trainer would have made otherwise.
+    """Counts, of one layer, the rows that were sent where they were recorded, rows that chose for
+    themselves, and how many of the recorded choices the trainer would have made otherwise.
     """
 
     replayed: int = 0
@@ -119,7 +119,7 @@ class RouteReplay:
             )
 
     def counts(self) -> dict[int, Counts]:
-        """Of the last `training`, by layer: those rows that this rank answers for."""
+        """Returns those of the last `training`, by layer: those rows that this rank answers for."""
         return {layer: Counts(*seen.tolist()) for layer, seen in self.seen.items()}
 
     @contextmanager
@@ -202,7 +202,7 @@ class RouteReplay:
 
 
 def total(counts: Iterable[Mapping[int, Counts]]) -> dict[int, Counts]:
-    """Those of several passes or ranks together, by layer.
+    """Adds up those of several passes or ranks together, by layer.
 
     >>> total([{0: Counts(3, 1, 2), 1: Counts(3, 1, 0)}, {0: Counts(2, 0, 1)}])[0]
     Counts(replayed=5, native=1, flipped=3)
@@ -216,10 +216,10 @@ def total(counts: Iterable[Mapping[int, Counts]]) -> dict[int, Counts]:
 
 
 def routing_metrics(counts: Mapping[int, Counts], routers: Routers) -> dict[str, float]:
-    """Of the updates of one iteration, of all ranks: tokens that were replayed and that chose for
-    themselves, and the share of choices, of top_k a token, that the trainer would have made
-    otherwise, in all and by layer. RuntimeError that names a layer where other tokens were replayed
-    than in the first one.
+    """Summarizes the updates of one iteration, of all ranks: tokens that were replayed and that
+    chose for themselves, and the share of choices, of top_k a token, that the trainer would have
+    made otherwise, in all and by layer. RuntimeError that names a layer where other tokens were
+    replayed than in the first one.
 
     >>> routers = Routers((0, 1), experts=8, top_k=2)
     >>> routing_metrics({0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}, routers)

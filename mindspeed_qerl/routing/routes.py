@@ -7,8 +7,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Routers:
-    """Those of a model: the layers that have one, counted from 0 over the whole model, the experts
-    of each, and how many of them a token goes to.
+    """The routers of a model: the layers that have one, counted from 0 over the whole model, the
+    experts of each, and how many of them a token goes to.
     """
 
     layers: tuple[int, ...]
@@ -26,7 +26,8 @@ class Routers:
 
 
 def routes_fault(routes: np.ndarray | None, tokens: int, routers: Routers) -> str | None:
-    """Whether `routes` can be those of a sequence of which `tokens` tokens went through the model.
+    """Checks whether `routes` can be those of a sequence of which `tokens` tokens went through the
+    model.
 
     Args:
         routes: integers [tokens, layers, top_k]: ids of experts, in any order; None if nobody

@@ -101,7 +101,7 @@ def mismatch_fault(
 
 
 def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
-    """What to warn of in bfloat16, where rounding hides what float32 shows; arguments as
+    """Returns what to warn of in bfloat16, where rounding hides what float32 shows; arguments as
     `mismatch_fault`.
     """
     is_bfloat16 = rounding in (MOST_K3_BF16, MOST_K3_ROUTED)
@@ -115,8 +115,8 @@ def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
 
 
 def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
-    """Whether `loss/total`, of the tensor that backward got, is the sum of its parts with their
-    coefficients.
+    """Checks whether `loss/total`, of the tensor that backward got, is the sum of its parts with
+    their coefficients.
     """
     kl, entropy = algorithm.kl_coefficient, algorithm.entropy_coefficient
     parts = (
@@ -135,8 +135,8 @@ def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
 
 
 def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "trained") -> str | None:
-    """Whether each token that was sampled and kept was in the loss, once an epoch; or whether each
-    that has routes was replayed.
+    """Checks whether each token that was sampled and kept was in the loss, once an epoch; or
+    whether each that has routes was replayed.
 
     Args:
         counted: tokens in the loss, over all updates and ranks; of routes every layer counts as
@@ -153,7 +153,7 @@ def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "traine
 
 
 def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
-    """Whether the advantages of each group add up to 0, as every estimator's do.
+    """Checks whether the advantages of each group add up to 0, as every estimator's do.
 
     Args:
         advantages: [prompts * group_size], a prompt's answers side by side.
@@ -172,7 +172,7 @@ def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
 def ends_fault(
     tokens: np.ndarray, mask: np.ndarray, finished: np.ndarray, ends: Collection[int]
 ) -> str | None:
-    """Whether the last trained token of each answer that was not cut off is an end token.
+    """Checks whether the last trained token of each answer that was not cut off is an end token.
 
     Args:
         tokens: int [answers, length]. mask: bool [answers, length - 1], True at position t where
@@ -192,7 +192,7 @@ def ends_fault(
 
 
 def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]]) -> str | None:
-    """Whether the noise of a step, and of the run so far, is what its schedule says.
+    """Checks whether the noise of a step, and of the run so far, is what its schedule says.
 
     Over the run so far it is judged from NOISY_STEPS noisy steps on; a single step has an upper
     bound only, since bfloat16 swallows small noise whole.
@@ -222,8 +222,8 @@ def noise_of(rows: Iterable[MetricsRow]) -> list[tuple[float, float]]:
 
 
 def noise_share_fault(seen: Sequence[tuple[float, float]]) -> str | None:
-    """Whether the noise of many steps, (expected, measured) standard deviation of each, is as large
-    as it should be, by its root mean square.
+    """Checks whether the noise of many steps, (expected, measured) standard deviation of each, is
+    as large as it should be, by its root mean square.
     """
     share = math.sqrt(sum(m**2 for _, m in seen) / sum(e**2 for e, _ in seen))
     if LEAST_NOISE < share < MOST_NOISE:
@@ -281,8 +281,8 @@ def arrival_faults(
 def logprobs_fault(
     logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray, text: Callable[[np.ndarray], str]
 ) -> str | None:
-    """Whether the log probabilities of the tokens to train are valid; names the first answer that
-    has an invalid one.
+    """Checks whether the log probabilities of the tokens to train are valid; names the first answer
+    that has an invalid one.
 
     Args:
         logprobs: [answers, length], of the trained model. mask: bool, and tokens: int, of the same

@@ -293,7 +293,7 @@ class RunDirectory:
             )
 
     def facts(self) -> dict[str, Any]:
-        """What `record` was told so far."""
+        """Returns what `record` was told so far."""
         return self.read_json("facts.json") if self.facts_file.exists() else {}
 
     def record(self, **facts: Any) -> None:

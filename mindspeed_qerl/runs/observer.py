@@ -148,9 +148,9 @@ class RunObserver:
             self.warn(warning)
 
     def wants_proof(self, step: int) -> bool:
-        """Whether to prove after `step` that LoRA reaches the rollout engine: after the first
-        update, every `run.prove_every` steps, and after the last. `stepped` gets the shares as
-        metrics (lora/proof.py arrival_metrics), and `proved` what was found.
+        """Returns True if a proof is due after `step` that LoRA reaches the rollout engine: after
+        the first update, every `run.prove_every` steps, and after the last. `stepped` gets the
+        shares as metrics (lora/proof.py arrival_metrics), and `proved` what was found.
         """
         run = self.recipe.run
         is_first = not self.is_proved and step != self._untrained
@@ -199,8 +199,8 @@ class RunObserver:
             )
 
     def wants_evaluation(self, step: int) -> bool:
-        """Whether to evaluate after `step`: every `eval.every` steps, also before the first, and
-        after the last.
+        """Returns True if an evaluation is due after `step`: every `eval.every` steps, also before
+        the first, and after the last.
         """
         return step % self.recipe.evaluation.every == 0 or step == self.recipe.run.train_iters
 

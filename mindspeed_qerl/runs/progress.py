@@ -44,8 +44,8 @@ class Progress:
         self._console.out(text, highlight=False)
 
     def phase(self, text: str) -> None:
-        """What is going on now: "starting engines", "rollout", "update", ... Without a terminal:
-        only until step 1 is done.
+        """Shows what is going on now: "starting engines", "rollout", "update", ... Without a
+        terminal: only until step 1 is done.
         """
         self._status.update(escape(f"{self._title} | {text} ..."))
         if self._step == 0 and not self._console.is_terminal:
@@ -79,8 +79,8 @@ class Progress:
 
 
 def accuracy_words(result: MetricsRow) -> str:
-    """Returns an accuracy and how sure it is: ± its standard error; its 95 % interval where there is
-    none, or it is 0; nothing where that is unknown, too.
+    """Returns an accuracy and how sure it is: ± its standard error; its 95 % interval where there
+    is none, or it is 0; nothing where that is unknown, too.
 
     >>> ends = {"interval_low": 0.0, "interval_high": 0.79}
     >>> accuracy_words({"accuracy": 0.0, "standard_error": math.nan, **ends})

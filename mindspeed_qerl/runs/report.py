@@ -143,7 +143,7 @@ def _lora(facts: dict[str, Any]) -> Table:
 
 
 def _warnings(rows: Rows) -> list[str]:
-    """What a look at the final accuracy would miss."""
+    """Returns what a look at the final accuracy would miss."""
     first: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():

@@ -21,8 +21,8 @@ SITES = {"site-packages", "dist-packages"}
 
 @cache  # of the process
 def own_versions() -> dict[str, Any]:
-    """What the run ran on: Python, machine, every installed distribution (read, not imported), the
-    source's git state and the digest of what trains.
+    """Returns what the run ran on: Python, machine, every installed distribution (read, not
+    imported), the source's git state and the digest of what trains.
     """
     return {
         "mindspeed_qerl": mindspeed_qerl.__version__,

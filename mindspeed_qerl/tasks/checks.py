@@ -46,7 +46,7 @@ def unknown_rewards(verifiers: Iterable[tuple[str, float]]) -> list[Fault]:
 
 
 def check_task(task: recipe.Task, train: Rows | None) -> Found:
-    """Of a task whose files are there, before anything heavy starts.
+    """Checks a task whose files are there, before anything heavy starts.
 
     Args:
         train: the training rows; None if only their token ids are there, which cannot be compared.
@@ -63,7 +63,7 @@ def check_task(task: recipe.Task, train: Rows | None) -> Found:
 def check_rows(
     train: Rows, test: Rows, verifiers: Sequence[str], allow_overlap: bool = False
 ) -> Found:
-    """Of the rows that are trained on and tested with, for rewards of the names `verifiers`."""
+    """Checks the rows that are trained on and tested with, for rewards of the names `verifiers`."""
     found = Found()
     first_of = {normalised(row.question): row for row in reversed(train)}
     shared = [row for row in test if normalised(row.question) in first_of]
@@ -108,7 +108,7 @@ def _unreadable_golds(rows: Iterable[Row]) -> Iterator[Fault]:
 
 
 def check_prompts(task: Prompts, tokenizer: Any) -> Found:
-    """Of the prompts of a task: two questions with the same token ids, and, as a warning, words
+    """Checks the prompts of a task: two questions with the same token ids, and, as a warning, words
     that the tokenizer does not know.
     """
     unreadable = 0

@@ -77,8 +77,8 @@ def evaluate_answers(
 
 
 def _extraction(answers: list[dict[str, Any]], method: str, n: int) -> dict[str, float]:
-    """What GSM8K's verifier reads in the responses and by which rule, added to each of `answers`;
-    and the share of each rule, and maj@n.
+    """Returns what GSM8K's verifier reads in the responses and by which rule, added to each of
+    `answers`; and the share of each rule, and maj@n.
     """
     counts: Counter[str] = Counter()
     majority = 0.0

@@ -55,8 +55,8 @@ INT32 = 4  # DType.int32, indexed_dataset.py:416
 
 @dataclass(frozen=True)
 class PackedSplit:
-    """What was written for one `data_path`, which is absolute and goes into MindSpeed-RL's config
-    as it is.
+    """Describes what was written for one `data_path`, which is absolute and goes into
+    MindSpeed-RL's config as it is.
     """
 
     data_path: Path

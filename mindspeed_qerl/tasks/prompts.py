@@ -58,7 +58,7 @@ class Prompts:
         return hashlib.sha256(json.dumps(self.prompts).encode()).hexdigest()
 
     def left_out(self, kind: str) -> str:
-        """What to say about prompts of this `kind` ("training") that are too long."""
+        """Returns what to say about prompts of this `kind` ("training") that are too long."""
         return (
             f"{self.dropped:,} of {self.total:,} {kind} prompts are longer than "
             f"{self.max_prompt_length} tokens and are left out"
@@ -85,8 +85,8 @@ def load_tokenizer(directory: str | Path) -> Any:
 
 
 def _unreadable(directory: str | Path, fault: Exception) -> str:
-    """What of a folder gave the `fault`: config.json, which is read with a tokenizer, if it does
-    so alone.
+    """Returns what of a folder gave the `fault`: config.json, which is read with a tokenizer, if it
+    does so alone.
     """
     from transformers import AutoConfig
 

@@ -215,7 +215,7 @@ def _call(
     responses: Sequence[str],
     rows: Rows,
 ) -> Any:
-    """What `reward` returns for copies of what there is, by the parameters of `_form_of`."""
+    """Returns what `reward` returns for copies of what there is, by the parameters of `_form_of`."""
     arguments = _arguments(reward, form, parameters, responses, rows)
     if form == "ours":
         return _awaited([reward(*arguments.values())])[0]
@@ -232,7 +232,7 @@ def _arguments(
     responses: Sequence[str],
     rows: Rows,
 ) -> dict[str, list]:
-    """What `reward` is passed, by parameter, one for each response; see `_call`."""
+    """Returns what `reward` is passed, by parameter, one for each response; see `_call`."""
     columns = [copy.deepcopy(row.columns) for row in rows]
     answers = [row.answer for row in rows]
     if form == "ours":

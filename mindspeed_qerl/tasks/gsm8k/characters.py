@@ -34,7 +34,7 @@ _OF_CATEGORY = {"No": ODD, "Nl": ODD, "Z": " ", "Cf": "'", "Sc": "$", "P": ";"}
 
 @cache
 def _plain(character: str) -> str:
-    """What a character beyond ASCII is read as."""
+    """Returns what a character beyond ASCII is read as."""
     category = unicodedata.category(character)
     if character in _SAME_AS:
         return _SAME_AS[character]

@@ -72,8 +72,8 @@ def read_splits(source: str | Path, max_steps: int | None) -> dict[str, list[dic
 
 
 def steps(solution: str) -> int:
-    r"""How many a published solution takes: its lines before `####`, "between 2 and 8" (Cobbe et
-    al., 2021).
+    r"""Returns how many steps a published solution takes: its lines before `####`, "between 2 and
+    8" (Cobbe et al., 2021).
 
     >>> steps("In May she sold 48/2 = 24 clips.\nTogether that is 48+24 = 72.\n#### 72")
     2

@@ -152,8 +152,8 @@ _STATED = _MARKUP + _NUMBER
 
 
 def _find_answer(text: str) -> int:
-    """Where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F is an
-    s); -1 if nowhere.
+    """Returns where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F
+    is an s); -1 if nowhere.
     """
     return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
 
@@ -184,7 +184,9 @@ def extract_answer(text: str, method: str = "flexible") -> str | None:
 
 
 def extract_with_rule(text: str, method: str = "flexible") -> tuple[str | None, str]:
-    """What `extract_answer` returns, and which of `RULES` found it ("none" when it is None)."""
+    """Returns what `extract_answer` returns, and which of `RULES` found it ("none" when it is
+    None).
+    """
     value, rule = _extract(text, method)
     return (None, "none") if value is None else (_canonical(value), rule)
 
@@ -274,7 +276,9 @@ def _extract(text: str, method: str) -> tuple[Value | None, str]:
 
 
 def _normalised_from(start: int, text: str) -> str:
-    """What stands at `start` and behind, with the character before it, at which a form looks."""
+    """Returns what stands at `start` and behind, with the character before it, at which a form
+    looks.
+    """
     return normalise(text[max(start - 1, 0) :])
 
 
@@ -310,7 +314,9 @@ def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] 
 
 
 def _value_of_line(match: re.Match[str]) -> Value | None:
-    """What a `####` and its line state: None if there is a second number, or an unreadable one."""
+    """Returns what a `####` and its line state: None if there is a second number, or an unreadable
+    one.
+    """
     value, end = _value(match)
     if value is None or end is None:
         return None
