@@ -131,7 +131,7 @@ def variants(choices):
         "Qwen3-0.6B",
         "Qwen3-30B-A3B",
         "Qwen1.5-MoE-A2.7B-Chat",
-        "Meta-Llama-3-8B",
+        "TinyLlama-1.1B-Chat",
     ],
 )
 def test_every_mixture_is_read_as_transformers_reads_it_or_refused(tmp_path, name, choices):
@@ -214,7 +214,7 @@ assert not {"torch", "transformers"} & sys.modules.keys()
 
 def test_without_torch_it_is_read_alike():
     """In a process that has imported neither, another one asks transformers."""
-    for config in (MODELS["Qwen3-30B-A3B"], newer(MODELS["Meta-Llama-3-8B"])):
+    for config in (MODELS["Qwen3-30B-A3B"], newer(MODELS["TinyLlama-1.1B-Chat"])):
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             input=json.dumps(config),

@@ -2,6 +2,7 @@
 dies.
 """
 
+import math
 import os
 import shutil
 import signal
@@ -160,8 +161,12 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     sigmas = [row["aqn/sigma"] for row in rows]
     assert sigmas[:3] == [0, 0, 0.05]
     for before, after in pairwise(rows[2:]):
-        if reached := before.get("aqn/reached_k3"):
-            change = (before["aqn/target_k3"] / reached) ** 0.25
+        if "aqn/reached_k3" in before:
+            target, off = before["aqn/target_k3"], before["aqn/without_noise"]
+            wanted = target + off
+            seen = (before["aqn/reached_k3"] + off) / wanted
+            gap = 1 - seen if seen > 0.1 else -math.log(max(seen, 1e-9))
+            change = math.exp(0.25 * math.sqrt(wanted / target) * gap)
             expected = before["aqn/sigma"] * min(max(change, 0.5), 2)
             assert after["aqn/sigma"] == pytest.approx(expected)
     assert len(set(sigmas)) > 2

@@ -62,7 +62,12 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     monkeypatch.setattr(directory, "_now", lambda: day)
     run = RunDirectory.create(tmp_path, "run", config={}, command=[], seed=1, data_files=files)
     recipe = SimpleNamespace(
-        task=SimpleNamespace(train_file=files["train"], test_file=files["test"], prompt="chat"),
+        task=SimpleNamespace(
+            train_file=files["train"],
+            test_file=files["test"],
+            prompt="chat",
+            chat_template_kwargs=None,
+        ),
         model=SimpleNamespace(path=str(tmp_path / "model")),
         sampling=SimpleNamespace(max_prompt_length=96),
         evaluation=SimpleNamespace(n_problems=None),

@@ -480,8 +480,8 @@ def test_a_model_that_cannot_run_here_is_refused(raw, tmp_path, change, message)
             {"head_dim": 20, "num_attention_heads": 2},
             "num_attention_heads x head_dim = 40 is no multiple of",
         ),
-        ("nvfp4", {"hidden_size": 80}, None),
-        ("fp8", {"hidden_size": 80}, None),
+        ("nvfp4", {"hidden_size": 96}, None),
+        ("fp8", {"hidden_size": 96}, None),
         ("mxfp8", {}, None),
     ],
 )

@@ -299,6 +299,7 @@ MEASURED = {
     "adapters": 35_328,
     "gradients": 70_656,
     "AdamW": 211_968,
+    "merged weights": 344_064,
     "frozen base": 1_399_040,
     "vLLM's weights": 2_595_584,
     "sync buffers": 3_145_728,
