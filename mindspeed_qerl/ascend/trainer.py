@@ -311,7 +311,7 @@ class QeRLTrainer(RayGRPOTrainer):
             parts = dict(chain.from_iterable(squares.items() for squares in ranks))
             values |= weight_errors((name, squares) for (name, _), squares in parts.items())
         proof = None
-        if self.observer.wants_proof(iteration):
+        if self.observer.wants_proof(iteration, values.get("grad_norm", 0.0)):
             movements, unlike = zip(*self.on_ranks("prove"))
             proof = join(movements), {*chain(*unlike)}
             values |= arrival_metrics(proof[0])

@@ -128,7 +128,7 @@ class LocalEngine:
         movement = None
         with self._timed("sync"):
             self.sync()
-            if observer.wants_proof(step):
+            if observer.wants_proof(step, metrics.get("grad_norm", 0.0)):
                 movement = self.movement()
                 metrics |= arrival_metrics(movement)
         if noise:

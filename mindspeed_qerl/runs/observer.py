@@ -37,7 +37,7 @@ class RunObserver:
         for step in range(1, recipe.run.train_iters + 1):
             observer.sampled(step, rollouts)           # as soon as answers have rewards
             observer.stepped(step, values, tokens)     # after the update and the sync
-            if observer.wants_proof(step):
+            if observer.wants_proof(step, gradient):
                 observer.proved(step, movement)
             if observer.wants_evaluation(step):
                 observer.evaluated(step, result, answers, seconds)
@@ -60,7 +60,7 @@ class RunObserver:
     ):
         """epoch: steps of one pass over the training rows."""
         self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
-        self.epoch, self._untrained = epoch, 0  # the last step without an update
+        self.epoch = epoch
         routed, earlier = read_shape(recipe.model.path).moe, read_jsonl(run.metrics_file)
         self.is_proved = any("sync/arrived" in row for row in earlier)
         self.checks = StepChecks(recipe, routed, earlier)
@@ -126,7 +126,6 @@ class RunObserver:
 
     def trains_nothing(self, step: int, groups: int, all_cut_off: bool) -> None:
         """Warn of a step that none of its `groups` is trained in, and why."""
-        self._untrained = step
         why = "every answer was cut off"
         if not all_cut_off:
             why = "no group had answers of different rewards"
@@ -147,13 +146,16 @@ class RunObserver:
         for warning in self.checks.check(step, values, tokens, routes, level):
             self.warn(warning)
 
-    def wants_proof(self, step: int) -> bool:
+    def wants_proof(self, step: int, gradient: float) -> bool:
         """Returns True if a proof is due after `step` that LoRA reaches the rollout engine: after
         the first update, every `run.prove_every` steps, and after the last. `stepped` gets the
         shares as metrics (lora/proof.py arrival_metrics), and `proved` what was found.
+
+        Args:
+            gradient: norm of the step's; 0 where nothing was learnt, and nothing can be shown.
         """
         run = self.recipe.run
-        is_first = not self.is_proved and step != self._untrained
+        is_first = not self.is_proved and gradient > 0
         is_due = is_first or step % run.prove_every == 0 or step == run.train_iters
         return is_due and bool(self.recipe.lora.targets)
 

@@ -73,7 +73,7 @@ class Told:
     def progress(self):
         return Told()
 
-    def wants_proof(self, step):
+    def wants_proof(self, step, gradient):
         return False
 
     def noise_level(self, step):

@@ -179,7 +179,7 @@ def logged(trainer, **on_ranks):
     told = []
     vars(trainer.observer).update(
         stepped=lambda step, values, tokens, routes: told.append((values, tokens)),
-        wants_proof=lambda step: False,
+        wants_proof=lambda step, gradient: False,
         wants_evaluation=lambda step: False,
     )
     trainer.actor_worker.execute_sync_command = lambda method: on_ranks.get(method, [{}])
