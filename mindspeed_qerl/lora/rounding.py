@@ -18,7 +18,7 @@ import torch
 
 from mindspeed_qerl.families.tensors import ROW, ParameterMapping
 
-CHUNK = 1 << 17  # elements that a CPU rounds at a time, which its cache holds
+CHUNK = 1 << 18  # elements that a CPU rounds at a time, which its cache holds
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Dither:
         # a float's bits count steps of its magnitude: 16 random ones carry into the upper half
         bits = self.down[..., :, None] * self.across[..., None, :]
         bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF).add_(exact.view(torch.int32))
-        return bits.bitwise_and_(-0x10000).view(torch.float32).bfloat16()
+        return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
 def rounded(exact: torch.Tensor, dtype: torch.dtype, dither: Dither) -> torch.Tensor:
@@ -100,7 +100,7 @@ def merged(
         rows = max(CHUNK // weight.shape[1], 1)
     for first in range(0, len(weight), rows):
         chunk = slice(first, first + rows)
-        exact = torch.addmm(weight[chunk].float(), b[chunk], a, alpha=scaling)
+        exact = weight[chunk].float().addmm_(b[chunk], a, alpha=scaling)
         result[chunk] = Dither(dither.down[chunk], dither.across).rounded(exact)
     return result
 
