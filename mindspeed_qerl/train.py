@@ -69,7 +69,8 @@ def _directory(recipe: Recipe, name: str, label: str) -> tuple[RunDirectory, int
     """The run's directory, and the step that it resumes after (None: a new run); ValueError or
     OSError if refused.
     """
-    section, engine = recipe.run, engine_of(recipe)
+    section = recipe.run
+    engine = engine_of(recipe)
     contents: dict[str, Any] = {
         "config": dict(recipe.sections),
         "command": sys.argv,
@@ -151,7 +152,8 @@ def how_to_resume(directory: RunDirectory) -> str:
     """Returns what an interrupted run says: the step that it reached, and how it goes on after
     which.
     """
-    step, checkpoints = directory.status()["step"], whole_checkpoints(directory.checkpoints_dir)
+    step = directory.status()["step"]
+    checkpoints = whole_checkpoints(directory.checkpoints_dir)
     if not checkpoints:
         return (
             f"interrupted after step {step}, before the first checkpoint "

@@ -50,17 +50,21 @@ def correction_weights(
     tensor([[0., 0.]])
     """
     log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
-    counted, tokens = mask, mask.sum(1, keepdim=True)
+    counted = mask
+    tokens = mask.sum(1, keepdim=True)
     if correction.method in ("sequence_tis", "sequence_mask", "geometric_mask"):  # of answers
-        log_ratio, counted = log_ratio.sum(1, keepdim=True), tokens > 0
+        log_ratio = log_ratio.sum(1, keepdim=True)
+        counted = tokens > 0
     if correction.method == "geometric_mask":
         log_ratio = log_ratio / tokens.clamp(min=1)
     ratio = log_ratio.exp()
     if correction.method in ("token_tis", "sequence_tis"):
-        name, changed = "truncated_fraction", ratio > correction.cap
+        name = "truncated_fraction"
+        changed = ratio > correction.cap
         weights = ratio.clamp(max=correction.cap)
     else:
-        name, changed = "masked_fraction", (ratio < correction.floor) | (ratio > correction.cap)
+        name = "masked_fraction"
+        changed = (ratio < correction.floor) | (ratio > correction.cap)
         kept = torch.ones_like(ratio) if correction.method == "geometric_mask" else ratio
         weights = torch.where(changed, 0.0, kept)  # a product would make NaN of infinity
     fraction = Mean((changed & counted).sum(), counted.sum())

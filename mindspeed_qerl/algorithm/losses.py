@@ -117,7 +117,8 @@ def loss(
     micro-batches.
     """
     inputs = inputs.without_padding()
-    mask, count = inputs.mask, denominator(inputs.mask, algorithm)
+    mask = inputs.mask
+    count = denominator(inputs.mask, algorithm)
     metrics = mismatch(inputs.rollout_logprobs, inputs.old_logprobs, mask)
     per_token, of_tokens = policy_loss(algorithm.loss_mode)(inputs, algorithm)
     if correction.method != "none":
@@ -186,7 +187,8 @@ def cispo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     is trained.
     """
     ratio = _ratio(inputs.logprobs.detach() - inputs.old_logprobs)
-    least, most = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    least = 1 - algorithm.clip_low
+    most = 1 + algorithm.clip_high
     per_token = -ratio.clamp(least, most) * inputs.advantages.unsqueeze(1) * inputs.logprobs
     return per_token, _fractions(ratio < least, ratio > most)
 
@@ -213,7 +215,8 @@ def dppo_tv(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
 
 def dppo_kl(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     """`dppo_tv` with the divergence KL(old || new) between "this token" and "another", in nats."""
-    new, old = inputs.logprobs.detach(), inputs.old_logprobs
+    new = inputs.logprobs.detach()
+    old = inputs.old_logprobs
     # rounding may give a probability above 1; 1e-8 is verl's
     others = (1 - old.exp()).clamp(min=0.0)
     rest = (others + 1e-8).log() - ((1 - new.exp()).clamp(min=0.0) + 1e-8).log()
@@ -229,9 +232,11 @@ def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 def _clipped(
     log_ratio: torch.Tensor, advantages: torch.Tensor, algorithm: Algorithm
 ) -> PolicyLossResult:
-    advantages, ratio = advantages.unsqueeze(1), _ratio(log_ratio)
+    advantages = advantages.unsqueeze(1)
+    ratio = _ratio(log_ratio)
     bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    unclipped, clipped = -advantages * ratio, -advantages * bounded
+    unclipped = -advantages * ratio
+    clipped = -advantages * bounded
     per_token = torch.maximum(unclipped, clipped)
     if algorithm.clip_ratio_c is not None:
         dual_clipped = torch.minimum(per_token, -advantages * algorithm.clip_ratio_c)
@@ -285,7 +290,8 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     """Call the configured loss on a small batch, whole and answer by answer, before anything
     heavy starts. ConfigError if it raises, or what it returns cannot be trained.
     """
-    name, length = algorithm.loss_mode, 3
+    name = algorithm.loss_mode
+    length = 3
     function = policy_loss(name)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.rand(5, 3, length, generator=generator)

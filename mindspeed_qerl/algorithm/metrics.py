@@ -185,7 +185,8 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
     # 0 where nothing is compared: an index by the mask would make the host wait for the device
     sampled = torch.where(mask, sampled.double(), 0.0)
     trained = torch.where(mask, trained.double(), 0.0)
-    count, is_answer = mask.sum(), mask.any(1)
+    count = mask.sum()
+    is_answer = mask.any(1)
     difference = (sampled.exp() - trained.exp()).abs()
     log_ratio = trained - sampled
     ratio = torch.where(mask, log_ratio.exp(), 0.0)

@@ -62,7 +62,8 @@ def kept_in_bfloat16(weights: Sequence[tuple[torch.Tensor, float]], sigma: float
     """
     weights = weights or [(torch.ones(4096), 1.0)]
     repeats = -(-DRAWS // sum(weight.numel() for weight, _ in weights))
-    noises, left = [], []
+    noises = []
+    left = []
     for number, (weight, factor) in enumerate(weights):
         clean = weight.bfloat16().repeat(repeats)
         noise = factor * sigma * standard_normal(0, number, "kept_in_bfloat16", clean.shape)
@@ -94,7 +95,8 @@ class NoiseInjector:
         *,
         seed: int,
     ):
-        self.schedule, self.seed = schedule, seed
+        self.schedule = schedule
+        self.seed = seed
         selected = select_targets(model, targets, exclude)
         self.targets: list[NormTarget] = []
         self.multipliers: list[float] = []

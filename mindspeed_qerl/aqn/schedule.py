@@ -14,7 +14,8 @@ MEASURES: tuple[str, ...] = get_args(Measure)
 # of 128 weights at one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since
 # weights of 1 in bfloat16 show 0.85 to 1.10 of any sigma above 1.5e-3. Narrow enough for noise of
 # the next stage (0.56 in QeRL's schedule) or twice (1.41).
-LEAST_NOISE, MOST_NOISE = 0.8, 1.25
+LEAST_NOISE = 0.8
+MOST_NOISE = 1.25
 LEAST_SIZE = 0.1  # a target below it is one of k3
 
 
@@ -136,7 +137,9 @@ class NoiseSchedule:
         stage = self.stage(step)
         if stage == 0:
             return 0.0
-        start, end, fraction = self.sigma_start, self.sigma_end, self._fraction(stage)
+        start = self.sigma_start
+        end = self.sigma_end
+        fraction = self._fraction(stage)
         if self.kind == "exponential":
             return start * (end / start) ** fraction
         if self.kind == "linear":
@@ -147,7 +150,8 @@ class NoiseSchedule:
 
     def level(self, step: int) -> NoiseLevel:
         """The noise of `step`, whatever the steps before have shown."""
-        stage, sigma = self.stage(step), self.sigma(step)
+        stage = self.stage(step)
+        sigma = self.sigma(step)
         if self.kind != "target" or not sigma:
             return NoiseLevel(stage, sigma)
         ends = (distance(self.target_measure, x) for x in (self.target_start, self.target_end))
@@ -195,7 +199,8 @@ def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
     'the strongest noise of the schedule, sigma 0.05, is in none '
     """
     one_step_a_stage = replace(schedule, total_steps=schedule.num_stages, restart_every=None)
-    strongest, reached = max(one_step_a_stage.sigmas()), max(schedule.sigmas())
+    strongest = max(one_step_a_stage.sigmas())
+    reached = max(schedule.sigmas())
     if reached == strongest:
         return None
     return (

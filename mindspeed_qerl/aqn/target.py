@@ -57,7 +57,8 @@ class NoiseController:
             values: metrics of the step; without `mismatch/*`, where nothing was trained, sigma
                 stays as it is.
         """
-        level, schedule = self.level(step), self.schedule
+        level = self.level(step)
+        schedule = self.schedule
         measure = schedule.target_measure
         whole = distance(measure, values.get(f"mismatch/{measure}", math.nan))
         sensitivity = values.get("mismatch/sensitivity", math.nan)

@@ -154,7 +154,8 @@ def select_targets(
             (the message lists the norm classes that were seen); nothing left after `exclude`; a
             selected norm without a 1-D float weight parameter.
     """
-    targets, exclude = check_targets(targets), check_targets(exclude)
+    targets = check_targets(targets)
+    exclude = check_targets(exclude)
     norms = []
     for name, module in model.named_modules():
         # vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses
@@ -179,7 +180,8 @@ def targets_in_file(
     """Returns the norms that get noise among the names of a checkpoint's tensors, without modules:
     a forecast of `select_targets`.
     """
-    wanted, unwanted = check_targets(targets), check_targets(exclude)
+    wanted = check_targets(targets)
+    unwanted = check_targets(exclude)
     if "auto" in wanted:
         is_mixture = any(".experts." in name for name in tensors)
         wanted.append("post_attention" if is_mixture else "all")

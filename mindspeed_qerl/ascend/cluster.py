@@ -30,7 +30,8 @@ def look() -> dict[str, Any]:
     from ray._private import state
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    own, free = ray.get_runtime_context().get_job_id(), state.available_resources_per_node()
+    own = ray.get_runtime_context().get_job_id()
+    free = state.available_resources_per_node()
     jobs = [job for job in state.jobs() if not job["IsDead"] and job["JobID"] != own]
     return {
         "resources": ray.cluster_resources(),
@@ -113,7 +114,8 @@ def check_resources(recipe: Recipe, patience: float = 10) -> None:
     groups. Within `patience` seconds what an earlier run has given back shows again.
     """
     need = {"NPU": recipe.layout.world, "CPU": needed_cpus(recipe)}
-    cluster, until = look(), time.monotonic() + patience
+    cluster = look()
+    until = time.monotonic() + patience
     while _short(cluster, need) and time.monotonic() < until:
         time.sleep(0.5)
         cluster = look()

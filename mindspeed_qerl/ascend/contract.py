@@ -117,7 +117,8 @@ def compare(root: Path, file: str) -> Iterator[Finding]:
     for name, entry in ENTRIES[file].items():
         expected, why = entry.split(" ", 1)
         nodes = definitions(module, name)
-        change, here = "", digest(nodes)
+        change = ""
+        here = digest(nodes)
         if here != expected:
             change = "changed" if nodes else "gone"
         yield Finding(file, name, why, change, here)

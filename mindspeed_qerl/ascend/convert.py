@@ -20,7 +20,8 @@ def conversion_command(recipe: Recipe) -> list[str]:
     Raises:
         ConfigError: no `load`, or a model that the engine does not know.
     """
-    model, layout = recipe.model, recipe.layout
+    model = recipe.model
+    layout = recipe.layout
     if not model.load:
         raise ConfigError(
             "actor_config.load is not set: there is nowhere to convert the base weights to"

@@ -54,7 +54,8 @@ class DecodeGraphs:
         self.addresses: dict[str, int] | None = None
         self.on_replay: Callable[[int], None] = lambda rows: None
         self.difference = 0.0
-        self._asked, self._compares = 0, False
+        self._asked = 0
+        self._compares = False
         self._is_prefill_anywhere = False
         dispatcher = runner.aclgraph_dispatcher
         runner._sync_metadata_across_dp = self._told(runner._sync_metadata_across_dp)
@@ -87,7 +88,8 @@ class DecodeGraphs:
 
     def _capture(self) -> None:
         """Captures the graphs; forgets those that were captured before."""
-        runner, parameters = self.runner, acl_graph.get_graph_params()
+        runner = self.runner
+        parameters = acl_graph.get_graph_params()
         runner.model.concrete_aclgraph_entries.clear()
         for size, events in parameters.events.items():
             events.clear()
@@ -162,7 +164,8 @@ class DecodeGraphs:
 
 def addresses_of(runner: Any) -> dict[str, int]:
     """Returns the addresses of all that a captured step reads and writes and does not own."""
-    model, tensors = runner.get_model(), {}
+    model = runner.get_model()
+    tensors = {}
     tensors |= dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for layer, caches in enumerate(runner.kv_caches):
         tensors |= {f"KV cache {layer} {number}": cache for number, cache in enumerate(caches)}

@@ -115,7 +115,8 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
 
 def validate(recipe: Recipe) -> Iterator[Fault]:
     """See engines.Engine: faults of model, layout and task."""
-    folder, key = recipe.model.path, "megatron_training.tokenizer_name_or_path"
+    folder = recipe.model.path
+    key = "megatron_training.tokenizer_name_or_path"
     file = Path(folder) / "config.json"
     values = Values(recipe.sections)
     try:
@@ -172,9 +173,12 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
         part = getattr(recipe, section.removeprefix("rollout_"))
         if getattr(part, name) != getattr(type(part)(), name):
             yield Fault("unsupported", f"{key} must be left out: {reason}", key)
-    selection, verifiers = recipe.selection, recipe.task.verifiers
-    filters, prompts = selection.filter_groups_enable, recipe.batch.global_batch_size
-    format, is_moe = recipe.quantization.format, recipe.model.arguments.get("num_experts")
+    selection = recipe.selection
+    verifiers = recipe.task.verifiers
+    filters = selection.filter_groups_enable
+    prompts = recipe.batch.global_batch_size
+    format = recipe.quantization.format
+    is_moe = recipe.model.arguments.get("num_experts")
     values = Values(recipe.sections)
     lora_alpha, alpha = values.get("megatron.lora_alpha")
     _, flash_attention = values.get("megatron.use_flash_attn")
@@ -233,7 +237,9 @@ def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
 
 def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
     """Faults of keys that upstream takes one by one and not together."""
-    values, optimizer, epochs = Values(recipe.sections), recipe.optimizer, recipe.batch.epochs
+    values = Values(recipe.sections)
+    optimizer = recipe.optimizer
+    epochs = recipe.batch.epochs
     if recipe.run.resume and not recipe.model.load:
         key = "actor_config.load"
         message = f"run.resume needs {key}, the base weights: checkpoints hold the adapters only"
@@ -260,7 +266,8 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
 
 def _cannot_capture(recipe: Recipe) -> Iterator[Fault]:
     """Faults of decode graphs with what they were not tried with, or would compute wrongly."""
-    key, tp = "generate_config.enforce_eager", recipe.layout.infer_tp
+    key = "generate_config.enforce_eager"
+    tp = recipe.layout.infer_tp
     if recipe.rollout.enforce_eager:
         return
     if recipe.quantization.format == "int8_w8a8":
@@ -273,10 +280,12 @@ def _cannot_capture(recipe: Recipe) -> Iterator[Fault]:
 
 def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     """Faults of algorithm.routing_replay with what goes another way than its routes."""
-    key, mode = "algorithm.routing_replay", recipe.algorithm.routing_replay
+    key = "algorithm.routing_replay"
+    mode = recipe.algorithm.routing_replay
     if mode == "none":
         return
-    layout, values = recipe.layout, Values(recipe.sections)
+    layout = recipe.layout
+    values = Values(recipe.sections)
     _, caching = values.get("generate_config.enable_prefix_caching")
     reasons = {
         "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
@@ -332,7 +341,8 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
         "max_position_embeddings": shape.max_position_embeddings,
     }
     values = Values(recipe.sections)
-    actor, training = values.section("actor_config"), values.section("megatron_training")
+    actor = values.section("actor_config")
+    training = values.section("megatron_training")
     told = {key: value for key, value in told.items() if value is not None and key not in actor}
     sections = {**recipe.sections, "megatron_training": {**training, **told}}
     optimizer = recipe.optimizer

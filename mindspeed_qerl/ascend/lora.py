@@ -60,8 +60,10 @@ class LinearLoRA(lora_moe.LoraParallelLinearMoE):
     def merge_once(self) -> None:
         """Merge, unless it was done since `forget_merged`."""
         if self.merged_weight is None and hasattr(self.base_layer.weight, "dither"):
-            weight, scaling = self.base_layer.weight, self.scaling["default"]
-            b, a = self.lora_B["default"].weight, self.lora_A["default"].weight
+            weight = self.base_layer.weight
+            scaling = self.scaling["default"]
+            b = self.lora_B["default"].weight
+            a = self.lora_A["default"].weight
             self.merged_weight = merged(weight, b, a, scaling, weight.dither)
 
     def forget_merged(self) -> None:
@@ -105,7 +107,9 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         return self._linear(activated, "weight2", tokens_per_expert), None
 
     def _linear(self, x: torch.Tensor, name: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        experts, width, weight = self.num_local_experts, x.shape[1], getattr(self, name)
+        experts = self.num_local_experts
+        width = x.shape[1]
+        weight = getattr(self, name)
         is_adapted = name in self.adapted and self.adapters_enabled
         is_merged = is_adapted and hasattr(weight, "dither")
         if is_merged:
@@ -126,7 +130,8 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         for name in self.adapted:
             weight = getattr(self, name)
             if name not in self.merged_weights and hasattr(weight, "dither"):
-                a, b = getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b")
+                a = getattr(self, f"{name}_lora_a")
+                b = getattr(self, f"{name}_lora_b")
                 self.merged_weights[name] = merge_experts(
                     name, weight, a, b, self.lora_r, self.scaling
                 )

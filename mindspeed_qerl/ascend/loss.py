@@ -21,7 +21,8 @@ from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.checks import impossible
 
-STAGE, ROLE = "ray_grpo", "actor"
+STAGE = "ray_grpo"
+ROLE = "actor"
 BLOCK = 1024  # tokens: of 152,000 logits each, in float32, 0.6 GB a copy
 # of the transfer dock, besides those that upstream's update asks for
 COLUMNS = ("rollout_log_prob", "trained")
@@ -57,7 +58,10 @@ class QeRLLoss(BaseLossFunc):
 
     def __init__(self):
         super().__init__()
-        self.divisor, self.answers, self.parts, self.seen = 0.0, 0, [], []
+        self.divisor = 0.0
+        self.answers = 0
+        self.parts = []
+        self.seen = []
 
     def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
         """Sets what the losses of `mini_batch` are divided by; call it before its micro-batches."""
@@ -70,7 +74,8 @@ class QeRLLoss(BaseLossFunc):
         """After the micro-batches: RuntimeError if a log probability of one was impossible. The
         host waits for the device once in a mini-batch, not in each micro-batch.
         """
-        seen, self.seen = self.seen, []
+        seen = self.seen
+        self.seen = []
         if seen and torch.stack(seen).any():
             raise RuntimeError(
                 "the trained model gave a log probability that is no number, or above 0: nothing "
@@ -91,7 +96,8 @@ class QeRLLoss(BaseLossFunc):
         logprobs, entropy = self.compute_log_probs(
             output=output, batch=batch, skip_entropy=False, **kwargs
         )
-        mask, before = trained_tokens(batch), logprobs.detach()
+        mask = trained_tokens(batch)
+        before = logprobs.detach()
         self.seen.append((impossible(before) & mask).any())
         inputs = LossInputs(
             logprobs,
@@ -116,7 +122,8 @@ class QeRLLoss(BaseLossFunc):
 
     def take_metrics(self) -> dict[str, Metric]:
         """Returns the metrics of this rank's micro-batches since the last call, on the host."""
-        parts, self.parts = self.parts, []
+        parts = self.parts
+        self.parts = []
         return on_host(merge(parts))
 
 
@@ -127,7 +134,8 @@ class QeRLActor(Actor):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        recipe, self.routes = self.loss_func.recipe, None
+        recipe = self.loss_func.recipe
+        self.routes = None
         if recipe.algorithm.routing_replay != "none":
             self.routes = RoutedPasses(self.model[0], recipe)
             self.forward_backward_func = self.routes.around(self.forward_backward_func)

@@ -29,7 +29,8 @@ def merge_experts(
     else:
         stacked = weight.view(b.shape[0] // rank, -1, weight.shape[1])
     experts = len(stacked)
-    a, b = a.view(experts, -1, rank).float(), b.view(experts, rank, -1).float()
+    a = a.view(experts, -1, rank).float()
+    b = b.view(experts, rank, -1).float()
     exact = torch.baddbmm(stacked.float(), a, b, alpha=scaling)
     dither = getattr(weight, "dither", None)
     rounded = dither.rounded(exact) if dither else exact.to(weight.dtype)
@@ -45,14 +46,17 @@ def add_dither(
     table = table_of_layer(shape)
     for layer, name, module in adapted_layers(chunks):
         if hasattr(module, "base_layer"):
-            weight, mapping = module.base_layer.weight, _of_layer(table[name], layer)
+            weight = module.base_layer.weight
+            mapping = _of_layer(table[name], layer)
             weight.dither = dither_of_part(mapping, weight.shape, *tp).to(weight.device)
             continue
         # whole experts are dealt to expert ranks, and by those to their tensor ranks
-        count, hidden = module.num_local_experts, module.config.hidden_size
+        count = module.num_local_experts
+        hidden = module.config.hidden_size
         first = (ep[0] * tp[1] + tp[0]) * count
         for which in module.adapted:
-            weight, bits = getattr(module, which), []
+            weight = getattr(module, which)
+            bits = []
             width = weight.numel() // (count * hidden)
             outputs_and_inputs = (width, hidden) if which == "weight1" else (hidden, width)
             for expert in range(first, first + count):

@@ -49,7 +49,8 @@ class TokenObserver(RunObserver):
             ids = answers[column][: self.recipe.run.rollout_samples]
             texts[column] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         rows = rows_of_labels(texts["labels"], self.packed_rows)
-        golds, rewards = [row.answer for row in rows], map(float, answers["rm_scores"])
+        golds = [row.answer for row in rows]
+        rewards = map(float, answers["rm_scores"])
         columns = zip(texts["prompts"], texts["responses"], golds, rewards)
         self.sampled(step, [Rollout(*values) for values in columns])
 

@@ -58,7 +58,8 @@ def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[
         *modules, leaf = name.split(".")
         is_expert = "experts" in modules
         if is_expert:
-            target, replica = EXPERTS[leaf.split("_")[0]], state.get_expert_data_parallel_rank()
+            target = EXPERTS[leaf.split("_")[0]]
+            replica = state.get_expert_data_parallel_rank()
         else:
             target = next(part for part in modules if part.startswith("linear_"))
             replica = state.get_data_parallel_rank(with_context_parallel=True)
@@ -160,7 +161,9 @@ def movement_of_layer(
         name = held.name.removesuffix(".weight")
         if name in pairs:
             a, b = pairs[name]
-            start, shape, device = held.start, held.part.shape, held.part.device
+            start = held.start
+            shape = held.part.shape
+            device = held.part.device
             rows = b.narrow(0, start[0], shape[0]).to(device)
             columns = a.narrow(1, start[1], shape[1]).to(device)
             update = scaling * (rows.float() @ columns.float())

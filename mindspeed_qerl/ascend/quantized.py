@@ -66,7 +66,9 @@ class QuantizedModel:
     """
 
     def __init__(self, model: torch.nn.Module, format: str):
-        self.model, self.name, self.format = model, format, FORMATS[format]
+        self.model = model
+        self.name = format
+        self.format = FORMATS[format]
         self.group = get_tp_group()
         self.squares: dict[tuple[str, int], tuple[float, float]] = {}
         self.methods: dict[torch.nn.Module, Any] = {}
@@ -85,7 +87,8 @@ class QuantizedModel:
         for parameter, parts in groupby(held_weights(self.model), attrgetter("parameter")):
             copies = []
             for held in parts:
-                name, weight = held.name, held.part
+                name = held.name
+                weight = held.part
                 if not is_quantized(name):
                     continue
                 amax = self._amax(name, weight)
@@ -126,7 +129,8 @@ class QuantizedModel:
         for name, weight in used_weights(self.model):
             expected = synced[name].to(weight.device)
             if is_quantized(name):
-                whole, dim = expected, int(_is_shared_by_input(name))
+                whole = expected
+                dim = int(_is_shared_by_input(name))
                 if self._is_shared(name):
                     whole = self.group.all_gather(expected, dim)
                 parts = whole.shape[dim] // expected.shape[dim]

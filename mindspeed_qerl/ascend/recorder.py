@@ -66,7 +66,8 @@ class AscendRecorder(RouteRecorder):
     def _numbers(self, module: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         from vllm.forward_context import get_forward_context
 
-        context, rows = get_forward_context(), len(hidden_states)
+        context = get_forward_context()
+        rows = len(hidden_states)
         first = 1
         if context.sp_enabled:  # they are shared out already
             first += self.tp_group.rank_in_group * rows
@@ -104,7 +105,8 @@ class AscendRecorder(RouteRecorder):
             dist.all_gather_object(ranks, (rows.cpu(), ids.cpu()), group=self.tp_group.cpu_group)
             rows, ids = map(torch.cat, zip(*ranks))
         own = rows[:, 0] == 1 + self.engine
-        rows, ids = rows[own, 1].long() - 1, ids[own]
+        rows = rows[own, 1].long() - 1
+        ids = ids[own]
         ordered = ids.new_zeros((int(rows.max()) + 1, *ids.shape[1:]))
         ordered[rows] = ids
         return ordered

@@ -19,7 +19,9 @@ from mindspeed_qerl.common.files import (
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 
-WEIGHTS, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"  # of a rank, by Megatron's names
+# of a rank, by Megatron's names
+WEIGHTS = "model_optim_rng.pt"
+OPTIMIZER = "distrib_optim.pt"
 
 
 def checkpoint_folder(run: RunDirectory, step: int) -> Path:
@@ -53,7 +55,8 @@ def last_checkpoint(recipe: Recipe) -> int:
     or the last one is another run's, or not what was saved.
     """
     run = RunDirectory.open(recipe.run.resume)
-    steps, tracker = checkpoint_iterations(run.checkpoints_dir), run.checkpoints_dir / TRACKER
+    steps = checkpoint_iterations(run.checkpoints_dir)
+    tracker = run.checkpoints_dir / TRACKER
     try:
         step = int(tracker.read_text())
     except (OSError, ValueError) as error:  # Megatron was killed while it wrote the number

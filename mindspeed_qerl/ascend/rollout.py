@@ -65,7 +65,8 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         if recipe.quantization.enabled:
             self.quantized = QuantizedModel(self.model, recipe.quantization.format)
         if recipe.algorithm.routing_replay == "rollout":
-            routers, longest = read_shape(recipe.model.path).routers, recipe.batch.max_model_len
+            routers = read_shape(recipe.model.path).routers
+            longest = recipe.batch.max_model_len
             self.recorder = AscendRecorder(self.runner, routers, longest, self.model)
         if not recipe.rollout.enforce_eager:
             self.graphs = DecodeGraphs(self.runner)

@@ -29,7 +29,8 @@ def pack(routes: np.ndarray) -> torch.Tensor:
 def unpack(row: torch.Tensor, routers: Routers) -> np.ndarray:
     """Returns what `pack` was given; `row` may be longer. ValueError: it is not of `pack`."""
     row = row.cpu().numpy()
-    shape, content = row[:3], row[3:].tobytes()
+    shape = row[:3]
+    content = row[3:].tobytes()
     return np.frombuffer(content, routers.dtype, shape.prod(dtype=int)).reshape(shape)
 
 
@@ -84,16 +85,19 @@ class RoutedPasses:
 
     def take_counts(self) -> dict[int, Counts]:
         """Returns the counts of all updates since the last call, by layer of this rank."""
-        counts, self.counts = self.counts, []
+        counts = self.counts
+        self.counts = []
         return total(counts)
 
     def _micro_batch(self, batch: dict[str, torch.Tensor]) -> MicroBatch:
         """Megatron has tokens position by position; upstream pads whole answers on the right. Or it
         has answer after answer, each padded to a multiple of TP (remove_padding.py:45).
         """
-        device, width = batch["input_ids"].device, batch["input_ids"].shape[1]
+        device = batch["input_ids"].device
+        width = batch["input_ids"].shape[1]
         lengths = (batch["prompt_length"] + batch["response_length"]).flatten().tolist()
-        routes, known = [], []
+        routes = []
+        known = []
         for row, length in zip(batch[COLUMN], lengths):
             if self.is_packed:
                 width = length + -length % self.replay.tp_size

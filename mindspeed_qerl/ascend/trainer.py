@@ -94,7 +94,8 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def __init__(self, *args, observer: TokenObserver, **kwargs):
         grpo_trainer_hybrid.DataStrategy = OurDataStrategy
-        self.observer, self.recipe = observer, observer.recipe
+        self.observer = observer
+        self.recipe = observer.recipe
         self.replays = self.recipe.algorithm.routing_replay != "none"
         self.routers = read_shape(self.recipe.model.path).routers
         super().__init__(*args, **kwargs)
@@ -105,7 +106,8 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def fit(self, data_iters):
         """Runs upstream's loop, after an evaluation before the first step."""
-        self.step, self.batches = self.actor_worker.get_iteration(), data_iters
+        self.step = self.actor_worker.get_iteration()
+        self.batches = data_iters
         self.observer.begin(self.on_ranks("count_adapters"))
         if self.recipe.noise.enabled:
             self.observer.noise_targets(self.on_ranks("noise_targets")[0])
@@ -128,10 +130,13 @@ class QeRLTrainer(RayGRPOTrainer):
         """Which of the scored answers are trained, and their advantages, into the dock's columns
         `trained`, `advantages` and `returns`. EngineError for answers that cannot be trained on.
         """
-        started, algorithm, n = time.time(), self.recipe.algorithm, self.n_samples_per_prompt
+        started = time.time()
+        algorithm = self.recipe.algorithm
+        n = self.n_samples_per_prompt
         answers, is_kept = self._gather()
         self.observer.sampled_tokens(self.step + 1, answers)
-        trained, truncated = is_kept.repeat(n), _numbers(answers["truncated"]).astype(bool)
+        trained = is_kept.repeat(n)
+        truncated = _numbers(answers["truncated"]).astype(bool)
         if algorithm.mask_truncated_completions:
             trained &= ~truncated
         self._check(answers, trained & ~truncated)
@@ -199,7 +204,9 @@ class QeRLTrainer(RayGRPOTrainer):
         trained, bool [prompts]. With dynamic sampling more batches are asked until there are enough
         groups whose answers' rewards differ; others fill up.
         """
-        selection, n, batches = self.recipe.selection, self.n_samples_per_prompt, 1
+        selection = self.recipe.selection
+        n = self.n_samples_per_prompt
+        batches = 1
         answers = self._scored()
         wanted = len(answers["responses"]) // n
         if not selection.filter_groups_enable:
@@ -271,7 +278,8 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _rewards(self, answers: Answers) -> np.ndarray:
         """Returns what is learnt from, float64 [answers]: verifiers' sum less what length costs."""
-        selection, rewards = self.recipe.selection, _numbers(answers["rm_scores"])
+        selection = self.recipe.selection
+        rewards = _numbers(answers["rm_scores"])
         if not selection.overlong_buffer_enable:
             return rewards
         return rewards + overlong_penalty(
@@ -333,9 +341,11 @@ class QeRLTrainer(RayGRPOTrainer):
         """Noise off, if an evaluation is due: each rank answers its share of the problems."""
         if not self.observer.wants_evaluation(self.step):
             return
-        started, evaluation = time.perf_counter(), self.recipe.evaluation
+        started = time.perf_counter()
+        evaluation = self.recipe.evaluation
         self.observer.progress.phase("evaluation")
-        prompts, answers = self.observer.problems.prompts, {}
+        prompts = self.observer.problems.prompts
+        answers = {}
         asked = prompts, evaluation.samples_per_problem, evaluation.temperature, self.step
         for share in self.on_ranks("evaluate", *asked):
             answers |= share

@@ -30,7 +30,9 @@ class MergedWeights(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, parameters: dict[str, torch.Tensor], rank: int, scaling: float):
-        self.parameters, self.rank, self.scaling = parameters, rank, scaling
+        self.parameters = parameters
+        self.rank = rank
+        self.scaling = scaling
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parameters)
@@ -40,10 +42,12 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        parameters, linear = self.parameters, name.removesuffix(".weight")
+        parameters = self.parameters
+        linear = name.removesuffix(".weight")
         weight = parameters[name]
         if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in parameters:
-            a, b = parameters[f"{name}_lora_a"], parameters[f"{name}_lora_b"]
+            a = parameters[f"{name}_lora_a"]
+            b = parameters[f"{name}_lora_b"]
             result = merge_experts(name, weight, a, b, self.rank, self.scaling)
         elif f"{linear}.lora_A.default.weight" in parameters:
             a = parameters[f"{linear}.lora_A.default.weight"]

@@ -79,7 +79,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     def _build_sharding_manager(self):
         weights.install()
         if self.recipe.lora.targets and self.megatron_config.bf16:
-            state, shape = self.parallel_state, read_shape(self.recipe.model.path)
+            state = self.parallel_state
+            shape = read_shape(self.recipe.model.path)
             tp = (
                 state.get_tensor_model_parallel_rank(),
                 state.get_tensor_model_parallel_world_size(),
@@ -97,12 +98,14 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def generate_sequences(self):
         """Samples one batch as upstream does, with this iteration's noise."""
-        rollout, batch = self.inference_model, self.batches_sampled[self.iteration]
+        rollout = self.inference_model
+        batch = self.batches_sampled[self.iteration]
         self.batches_sampled[self.iteration] += 1
         # an earlier batch of this iteration left them on the CPU
         if batch and self.generate_config.offload_train_param:
             self.actor_offloader.onload_param()
-        rollout.noise_step, rollout.quantizes = self.iteration, True
+        rollout.noise_step = self.iteration
+        rollout.quantizes = True
         rollout.seed_of = (f"rollout {batch}" if batch else "rollout", self.iteration)
         super().generate_sequences()
 
@@ -152,7 +155,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """Returns the metrics of this rank's updates since the last call; of several ranks with the
         same logits the first one's.
         """
-        metrics, state = self.actor_hybrid.train_actor.loss_func.take_metrics(), self.parallel_state
+        metrics = self.actor_hybrid.train_actor.loss_func.take_metrics()
+        state = self.parallel_state
         if state.get_tensor_model_parallel_rank() or state.get_context_parallel_rank():
             return {}
         return metrics
@@ -177,8 +181,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         Inference data-parallel group g takes prompts g, g + groups, ...; each takes as many, so
         that none waits: the last prompt is answered again.
         """
-        rollout, tp = self.inference_model, self.generate_config.infer_tensor_parallel_size
-        group, groups, last = self._rank // tp, self._world_size // tp, len(prompts) - 1
+        rollout = self.inference_model
+        tp = self.generate_config.infer_tensor_parallel_size
+        group = self._rank // tp
+        groups = self._world_size // tp
+        last = len(prompts) - 1
         share = [min(start + group, last) for start in range(0, len(prompts), groups)]
         rollout.seed_of = "evaluation", step
         with self._synced(self.recipe.quantization.evaluation):
@@ -194,7 +201,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """vLLM with the current weights, noise off; afterwards the training weights are where they
         were.
         """
-        self.inference_model.noise_step, self.inference_model.quantizes = None, quantizes
+        self.inference_model.noise_step = None
+        self.inference_model.quantizes = quantizes
         self.sharding_manager.enter_infer_mode()
         yield
         self.sharding_manager.exit_infer_mode()
@@ -207,16 +215,21 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """Returns what the adapters did to this rank's weights in vLLM, beside (alpha / r) B A
         (proof.py), and which quantized ones are not the rounding of that; all ranks at once.
         """
-        rollout, config = self.inference_model, self.actor_model_config
+        rollout = self.inference_model
+        config = self.actor_model_config
         state = self.parallel_state
         place = state.get_tensor_model_parallel_rank(), state.get_expert_model_parallel_rank()
-        shape, adapters = read_shape(self.recipe.model.path), proof.adapters_by_layer(self.model)
-        alpha, config.lora_alpha = config.lora_alpha, 0
+        shape = read_shape(self.recipe.model.path)
+        adapters = proof.adapters_by_layer(self.model)
+        alpha = config.lora_alpha
+        config.lora_alpha = 0
         with self._synced():
             base = proof.copied_weights(rollout.model)
             used_base = rollout.quantized.rounded(base) if rollout.quantized else {}
         config.lora_alpha = alpha
-        movements, unlike, multiplied = [], [], {}
+        movements = []
+        unlike = []
+        multiplied = {}
         if rollout.quantized:
             with self._synced(quantizes=True):
                 used = rollout.quantized.used()

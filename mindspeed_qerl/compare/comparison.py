@@ -84,7 +84,8 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     scores: dict[str, dict[int, np.ndarray]] = {}  # [steps, questions], by group and seed
     accuracy: BySteps = {}
     difference: BySteps = {}
-    verdicts, rewards = [], {}
+    verdicts = []
+    rewards = {}
     for name, members in groups.items():
         scores[name] = {run.seed: _scores(run, steps, questions) for run in members}
         accuracy[name] = _by_step(steps, list(scores[name].values()))
@@ -166,7 +167,8 @@ def _most_common(name: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
 
 def _differences(words: str, values: dict[str, Any], usual: dict[str, Any]) -> Iterable[str]:
     for key in dict.fromkeys([*usual, *values]):
-        value, most = values.get(key), usual.get(key)
+        value = values.get(key)
+        most = usual.get(key)
         if value != most:
             yield f"{words}: {key} {value} where most have {most}"
 
@@ -219,7 +221,9 @@ def _verdict(
     """The verdict on `difference`; the limit of p is divided by the number of groups
     (Bonferroni).
     """
-    word, needed, limit = "not distinguishable", None, SIGNIFICANCE / comparisons
+    word = "not distinguishable"
+    needed = None
+    limit = SIGNIFICANCE / comparisons
     if difference is None or len(seeds) < LEAST_SEEDS or math.isnan(difference.p):
         word = "no verdict"
     elif difference.p < limit:

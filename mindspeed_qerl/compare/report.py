@@ -62,7 +62,8 @@ def of_what(comparison: Comparison) -> str:
 
 def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, str]) -> str:
     """A verdict in words; labels: what the groups are called, by name."""
-    difference, seeds = verdict.difference, len(verdict.seeds)
+    difference = verdict.difference
+    seeds = len(verdict.seeds)
     group, baseline = (labels[name] for name in (verdict.group, verdict.baseline))
     groups = f"**{group}** beside {baseline}"
     if difference is None or seeds < LEAST_SEEDS:
@@ -72,7 +73,8 @@ def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, s
             f"{groups}: no verdict, {difference.mean:+.3f} for every seed and question, so that "
             "nothing says how large chance is; it takes more questions or answers"
         )
-    sharing, limit = round(SIGNIFICANCE / verdict.limit), ""
+    sharing = round(SIGNIFICANCE / verdict.limit)
+    limit = ""
     if sharing > 1:
         limit = f" (below {verdict.limit:.2g} counts: {sharing} groups share the 5 %)"
     text = (

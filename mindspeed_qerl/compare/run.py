@@ -105,8 +105,11 @@ def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
 
 
 def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
-    status, facts, config = run.status(), run.facts(), dotted(run.config())
-    rows, rewards = read_jsonl(run.metrics_file), {}
+    status = run.status()
+    facts = run.facts()
+    config = dotted(run.config())
+    rows = read_jsonl(run.metrics_file)
+    rewards = {}
     for row in rows:
         if "reward/mean" in row:
             rewards[row["step"]] = row["reward/mean"]
@@ -148,7 +151,8 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
 def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dict[str, Any]]:
     """`scores` and `evaluation` of a ComparedRun."""
     if evaluation is None:
-        answers, made = read_jsonl(run.eval_answers_file), _evaluation_of(run)
+        answers = read_jsonl(run.eval_answers_file)
+        made = _evaluation_of(run)
     else:
         folder = f"evaluations/{evaluation}"
         answers = read_jsonl(run.path / folder / "answers.jsonl")
@@ -174,7 +178,8 @@ def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
     summary.json that tools/evaluate.py writes.
     """
     recipe, _ = read(run.config())
-    evaluation, quantization = recipe.evaluation, None
+    evaluation = recipe.evaluation
+    quantization = None
     if recipe.quantization.enabled and recipe.quantization.evaluation:
         quantization = asdict(recipe.quantization)
     settings = {
@@ -198,7 +203,8 @@ def _faults(
     evaluation: str | None,
 ) -> Iterable[str]:
     """Why a run is not the result of what its config says."""
-    status, train_iters = run.status(), config["megatron_training.train_iters"]
+    status = run.status()
+    train_iters = config["megatron_training.train_iters"]
     if status["state"] != "finished":  # its noise may have been still to come
         yield f"it is not finished: {status['state']} after step {status['step']} of {train_iters}"
     elif len(rows) < train_iters:

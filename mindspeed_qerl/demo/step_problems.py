@@ -59,8 +59,10 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
 
 def _random_steps(pairs: list[Pair], length: int, rng: random.Random) -> Problem | None:
     """Without a question; None if a step led to a number that no further equation starts from."""
-    allowed, total = set(pairs), rng.choice(rng.choice(pairs))
-    first, steps = total, []
+    allowed = set(pairs)
+    total = rng.choice(rng.choice(pairs))
+    first = total
+    steps = []
     for _ in range(length):
         choices = []
         for number in range(1, MAX_OPERAND + 1):
@@ -87,9 +89,12 @@ def mixed_answer(
     kind = answer_kind(mixture, rng)
     if kind == "bare":
         return f"The answer is {problem.result}"
-    steps, wrong = problem.steps, []  # the steps of wrong answers
+    # the steps of wrong answers
+    steps = problem.steps
+    wrong = []
     for at, (op, number) in enumerate(steps):
-        before, after = steps[:at], steps[at + 1 :]
+        before = steps[:at]
+        after = steps[at + 1 :]
         if kind == "wrong_operation":
             wrong.append((*before, (OTHER[op], number), *after))
         elif kind == "slipped_number":

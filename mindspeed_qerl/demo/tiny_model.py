@@ -28,7 +28,9 @@ from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 # One digit, one newline, "####", a word with the space before it, any other single character:
 # joined they give the text back.
 TOKEN_PATTERN = r"\d|####| ?[A-Za-z]+|[^\dA-Za-z]"
-UNK, PAD, EOS = "<unk>", "<pad>", "<eos>"
+UNK = "<unk>"
+PAD = "<pad>"
+EOS = "<eos>"
 
 
 def _shape(layers: int, width: int, experts: int, expert_width: int, heads: int) -> dict[str, int]:
@@ -159,7 +161,8 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
     """
     from mindspeed_qerl.demo.supervised import fit
 
-    rng, world = random.Random(f"supervised {recipe.seed}"), WORLDS[recipe.shape]
+    rng = random.Random(f"supervised {recipe.seed}")
+    world = WORLDS[recipe.shape]
     allowed = set(training_pairs)
 
     def batch():

@@ -85,7 +85,8 @@ class Problem:
     @property
     def answer(self) -> str:
         """In GSM8K form: the equations, and the result after `####`."""
-        totals, lines = self.totals, []
+        totals = self.totals
+        lines = []
         for before, (op, number), after in zip(totals, self.steps, totals[1:]):
             lines.append(f"{before}{op}{number}={after}")
         return "\n".join([*lines, f"#### {self.result}"])

@@ -154,7 +154,8 @@ def _hidden(
     if sparse_mode >= 3:
         distance = distance - (s2 - s1)  # the diagonal ends in the lower right corner
     if sparse_mode in (2, 3):
-        before, after = _EVERYTHING, 0
+        before = _EVERYTHING
+        after = 0
     outside = (distance > after) | (distance < -before)
     return {0: mask.bool() | outside, 1: mask.bool()}[sparse_mode] if sparse_mode < 2 else outside
 

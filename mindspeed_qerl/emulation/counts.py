@@ -161,7 +161,8 @@ class Counting(TorchDispatchMode):
     @contextmanager
     def placing(self, placed: bool) -> Iterator[None]:
         """What is made inside is on the NPU."""
-        before, self._placing = self._placing, placed
+        before = self._placing
+        self._placing = placed
         try:
             yield
         finally:

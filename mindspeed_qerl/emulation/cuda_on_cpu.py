@@ -56,7 +56,8 @@ def install() -> None:
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
-    random._get_all_rng_states, random._set_all_rng_states = lambda: (), lambda: None
+    random._get_all_rng_states = lambda: ()
+    random._set_all_rng_states = lambda: None
     random._fork_rng = contextlib.nullcontext
 
     moe_utils.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu

@@ -103,7 +103,8 @@ def npu_moe_init_routing_v2(
             f"{operator}: x {tuple(x.shape)} and expert_idx {tuple(expert_idx.shape)} must be "
             "matrices of equally many rows"
         )
-    total, k = expert_idx.numel(), expert_idx.shape[1]
+    total = expert_idx.numel()
+    k = expert_idx.shape[1]
     if active_num not in (-1, total):
         raise ValueError(
             f"{operator}: active_num is {active_num}, it must be {total} (rows of x * K) or -1"
@@ -128,10 +129,8 @@ def npu_moe_init_routing_v2(
     active = (experts >= first) & (experts < last)
     place = experts.masked_fill(~active, expert_num).argsort(stable=True)[: active.sum()]
 
-    expanded_x, expanded_scale = (
-        unwritten(x, total, x.shape[1]),
-        unwritten(x, total, dtype=torch.float32),
-    )
+    expanded_x = unwritten(x, total, x.shape[1])
+    expanded_scale = unwritten(x, total, dtype=torch.float32)
     expanded_x[: len(place)] = x[place // k]
     if scale is not None:
         expanded_scale[: len(place)] = scale[place // k]

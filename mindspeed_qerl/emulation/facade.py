@@ -210,7 +210,8 @@ def _install_devices() -> None:
     torch.Tensor.record_stream = _nothing
     # as torch_npu.contrib.transfer_to_npu has it
     torch.Tensor.is_npu = torch.Tensor.is_cuda = property(lambda self: True)
-    torch.Generator, torch.device = _Generator, _Device
+    torch.Generator = _Generator
+    torch.device = _Device
     copyreg.pickle(
         _DeviceType.real, lambda device: (torch.device, (str(device),))
     )  # by the name of torch.device
@@ -226,7 +227,8 @@ def _install_devices() -> None:
     torch.histc = histc
     torch.version.cann = cann_version()
 
-    real_type, real_load = torch.Tensor.type, torch.load
+    real_type = torch.Tensor.type
+    real_load = torch.load
 
     @functools.wraps(real_type)
     def tensor_type(self, dtype=None, *args, **kwargs):
@@ -248,7 +250,8 @@ def _install_cuda() -> None:
     properties = types.SimpleNamespace(
         name="emulated NPU", total_memory=TOTAL_MEMORY, major=9, minor=0, multi_processor_count=1
     )
-    current, questions = [0], itertools.count(1)
+    current = [0]
+    questions = itertools.count(1)
 
     def mem_get_info(device=None):
         """vllm-ascend asserts that what it loaded took memory (worker/worker_v1.py:222)."""
@@ -293,11 +296,9 @@ def _gloo(backend: str | None) -> str | None:
 
 
 def _install_distributed() -> None:
-    real_init, real_new_group, real_batch = (
-        dist.init_process_group,
-        dist.new_group,
-        dist.batch_isend_irecv,
-    )
+    real_init = dist.init_process_group
+    real_new_group = dist.new_group
+    real_batch = dist.batch_isend_irecv
     real_all_gather = dist.all_gather
 
     @functools.wraps(real_init)
@@ -342,8 +343,10 @@ def _install_distributed() -> None:
 
     dist.ProcessGroupGloo.get_hccl_comm_name = get_hccl_comm_name
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group, module.new_group = init_process_group, new_group
-        module.batch_isend_irecv, module.all_gather = batch_isend_irecv, all_gather
+        module.init_process_group = init_process_group
+        module.new_group = new_group
+        module.batch_isend_irecv = batch_isend_irecv
+        module.all_gather = all_gather
 
 
 _installed = False

@@ -18,8 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-ND, NZ = 2, 29  # ACL_FORMAT_ND, ACL_FORMAT_FRACTAL_NZ
-ROWS, COLUMN_BYTES = 16, 32  # of a block
+# ACL_FORMAT_ND, ACL_FORMAT_FRACTAL_NZ
+ND = 2
+NZ = 29
+# of a block
+ROWS = 16
+COLUMN_BYTES = 32
 
 
 def columns(itemsize: int) -> int:

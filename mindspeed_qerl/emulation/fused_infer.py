@@ -175,7 +175,8 @@ def npu_fused_infer_attention_score(
             f"{name}: queries without keys are not emulated: {queries} queries, {keys} keys"
         )
 
-    out, lse = torch.empty_like(query), query.new_empty((*query.shape[:2], 1), dtype=torch.float32)
+    out = torch.empty_like(query)
+    lse = query.new_empty((*query.shape[:2], 1), dtype=torch.float32)
     start = 0
     for count, k, v in zip(queries, *(gather_paged(name, x, block_table, keys) for x in caches)):
         rows = slice(start, start + count)

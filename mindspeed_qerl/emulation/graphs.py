@@ -155,7 +155,8 @@ class NPUGraph:
         return self._pool
 
     def reset(self) -> None:
-        self.steps, self.made = None, []
+        self.steps = None
+        self.made = []
 
     def replay(self) -> None:
         """Compute it again, up to an event that has not happened. RuntimeError: it was not
@@ -257,7 +258,8 @@ class Capture(TorchDispatchMode):
 
     def unseen(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call what an operator consists of."""
-        before, self.is_in_operator = self.is_in_operator, True
+        before = self.is_in_operator
+        self.is_in_operator = True
         try:
             return function(*args, **kwargs)
         finally:
@@ -332,7 +334,8 @@ def require_finished() -> None:
 
 def _go_on() -> None:
     """To the next event that has not happened, or to the end."""
-    replay, _state.replay = _state.replay, None
+    replay = _state.replay
+    _state.replay = None
     if replay is not None and next(replay, None) is not None:
         _state.replay = replay
 
@@ -346,7 +349,8 @@ class graph:
     """torch.npu.graph: a context in which operators are recorded into an NPUGraph."""
 
     def __init__(self, npu_graph: NPUGraph, pool: Pool | None = None, stream: Any = None, **unused):
-        self.graph, self.pool = npu_graph, pool
+        self.graph = npu_graph
+        self.pool = pool
 
     def __enter__(self):
         require_finished()
@@ -359,7 +363,8 @@ class graph:
         _state.capture.__enter__()
 
     def __exit__(self, kind, error, traceback):
-        capture, _state.capture = _state.capture, None
+        capture = _state.capture
+        _state.capture = None
         capture.__exit__(kind, error, traceback)
         if error is None:
             self.graph.steps, self.graph.made = capture.steps, list(capture.made.values())
@@ -373,7 +378,8 @@ def graph_task_group_begin(stream: Any) -> None:
 
 
 def graph_task_group_end(stream: Any) -> TaskGroup:
-    group, _state.capture.group = _state.capture.group, None
+    group = _state.capture.group
+    _state.capture.group = None
     return group
 
 
@@ -383,7 +389,8 @@ def graph_task_update_begin(stream: Any, handle: TaskGroup) -> None:
 
 
 def graph_task_update_end(stream: Any) -> None:
-    left, _state.updated = _state.updated, None
+    left = _state.updated
+    _state.updated = None
     if left:
         raise RuntimeError(f"a task group has {len(left)} operators that were not updated")
 

@@ -27,7 +27,9 @@ from mindspeed_qerl.emulation.contract import HALF, require_dtype
 from mindspeed_qerl.emulation.experts import check_dtype, refuse
 from mindspeed_qerl.emulation.operators import unwritten
 
-MAX_BS, MAX_K, MAX_EXPERTS = 512, 16, 1024
+MAX_BS = 512
+MAX_K = 16
+MAX_EXPERTS = 1024
 INFO = 128  # numbers in assist_info_for_combine for each row
 
 _groups = {}
@@ -133,8 +135,10 @@ def npu_moe_distribute_dispatch_v2(
 
     token, choice = active.nonzero(as_tuple=True)
     by_expert = expert_ids[token, choice].argsort(stable=True)
-    token, choice = token[by_expert], choice[by_expert]
-    experts, local = expert_ids[token, choice].long(), moe_expert_num // ep_world_size
+    token = token[by_expert]
+    choice = choice[by_expert]
+    experts = expert_ids[token, choice].long()
+    local = moe_expert_num // ep_world_size
     sent = torch.bincount(experts // local, minlength=ep_world_size)
     received = _swap(group, sent, torch.ones_like(sent), torch.ones_like(sent))
     source = torch.full_like(token, ep_rank_id)
@@ -258,7 +262,8 @@ def npu_moe_distribute_combine_v2(
     group = _group(operator, group_ep, ep_world_size, ep_rank_id)
     active = _active(operator, None, expert_ids, x_active_mask)
     capacity = _capacity(operator, group, expert_ids, active, moe_expert_num, global_bs)
-    (bs, k), local = expert_ids.shape, moe_expert_num // ep_world_size
+    (bs, k) = expert_ids.shape
+    local = moe_expert_num // ep_world_size
     shapes = {
         "expand_x": (expand_x.shape[:1], (capacity,)),
         "expert_scales": (expert_scales.shape, (bs, k)),
@@ -428,7 +433,8 @@ def _capacity(
     operator: str, group, expert_ids: Tensor, active: Tensor, moe_expert_num: int, global_bs: int
 ) -> int:
     """A, after every rank has told every other what they must agree on."""
-    (bs, k), world = expert_ids.shape, group.size()
+    (bs, k) = expert_ids.shape
+    world = group.size()
     known = ((expert_ids >= 0) & (expert_ids < moe_expert_num) | ~active).all()
     mine = torch.tensor([bs, int(active.all()), int(known), k, moe_expert_num, global_bs])
     told = [torch.empty_like(mine) for _ in range(world)]

@@ -331,7 +331,8 @@ def npu_moe_gating_top_k_softmax(
     if not 0 <= k <= x.shape[1]:
         raise ValueError(f"npu_moe_gating_top_k_softmax: k is {k}, it must be in [0, {x.shape[1]}]")
     weights, experts = _wide(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
-    weights, experts = weights[:, :k], experts[:, :k]
+    weights = weights[:, :k]
+    experts = experts[:, :k]
     if finished is not None:
         if finished.dtype != torch.bool or finished.shape != x.shape[:1]:
             raise ValueError(

@@ -256,7 +256,8 @@ def _npu_flash_attention_qlens(
     )
 
     def added(start: int, queries: int, keys: int) -> Tensor:
-        i, j = torch.arange(queries)[:, None], torch.arange(keys)
+        i = torch.arange(queries)[:, None]
+        j = torch.arange(keys)
         diagonal = j // _BLOCK - (i // _BLOCK + (keys - queries) // _BLOCK)
         inside = _hiding(mask)[i % _BLOCK, j % _BLOCK]
         return inside.masked_fill(diagonal < 0, 0).masked_fill(diagonal > 0, -torch.inf)
@@ -401,7 +402,8 @@ def _npu_paged_attention_splitfuse(
         f"head size {head_size}, block_size {block_size}, num_heads {num_heads}",
     )
     require_integers(name, 1, context_lens=context_lens, seq_len=seq_len)
-    queries, keys = seq_len.tolist(), context_lens.tolist()
+    queries = seq_len.tolist()
+    keys = context_lens.tolist()
     require(
         name,
         len(queries) == len(keys) and all(1 <= q <= k for q, k in zip(queries, keys)),

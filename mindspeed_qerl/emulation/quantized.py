@@ -230,7 +230,8 @@ def npu_quant_matmul(
             f"{name}: offset, group_sizes, a scale in int64 and a result in {output_dtype} are "
             "not emulated; results in torch.float16 and torch.bfloat16 are"
         )
-    bf16, n = output_dtype == torch.bfloat16, x2.shape[-1]
+    bf16 = output_dtype == torch.bfloat16
+    n = x2.shape[-1]
     require(
         name,
         x1.dtype == x2.dtype == torch.int8,

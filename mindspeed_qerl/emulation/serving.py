@@ -58,7 +58,8 @@ def _npu_rotary_embedding(
         f"cos_sin_cache must be {query.dtype} like query (or float32 for float16)",
         cos_sin_cache.dtype,
     )
-    size, tokens = cos_sin_cache.shape[-1], positions.numel()
+    size = cos_sin_cache.shape[-1]
+    tokens = positions.numel()
     require(
         name,
         cos_sin_cache.dim() == 2 and size % 16 == 0,
@@ -210,11 +211,9 @@ def npu_mrope(
         repr(rotary_mode),
     )
     require_dtype(name, (*HALF, torch.float32), query=query, key=key, cos_sin_cache=cos_sin_cache)
-    tokens, size, aligned = (
-        positions.shape[-1],
-        cos_sin_cache.shape[-1],
-        32 if query.dtype in HALF else 16,
-    )
+    tokens = positions.shape[-1]
+    size = cos_sin_cache.shape[-1]
+    aligned = 32 if query.dtype in HALF else 16
     require(
         name,
         cos_sin_cache.dim() == 2

@@ -15,7 +15,8 @@ def lost_noise(recipe: Recipe) -> list[str]:
     of the recipe's model, or on weights of 1 if these cannot be read; nothing where sigma follows
     a target, which makes up for the loss.
     """
-    noise, steps = recipe.noise, recipe.run.train_iters
+    noise = recipe.noise
+    steps = recipe.run.train_iters
     if not noise.enabled or noise.schedule == "target" or recipe.model.dtype != "bfloat16":
         return []
     from mindspeed_qerl.aqn.injector import kept_in_bfloat16  # torch: seconds
@@ -25,7 +26,8 @@ def lost_noise(recipe: Recipe) -> list[str]:
         weights = _norms(recipe.model.path, noise)
     norms = "the model's norms" if weights else "norms of 1"
     levels = list(map(noise.noise_schedule(steps).level, range(steps)))
-    lost, stages = 0, []
+    lost = 0
+    stages = []
     for level in sorted(set(levels), key=levels.index):
         if not level.sigma or (kept := kept_in_bfloat16(weights, level.sigma)) >= LEAST_KEPT:
             continue

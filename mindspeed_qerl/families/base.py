@@ -81,7 +81,8 @@ class ModelShape:
 
     @model_validator(mode="after")
     def _has_an_mlp(self) -> "ModelShape":
-        top, experts = self.num_experts_per_tok, self.num_experts
+        top = self.num_experts_per_tok
+        experts = self.num_experts
         if top > experts:
             raise ValueError(f"num_experts_per_tok = {top} must be at most num_experts = {experts}")
         for key in STATED_EXPERTS if experts else ("intermediate_size",):
@@ -317,8 +318,10 @@ class Family:
 
     def linears(self, shape: ModelShape) -> tuple[Linear, ...]:
         """The linear layers of one layer that LoRA knows."""
-        h, d = shape.hidden_size, shape.head_dim
-        q, kv = shape.num_attention_heads * d, shape.num_key_value_heads * d
+        h = shape.hidden_size
+        d = shape.head_dim
+        q = shape.num_attention_heads * d
+        kv = shape.num_key_value_heads * d
         width = shape.intermediate_size + shape.shared_expert_intermediate_size
         linears = [
             Linear("linear_qkv", h, q + 2 * kv, "column"),
@@ -338,7 +341,8 @@ class Family:
         """Parameters of one layer on one of `tp` ranks that are in none of `linears`: norms,
         biases, router, the shared expert's gate.
         """
-        h, d = shape.hidden_size, shape.head_dim
+        h = shape.hidden_size
+        d = shape.head_dim
         count = 2 * h + h * shape.num_experts
         if self.qkv_bias:
             count += (shape.num_attention_heads + 2 * shape.num_key_value_heads) * d // tp

@@ -26,7 +26,8 @@ class Checkpoint:
     """
 
     def __init__(self, directory: str | Path, framework: str = "pt"):
-        self.directory, self.framework = Path(directory), framework
+        self.directory = Path(directory)
+        self.framework = framework
         self._open: dict[str, Any] = {}
         names = whole_files(self.directory)
         self.files = {tensor: name for name in names for tensor in self.open(name).offset_keys()}

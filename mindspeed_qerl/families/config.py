@@ -96,7 +96,8 @@ def unread_by_4(config: Mapping[str, Any]) -> list[str]:
     >>> unread_by_4({"rope_parameters": {"rope_theta": 1e6}})[0][:42]
     'rope_parameters has rope_theta = 1000000.0'
     """
-    rope, faults = config.get("rope_parameters"), []
+    rope = config.get("rope_parameters")
+    faults = []
     theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
     read = config.get("rope_theta", 10000.0)
     if theta is not None and theta != read:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from mindspeed_qerl.common.errors import ConfigError
 
-SAMPLE, SAMPLES = 4096, 64  # bytes; samples of a file that does not say where its tensors are
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# bytes; samples of a file that does not say where its tensors are
+SAMPLE = 4096
+SAMPLES = 64
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 POINTER = b"version https://git-lfs"
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What decides, beside the weights, which tokens go in and which come out.

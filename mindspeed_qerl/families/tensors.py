@@ -37,7 +37,9 @@ class Split:
         return torch.cat(parts, self.dim)
 
 
-COLUMN, ROW, GATED = Split(0), Split(1), Split(0, blocks=2)
+COLUMN = Split(0)
+ROW = Split(1)
+GATED = Split(0, blocks=2)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ def mappings(
 
 
 def _layer(shape: ModelShape, ours: str, theirs: str, experts: range) -> list[ParameterMapping]:
-    family, groups = family_of(shape), shape.num_key_value_heads
+    family = family_of(shape)
+    groups = shape.num_key_value_heads
     rows = []
 
     def add(megatron: str, hf: str, shared: Split | None = None) -> None:

@@ -63,7 +63,8 @@ def faults(rows: Rows) -> list[str]:
         if len({row["aqn/sigma"] for row in workers}) > 1:
             sentences.append(f"step {step}: the ranks have noise of different sigma")
     if by_step:
-        last, planned = max(by_step), by_step[max(by_step)][0]["total_steps"]
+        last = max(by_step)
+        planned = by_step[max(by_step)][0]["total_steps"]
         if last + 1 < planned:
             sentences.append(
                 f"the schedule has {planned} steps, and the last that sampled was {last}: the "
@@ -98,7 +99,8 @@ def table(rows: Rows) -> list[str]:
             if row["unchanged"]:
                 cells["arrived"] += ", as before"
             if row.get("arrived") is not None:
-                share, error = 100 * row["arrived"], 100 * row["arrived_error"]
+                share = 100 * row["arrived"]
+                error = 100 * row["arrived_error"]
                 cells["arrived"] += f", {share:.3g} ± {error:.2g} % of the update"
             elif "arrived" in row:
                 cells["arrived"] += ", of the update: not known"

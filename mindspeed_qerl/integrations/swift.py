@@ -35,7 +35,8 @@ def prepare_with_noise(trainer: Any) -> Any:
     trainer._colocate_rollout = without_noise_in_evaluation(
         trainer._colocate_rollout, rollout, trainer, engine.engine
     )
-    rollout.is_told, prepare = True, trainer._prepare_batch_inputs
+    rollout.is_told = True
+    prepare = trainer._prepare_batch_inputs
 
     def prepare_and_tell(*args: Any, **kwargs: Any) -> Any:
         batches = prepare(*args, **kwargs)

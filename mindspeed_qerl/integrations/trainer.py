@@ -30,7 +30,8 @@ def adapters_of(model: torch.nn.Module) -> dict[str, list[Factors]]:
         for name in module.active_adapters:
             if name not in module.lora_A or name in module.lora_variant:
                 continue
-            a, b = module.lora_A[name].weight, module.lora_B[name].weight
+            a = module.lora_A[name].weight
+            b = module.lora_B[name].weight
             if not hasattr(b, "full_tensor"):
                 weight = PREFIX.sub("", f"{path}.weight")
                 found.setdefault(weight, []).append((a, b, module.scaling[name]))

@@ -40,7 +40,9 @@ NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
 ROWS = 4096  # rounded at a time: their random bits are as large as they
 # vLLM's own ways to bring weights, which put others in their place before they load them
 RELOADS = ("start_weight_update", "reload_weights")
-MARK, WILL_ATTACH = "mindspeed_qerl_rollout", "mindspeed_qerl_will_attach"  # attributes of workers
+# attributes of workers
+MARK = "mindspeed_qerl_rollout"
+WILL_ATTACH = "mindspeed_qerl_will_attach"
 
 
 class WorkerRollout:
@@ -68,7 +70,8 @@ class WorkerRollout:
                 f"and in code). Unset {VARIABLE}, or leave out the other"
             )
         setattr(worker, MARK, self)
-        self.worker, self.settings = worker, settings
+        self.worker = worker
+        self.settings = settings
         refuse_packed_weights(self.model)
         self.step: Callable[[], int] = self._counted_step
         self.total_steps: Callable[[], int | None] = lambda: None
@@ -266,7 +269,9 @@ class WorkerRollout:
     def _too_little(self, share: Mapping[str, Any]) -> str | None:
         if share.get("arrived") is None:
             return None
-        arrived, error, least = share["arrived"], share["arrived_error"], self.settings.min_arrived
+        arrived = share["arrived"]
+        error = share["arrived_error"]
+        least = self.settings.min_arrived
         if not is_too_little(arrived, error, least):
             return None
         return (
@@ -277,7 +282,8 @@ class WorkerRollout:
         )
 
     def _put_on(self) -> None:
-        settings, step = self.settings, self.step()
+        settings = self.settings
+        step = self.step()
         schedule = settings.schedule(self.total_steps())
         assert schedule, "noise is configured"
         if schedule.kind == "target" and not self.is_told:
@@ -294,7 +300,8 @@ class WorkerRollout:
             self.model, schedule, settings.targets, settings.exclude, seed=settings.seed
         )
         report = injector.apply(step, self.controller.level(step))
-        self.injector, self.noise_step = injector, step
+        self.injector = injector
+        self.noise_step = step
         if step == schedule.total_steps:
             logger.warning(
                 "AQN's schedule has %d steps, and the run goes on: sigma stays %.3g",

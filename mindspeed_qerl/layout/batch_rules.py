@@ -7,7 +7,8 @@ PROMPTS = ("prompts of global_batch_size", "batch.global_batch_size")
 
 
 def dispatch_divides_the_answers(plan: Plan) -> Broken:
-    sizes, answers = plan.batch.dispatch.items(), plan.batch.answers
+    sizes = plan.batch.dispatch.items()
+    answers = plan.batch.answers
     faults = [f"{key} {size}" for key, size in sizes if size and answers % size]
     return bool(faults) and (
         f"{answers} answers of an iteration cannot be divided by {', '.join(faults)}"
@@ -19,7 +20,8 @@ def dispatch_is_at_most_a_share(plan: Plan) -> Broken:
     faults = []
     for name in ("actor_logprob", "ref", "actor_update", "actor_rollout"):
         count = max(plan.layout.infer_dp, 1) if name == "actor_rollout" else plan.dp
-        size, share = plan.dispatch(name), plan.batch.answers // count
+        size = plan.dispatch(name)
+        share = plan.batch.answers // count
         if size > share:
             faults.append(
                 f"{name}_dispatch_size {size} is above the {share} answers of each of {count} ranks"
@@ -28,9 +30,11 @@ def dispatch_is_at_most_a_share(plan: Plan) -> Broken:
 
 
 def rollout_share_by_dispatch(plan: Plan) -> Broken:
-    size, what = plan.dispatch("actor_rollout"), "answers of a vLLM replica"
+    size = plan.dispatch("actor_rollout")
+    what = "answers of a vLLM replica"
     prompts = plan.batch.global_batch_size // max(plan.layout.infer_dp, 1)
-    share, by = prompts * plan.batch.samples_per_prompt, f"actor_rollout_dispatch_size {size}"
+    share = prompts * plan.batch.samples_per_prompt
+    by = f"actor_rollout_dispatch_size {size}"
     return size > 0 and indivisible(what, share, by, size)
 
 
@@ -46,7 +50,8 @@ def whole_prompts_are_dispatched(plan: Plan) -> Broken:
 
 
 def update_takes_a_mini_batch(plan: Plan) -> Broken:
-    size, mini = plan.dispatch("actor_update"), plan.batch.mini_answers / plan.dp
+    size = plan.dispatch("actor_update")
+    mini = plan.batch.mini_answers / plan.dp
     return 0 < size < mini and (
         f"actor_update_dispatch_size {size} is below the {mini:g} answers of a rank's mini-batch"
     )
@@ -56,7 +61,8 @@ def update_takes_every_answer(plan: Plan) -> Broken:
     """With guarantee_order each rank is dealt that many answers once; without, ranks would differ
     in their number of updates, and wait for ever.
     """
-    size, share = plan.dispatch("actor_update"), plan.share
+    size = plan.dispatch("actor_update")
+    share = plan.share
     if not 0 < size < share:
         return None
     by = f"actor_update_dispatch_size {size}"
@@ -70,7 +76,8 @@ def update_takes_every_answer(plan: Plan) -> Broken:
 
 def dynamic_batches_take_an_answer(plan: Plan) -> Broken:
     """A longer answer would leave a micro-batch empty."""
-    batch, faults = plan.batch, []
+    batch = plan.batch
+    faults = []
     for name in ("update", "actor", "ref"):
         size = getattr(batch, f"{name}_max_packing_token_size")
         if size < batch.seq_length:

@@ -64,7 +64,8 @@ class Memory:
     @property
     def faults(self) -> list[str]:
         """Why it does not fit, one sentence each."""
-        over, capacity = [], self.capacity / GB
+        over = []
+        capacity = self.capacity / GB
         for moment in MOMENTS:
             needed = self.total(moment) / GB
             if needed > capacity:
@@ -135,7 +136,8 @@ def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
     kv_token = _kv_token(plan)
     answer = kv_token * batch.max_model_len
     kv_cache = max(0, left)
-    at_once, needed = kv_cache // answer, batch.answers // plan.layout.infer_dp
+    at_once = kv_cache // answer
+    needed = batch.answers // plan.layout.infer_dp
     how = f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: "
     how += f"{at_once} answers of {batch.max_model_len} tokens at once, {needed} needed; "
     how += f"{kv_token / 1000:.0f} KB a token"
@@ -143,7 +145,8 @@ def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
     if settings.int8_rollouts:
         rollout.append(parts.int8_copies(plan))
 
-    training, held = [*runtime, *weights, *adapters], []
+    training = [*runtime, *weights, *adapters]
+    held = []
     if not settings.enforce_eager:  # decode graphs keep what they read where it is
         graphs = parts.graphs(settings)
         rollout.append(graphs)

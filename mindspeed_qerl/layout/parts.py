@@ -10,13 +10,15 @@ from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.sizes import capture_sizes, layer_weights, training_weights
 
 GB = 10**9
-BF16, FP32 = 2, 4
+BF16 = 2
+FP32 = 4
 ADAMW = 3 * FP32  # master weight and two moments
 # Assumptions, not counts:
 RUNTIME = 2 * GB  # CANN, the operators' code and torch_npu's own
 EXPERT_LOAD = 2  # tokens of the busiest rank over the average, in the layer that is computed
 # copies in float32: logits, their clone (RL utils/compute.py:45), softmax; and the gradient
-LOGITS_UPDATE, LOGITS_FORWARD = 4, 3
+LOGITS_UPDATE = 4
+LOGITS_FORWARD = 3
 GRAPH = 50_000_000  # of one captured size, with its share of the pool
 
 
@@ -74,7 +76,9 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     tuners/lora/tp_layer.py:89-109); experts have one pair each, never split (MindSpeed-LLM
     tasks/posttrain/lora/moe/experts.py:437).
     """
-    layout, dense, experts = plan.layout, 0, 0
+    layout = plan.layout
+    dense = 0
+    experts = 0
     for linear in family_of(plan.shape).linears(plan.shape):
         if linear.target not in settings.lora_targets:
             continue
@@ -91,7 +95,8 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
 
 def adapted_weights(plan: Plan, settings: Settings, stage: int) -> int:
     """Weights on one training rank that have an adapter."""
-    layout, count = plan.layout, 0
+    layout = plan.layout
+    count = 0
     for linear in family_of(plan.shape).linears(plan.shape):
         if plan.lora and linear.target in settings.lora_targets:
             ranks = layout.tp * (layout.ep if linear.split == "expert" else 1)
@@ -117,9 +122,11 @@ def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Par
         dense, experts = adapter_weights(plan, settings, stage)
     else:
         dense, experts = training_weights(plan, stage)
-    dp, expert_dp = 1, 1
+    dp = 1
+    expert_dp = 1
     if settings.distributed_optimizer:
-        dp, expert_dp = layout.dp * layout.cp, layout.expert_dp
+        dp = layout.dp * layout.cp
+        expert_dp = layout.expert_dp
     total = dense + experts
     numbers = f"{total / 1e6:.1f} x 10^6"
     state = dense * ADAMW // dp + experts * ADAMW // expert_dp
@@ -140,7 +147,8 @@ def communicators(plan: Plan) -> list[str]:
     """Groups of more than one rank over which a rank sends data; HCCL keeps two buffers of
     HCCL_BUFFSIZE for each (CANN, HCCL_BUFFSIZE).
     """
-    layout, moe = plan.layout, plan.shape.moe
+    layout = plan.layout
+    moe = plan.shape.moe
     sizes = {
         "world": layout.world,
         "TP": layout.tp,
@@ -171,7 +179,9 @@ def runtime(plan: Plan, settings: Settings) -> list[Part]:
 
 def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
-    shape, tp, hidden = plan.shape, plan.layout.tp, plan.shape.hidden_size
+    shape = plan.shape
+    tp = plan.layout.tp
+    hidden = plan.shape.hidden_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
     spread = _sequence_share(plan)
@@ -195,8 +205,10 @@ def _sequence_share(plan: Plan) -> int:
 
 def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
-    layout, batch = plan.layout, plan.batch
-    layers, hidden = plan.layers[stage], plan.shape.hidden_size
+    layout = plan.layout
+    batch = plan.batch
+    layers = plan.layers[stage]
+    hidden = plan.shape.hidden_size
     tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length) // layout.cp
     in_flight = min(layout.pp - stage, plan.micro_batches)
     recomputed = 0
@@ -250,8 +262,10 @@ def sync(plan: Plan, stage: int) -> list[Part]:
 
 
 def _dense_sync(plan: Plan, stage: int) -> list[Part]:
-    layout, shape = plan.layout, plan.shape
-    first, last = stage == 0, stage == layout.pp - 1
+    layout = plan.layout
+    shape = plan.shape
+    first = stage == 0
+    last = stage == layout.pp - 1
     tables = first + (last and not shape.tie_word_embeddings)
     joined, kept = _joined(plan, plan.rows * shape.hidden_size)
     embedding = (tables > 0) * joined + (tables > 1) * kept
@@ -316,7 +330,8 @@ def int8_copies(plan: Plan) -> Part:
     """Returns int8 copies of the linear weights but experts (ascend/quantized.py), beside
     gpu_memory_utilization: vLLM measures before.
     """
-    shape, tp = plan.shape, plan.layout.infer_tp
+    shape = plan.shape
+    tp = plan.layout.infer_tp
     linears = layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp)
     numbers = shape.num_hidden_layers * linears
     return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1")
@@ -332,8 +347,10 @@ def profiled(plan: Plan, settings: Settings) -> Part:
     """Returns what vLLM's profiling run leaves aside: the widest point of one layer for
     max_num_batched_tokens, and the logits of max_num_seqs.
     """
-    shape, tokens = plan.shape, plan.batch.max_num_batched_tokens
-    hidden, sequences = shape.hidden_size, settings.max_num_seqs
+    shape = plan.shape
+    tokens = plan.batch.max_num_batched_tokens
+    hidden = shape.hidden_size
+    sequences = settings.max_num_seqs
     mlp = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size)
     width = mlp / plan.layout.infer_tp + 2 * hidden
     width += shape.num_experts_per_tok * (2 * hidden + 3 * shape.moe_intermediate_size)

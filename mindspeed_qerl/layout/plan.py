@@ -102,7 +102,8 @@ def beyond_positions(plan: Plan, directory: str | Path) -> list[Fault]:
     """A fault if vLLM is asked for longer sequences than the model in `directory` has positions
     for.
     """
-    longest, most = plan.batch.max_model_len, plan.shape.max_position_embeddings
+    longest = plan.batch.max_model_len
+    most = plan.shape.max_position_embeddings
     if longest <= most:
         return []
     file = Path(directory) / "config.json"

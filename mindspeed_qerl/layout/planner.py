@@ -72,7 +72,8 @@ def fit_batch(plan: Plan) -> Plan:
     """
     if not broken(plan):
         return plan
-    layout, batch = plan.layout, plan.batch
+    layout = plan.layout
+    batch = plan.batch
     step = lcm(plan.dp, max(layout.infer_dp, 1), layout.nodes)
     prompts = batch.global_batch_size // step * step
     if not prompts or 2 * (batch.global_batch_size - prompts) > step:
@@ -205,7 +206,8 @@ def is_tight(memory: Memory) -> bool:
 
 def reasons(memory: Memory) -> list[str]:
     """Returns what decides a plan's place, in the order of the decision."""
-    plan, lines = memory.plan, memory.faults
+    plan = memory.plan
+    lines = memory.faults
     if memory.fits:
         lines = [f"fits: {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB"]
     lines += notes(memory)
@@ -239,10 +241,12 @@ def nearest(
     better than two. Switches (sequence_parallel, enable_expert_parallel and so on) are set as the
     layout needs them. Among equals, what fits into memory comes first.
     """
-    layout, ranked = plan.layout, []
+    layout = plan.layout
+    ranked = []
     for training in training_layouts(plan.shape, layout.world, layout.ranks_per_node, plan.lora):
         for legal in legal_rollouts(replace(training, batch=plan.batch)):
-            memory, away = with_memory(legal, settings), round(distance(plan, legal, names), 6)
+            memory = with_memory(legal, settings)
+            away = round(distance(plan, legal, names), 6)
             ranked.append((away, order(memory), legal))
     closest: dict[tuple, Plan] = {}  # by sizes in names
     for *_, legal in sorted(ranked, key=lambda entry: entry[:2]):
@@ -256,7 +260,8 @@ def distance(plan: Plan, other: Plan, names: Collection[str] = CHANGEABLE) -> fl
     """
     away = abs(log2(other.batch.global_batch_size / plan.batch.global_batch_size))
     for name in names:
-        old, new = getattr(plan.layout, name), getattr(other.layout, name)
+        old = getattr(plan.layout, name)
+        new = getattr(other.layout, name)
         if new != old:
             away += 1 + abs(log2(new / old))
     return away
@@ -266,7 +271,8 @@ def changes(plan: Plan, other: Plan, names: Collection[str] | None = None) -> li
     """Returns what to retype to get from one plan to another, `tp 3 -> 2`: of the sizes in `names`,
     or of layout, switches and batch.
     """
-    old, new = _values(plan), _values(other)
+    old = _values(plan)
+    new = _values(other)
     lines = []
     for name in names or old:
         if old[name] != new.get(name):

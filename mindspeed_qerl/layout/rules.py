@@ -12,7 +12,8 @@ from mindspeed_qerl.layout.rule import Broken, Rule, indivisible, multiple, widt
 
 
 def layer_list_sums_to_the_layers(plan: Plan) -> Broken:
-    given, layers = plan.layout.num_layer_list, plan.shape.num_hidden_layers
+    given = plan.layout.num_layer_list
+    layers = plan.shape.num_hidden_layers
     is_wrong = given != () and (sum(given) != layers or not all(given))
     return is_wrong and (
         f"num_layer_list {_joined(given)} sums to {sum(given)}, the model has {layers} layers; a "
@@ -21,7 +22,8 @@ def layer_list_sums_to_the_layers(plan: Plan) -> Broken:
 
 
 def layer_list_has_a_number_for_each_stage(plan: Plan) -> Broken:
-    given, pp = plan.layout.num_layer_list, plan.layout.pp
+    given = plan.layout.num_layer_list
+    pp = plan.layout.pp
     is_wrong = given != () and (len(given) != pp or pp == 1)
     return is_wrong and f"num_layer_list {_joined(given)} has {len(given)} numbers for PP {pp}"
 
@@ -230,7 +232,8 @@ TRAINING = [
 def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
     """The sync cuts the experts of a training rank into shares, and never joins those of two."""
     layout = plan.layout
-    training, infer = layout.ep, layout.infer_tp * layout.infer_ep
+    training = layout.ep
+    infer = layout.infer_tp * layout.infer_ep
     if layout.tp_extend_ep:
         training *= layout.tp
     return infer % training > 0 and (
@@ -241,7 +244,8 @@ def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
 
 def stages_hold_whole_infer_tp_groups(plan: Plan) -> Broken:
     layout = plan.layout
-    what, ranks = f"ranks a stage ({layout.world} / PP {layout.pp})", layout.world // layout.pp
+    what = f"ranks a stage ({layout.world} / PP {layout.pp})"
+    ranks = layout.world // layout.pp
     by = f"infer TP {layout.infer_tp}"
     return layout.tp < layout.infer_tp and indivisible(what, ranks, by, layout.infer_tp)
 

@@ -72,7 +72,8 @@ def print_layouts(console: Console, ranked: Sequence[Memory], terms: Terms) -> N
     note = Column("note", overflow="fold")
     table = Table(*columns, note, box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for number, memory in enumerate(ranked, 1):
-        plan, layout = memory.plan, memory.plan.layout
+        plan = memory.plan
+        layout = memory.plan.layout
         sizes = {moment: memory.total(moment) / GB for moment in MOMENTS}
         remarks = notes(memory)
         if not memory.fits:
@@ -145,7 +146,8 @@ def print_time(console: Console, memory: Memory, terms: Terms, iterations: int |
         cells = (f"{phase.launches:,.0f}", f"{phase.device:.1f}", span(seconds), bar)
         table.add_row(phase.name, *cells)
     console.print(table)
-    work, microseconds = terms.work, [seconds * 1e6 for seconds in terms.launch]
+    work = terms.work
+    microseconds = [seconds * 1e6 for seconds in terms.launch]
     words = f"{work.prompt:g} tokens a prompt, {work.answer:g} an answer, {work.longest:g} the "
     words += f"longest; a launch costs the host {span(microseconds)} us"
     if iterations:
@@ -168,7 +170,8 @@ def print_scale(console: Console, best: Sequence[Memory], terms: Terms) -> None:
     names = ("ranks", "nodes", "layout", "prompts", "seconds", "tokens/s a rank")
     table = Table(*(Column(name, justify="right") for name in names), box=box.SIMPLE_HEAD)
     for memory in best:
-        plan, seconds = memory.plan, total(iteration(memory, terms), terms)
+        plan = memory.plan
+        seconds = total(iteration(memory, terms), terms)
         tokens = plan.batch.answers * (terms.work.prompt + terms.work.answer) / plan.layout.world
         rates = (tokens / seconds[1], tokens / seconds[0])
         cells = (plan.layout.world, plan.layout.nodes, sizes_line(plan))
@@ -180,7 +183,8 @@ def print_scale(console: Console, best: Sequence[Memory], terms: Terms) -> None:
 
 def faults_table(faults: Iterable[Violation]) -> Table:
     """Each broken rule with its numbers and its source."""
-    broken, by = Column("broken", overflow="fold", style="red"), Column("by", style="dim")
+    broken = Column("broken", overflow="fold", style="red")
+    by = Column("by", style="dim")
     table = Table(broken, by, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for fault in faults:
         repository, path = fault.source.split(" ")

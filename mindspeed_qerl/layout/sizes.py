@@ -27,7 +27,8 @@ SHARED_INPUTS = (
 def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
     """Counts the parameters of one layer on one rank."""
     family = family_of(shape)
-    dense, experts = family.other_parameters(shape, tp), 0
+    dense = family.other_parameters(shape, tp)
+    experts = 0
     for linear in family.linears(shape):
         if linear.split == "expert":
             experts += linear.inputs * linear.outputs * linear.copies // expert_ranks
@@ -39,13 +40,15 @@ def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, i
 def training_weights(plan: Plan, stage: int) -> tuple[int, int]:
     """Counts those of one training rank in pipeline stage `stage` (0 .. PP-1)."""
     layout = plan.layout
-    first, last = stage == 0, stage == layout.pp - 1
+    first = stage == 0
+    last = stage == layout.pp - 1
     return _shard(plan.shape, plan.rows, layout.tp, layout.ep, plan.layers[stage], first, last)
 
 
 def rollout_weights(plan: Plan) -> tuple[int, int]:
     """Counts those of one vLLM rank."""
-    layout, layers = plan.layout, plan.shape.num_hidden_layers
+    layout = plan.layout
+    layers = plan.shape.num_hidden_layers
     return _shard(plan.shape, plan.vllm_rows, layout.infer_tp, layout.infer_ep, layers)
 
 

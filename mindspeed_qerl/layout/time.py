@@ -91,7 +91,8 @@ class Phase:
 
 def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     """The phases of an iteration of a plan that fits, of its slowest rank."""
-    rank, work = _Rank(memory, terms), terms.work
+    rank = _Rank(memory, terms)
+    work = terms.work
     phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
     if memory.plan.lora:
         phases += [rank.merging(), rank.proof()]
@@ -177,7 +178,8 @@ def idle_share(plan: Plan, micro_batches: float | None = None) -> float:
     Args:
         micro_batches: of an update; None: of answers that are as long as they may be.
     """
-    work, pp = stage_work(plan), plan.layout.pp
+    work = stage_work(plan)
+    pp = plan.layout.pp
     micro_batches = micro_batches or plan.micro_batches
     return 1 - sum(work) / pp / max(work) * micro_batches / (micro_batches + pp - 1)
 
@@ -185,7 +187,8 @@ def idle_share(plan: Plan, micro_batches: float | None = None) -> float:
 def groups(plan: Plan) -> dict[str, dict[str, int]]:
     """Sizes of the groups that send data in every layer, of training and of the rollout."""
     layout = plan.layout
-    training, rollout = {"TP": layout.tp}, {"infer TP": layout.infer_tp}
+    training = {"TP": layout.tp}
+    rollout = {"infer TP": layout.infer_tp}
     if plan.shape.moe:
         training["experts"] = layout.tp * layout.ep
         rollout["vLLM's experts"] = layout.infer_tp * layout.infer_ep
@@ -194,8 +197,11 @@ def groups(plan: Plan) -> dict[str, dict[str, int]]:
 
 class _Rank:
     def __init__(self, memory: Memory, terms: Terms):
-        self.memory, self.plan, self.work = memory, memory.plan, terms.work
-        self.between, self.shape = terms.between, memory.plan.shape
+        self.memory = memory
+        self.plan = memory.plan
+        self.work = terms.work
+        self.between = terms.between
+        self.shape = memory.plan.shape
         self._launches = COUNTED[self.shape.model_type]
 
     def _seconds(
@@ -229,14 +235,18 @@ class _Rank:
 
     def evaluation(self) -> Phase:
         """An iteration's share of it."""
-        problems, every = self.work.problems / self.plan.layout.infer_dp, self.work.every
-        prefill, decode = self._prefill(problems), self._decode(problems)
+        problems = self.work.problems / self.plan.layout.infer_dp
+        every = self.work.every
+        prefill = self._prefill(problems)
+        decode = self._decode(problems)
         launches = (prefill.launches + decode.launches) / every
         device = (prefill.device + decode.device) / every
         return Phase("evaluation", launches, device, alone=decode.alone / every)
 
     def _prefill(self, answers: float) -> Phase:
-        plan, shape, tp = self.plan, self.shape, self.plan.layout.infer_tp
+        plan = self.plan
+        shape = self.shape
+        tp = self.plan.layout.infer_tp
         tokens = answers * self.work.prompt
         passes = ceil(tokens / plan.batch.max_num_batched_tokens)
         flops = tokens * token_flops(shape, self.work.prompt / 2) / tp
@@ -252,7 +262,9 @@ class _Rank:
         """As many steps as the longest answer has tokens, and those that answers wait for a place
         of the others; in the mean step as many sequences as there are tokens for.
         """
-        plan, shape, tp = self.plan, self.shape, self.plan.layout.infer_tp
+        plan = self.plan
+        shape = self.shape
+        tp = self.plan.layout.infer_tp
         tokens = self.work.prompt + self.work.longest
         most = int(self.memory.kv_cache / self.memory.kv_token / tokens)
         most = min(self.memory.settings.max_num_seqs, most)
@@ -298,8 +310,11 @@ class _Rank:
 
     def _device(self, passes: float, micro_batches: float) -> float:
         """Seconds of the die of `passes` times the forward pass over a rank's answers."""
-        plan, shape, layout = self.plan, self.shape, self.plan.layout
-        tokens, layers = plan.share * self._tokens, max(plan.layers)
+        plan = self.plan
+        shape = self.shape
+        layout = self.plan.layout
+        tokens = plan.share * self._tokens
+        layers = max(plan.layers)
         flops = token_flops(shape, self._tokens / 2) + 2 * shape.hidden_size * shape.vocab_size
         flops *= passes * tokens / layout.tp / layout.cp / layout.pp
         collectives = passes * layers * layer_collectives(plan)
@@ -318,7 +333,9 @@ class _Rank:
         """Computes an update; of a frozen weight the backward pass has no gradient, only its
         input's.
         """
-        plan, settings, batch = self.plan, self.memory.settings, self.plan.batch
+        plan = self.plan
+        settings = self.memory.settings
+        batch = self.plan.batch
         layers = max(plan.layers)
         recomputed = 0
         if settings.recompute:
@@ -348,7 +365,8 @@ class _Rank:
     @property
     def _merging(self) -> float:
         """Seconds of the die to merge each adapted weight once."""
-        plan, settings = self.plan, self.memory.settings
+        plan = self.plan
+        settings = self.memory.settings
         weights = max(adapted_weights(plan, settings, stage) for stage in range(plan.layout.pp))
         return weights * MERGED / READ
 
@@ -370,7 +388,8 @@ class _Rank:
 
     def sync(self) -> Phase:
         """Merged weights into vLLM's memory, and what is offloaded to the host and back."""
-        plan, settings = self.plan, self.memory.settings
+        plan = self.plan
+        settings = self.memory.settings
         training = max(sum(training_weights(plan, stage)) for stage in range(plan.layout.pp))
         rollout = sum(rollout_weights(plan))
         moved = (training + 2 * rollout) * BF16
@@ -388,6 +407,7 @@ class _Rank:
         """An iteration's share of a proof: two syncs, of which the first one's weights wait on the
         host.
         """
-        sync, weights = self.sync(), sum(rollout_weights(self.plan)) * BF16
+        sync = self.sync()
+        weights = sum(rollout_weights(self.plan)) * BF16
         device = 2 * sync.device + 2 * weights / COPIED
         return Phase("proof", 2 * sync.launches / PROOF_EVERY, device / PROOF_EVERY)

@@ -22,11 +22,14 @@ class PromptOrder:
     """
 
     def __init__(self, count: int, seed: int):
-        self.count, self.seed, self.position = count, seed, 0
+        self.count = count
+        self.seed = seed
+        self.position = 0
 
     def take(self, rows: int) -> list[int]:
         """The next `rows` row numbers; a row comes again in each pass."""
-        chosen, current = [], None
+        chosen = []
+        current = None
         for position in range(self.position, self.position + rows):
             number, place = divmod(position, self.count)
             if number != current:

@@ -23,7 +23,8 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
     """The tokenizer, and the prompts as its token ids. ConfigError if they do not fit, lose their
     questions, or are not those that the run was started with.
     """
-    task, longest = recipe.task, recipe.sampling.max_prompt_length
+    task = recipe.task
+    longest = recipe.sampling.max_prompt_length
     tokenizer = load_tokenizer(recipe.model.path)
     chat: dict[str, Any] = {"at": run.started, "template_kwargs": task.chat_template_kwargs}
     train = Prompts(task.train_file, tokenizer, task.prompt, longest, **chat)

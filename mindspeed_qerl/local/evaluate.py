@@ -164,7 +164,8 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
         tell(f"warning: {warning}")
     if task.dropped:
         tell(task.left_out("evaluation"))
-    kinds, step = {"greedy": (1, 0.0)}, job.step or 0
+    kinds = {"greedy": (1, 0.0)}
+    step = job.step or 0
     if job.samples:
         kinds["sampled"] = (job.samples, job.temperature)
     with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:

@@ -33,13 +33,16 @@ class HardwareErrorMode(TorchDispatchMode):
         self, kinds: Iterable[str], gaussian_std: float = 0.05, block: int = 64, seed: int = 0
     ):
         super().__init__()
-        self.kinds, self.gaussian_std, self.block = frozenset(kinds), gaussian_std, block
+        self.kinds = frozenset(kinds)
+        self.gaussian_std = gaussian_std
+        self.block = block
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs, aten = kwargs or {}, torch.ops.aten
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
         if operator in COMPOSITE:  # inference mode hands them over whole
             with self:
                 return operator.decompose(*args, **kwargs)

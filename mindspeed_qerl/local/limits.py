@@ -92,8 +92,10 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
 
 def _value_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yields what this engine cannot do with any model."""
-    layout, optimizer = recipe.layout, recipe.optimizer
-    granularity, method = optimizer.recompute_granularity, optimizer.recompute_method
+    layout = recipe.layout
+    optimizer = recipe.optimizer
+    granularity = optimizer.recompute_granularity
+    method = optimizer.recompute_method
     if granularity and (granularity, method) != ("full", "block"):
         yield _unsupported(
             "megatron_training.recompute_granularity",
@@ -112,14 +114,16 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
             "some adapters, which would drift apart; use another kind, or expert, pipeline and "
             "data parallel ranks",
         )
-    quantization, dtype = recipe.quantization, recipe.model.dtype
+    quantization = recipe.quantization
+    dtype = recipe.model.dtype
     if quantization.enabled and quantization.lora == "beside" and dtype != "float32":
         yield _unsupported(
             "rollout_quantization.lora",
             f"= 'beside' with a model in {dtype}: {BESIDE_ROUNDED} Take "
             "generate_config.dtype=float32, or rollout_quantization.lora=merged",
         )
-    prompts, mini = recipe.batch.global_batch_size, recipe.batch.mini_batch_size
+    prompts = recipe.batch.global_batch_size
+    mini = recipe.batch.mini_batch_size
     if prompts % mini and not recipe.selection.filter_groups_enable:
         message = (
             f"megatron_training.global_batch_size = {prompts} prompts must be a multiple of "
@@ -141,7 +145,8 @@ def _unsupported(key: str, reason: str) -> Fault:
 
 def _model_faults(recipe: Recipe) -> Iterator[Fault]:
     """Faults of config.json, and of what this engine cannot do with such a model."""
-    path, key = recipe.model.path, "megatron_training.tokenizer_name_or_path"
+    path = recipe.model.path
+    key = "megatron_training.tokenizer_name_or_path"
     file = Path(path) / "config.json"
     if not file.is_file():
         fix = (
@@ -176,8 +181,11 @@ def refused(file: Path, shape: ModelShape) -> list[str]:
 
 def beyond_kernels(shape: ModelShape) -> list[str]:
     """Which sizes of a model vLLM's kernels for CPUs do not take, by what its sources say."""
-    head_dims, step = _of_vllm(*HEAD_DIMS), _of_vllm(*EXPERT_STEP)
-    heads, groups, reasons = shape.num_attention_heads, shape.num_key_value_heads, []
+    head_dims = _of_vllm(*HEAD_DIMS)
+    step = _of_vllm(*EXPERT_STEP)
+    heads = shape.num_attention_heads
+    groups = shape.num_key_value_heads
+    reasons = []
     if heads % groups:
         reasons.append(
             f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"

@@ -57,7 +57,10 @@ class LocalEngine:
     """
 
     def __init__(self, recipe: Recipe, observer: RunObserver, processes: Processes, data: Data):
-        self.recipe, self.observer, self.processes, self.data = recipe, observer, processes, data
+        self.recipe = recipe
+        self.observer = observer
+        self.processes = processes
+        self.data = data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.routers = recorded_routers(recipe)
         self.updates = 0  # of the optimizer
@@ -72,7 +75,9 @@ class LocalEngine:
 
     def train(self) -> None:
         """All iterations."""
-        recipe, observer, processes = self.recipe, self.observer, self.processes
+        recipe = self.recipe
+        observer = self.observer
+        processes = self.processes
         processes.wait_until_ready()
         if recipe.noise.enabled:
             noise = recipe.noise_arguments(observer.epoch)
@@ -96,7 +101,8 @@ class LocalEngine:
 
     def iteration(self, step: int) -> None:
         """Iteration `step`, counted from 1."""
-        recipe, observer = self.recipe, self.observer
+        recipe = self.recipe
+        observer = self.observer
         started = time.perf_counter()
         self.seconds.clear()
         answers, kept, noise = self.gather(step)
@@ -105,7 +111,9 @@ class LocalEngine:
 
         metrics = reward_metrics(np.array([answer.reward for answer in answers]), n)
         metrics |= self.weight_errors
-        batch, tokens, routes = None, 0, 0
+        batch = None
+        tokens = 0
+        routes = 0
         if kept:
             batch, kl_metrics = select(kept, recipe, self.logprobs_before)
             metrics |= kl_metrics
@@ -145,11 +153,13 @@ class LocalEngine:
         trainer/dapo_trainer_hybrid.py; where it ends the run, too few groups, those are trained
         here).
         """
-        selection, n = self.recipe.selection, self.recipe.batch.samples_per_prompt
+        selection = self.recipe.selection
+        n = self.recipe.batch.samples_per_prompt
         answers, noise = self.sample(step)
         if not selection.filter_groups_enable:
             return answers, answers, noise
-        batches, wanted = 1, selection.filter_groups_train_batch_size
+        batches = 1
+        wanted = selection.filter_groups_train_batch_size
         metric = selection.filter_groups_metric or ""
         while True:
             scores = np.array([answer.scores.get(metric, answer.reward) for answer in answers])
@@ -165,8 +175,10 @@ class LocalEngine:
         """Answers to the next prompts, by the synced weights with the noise of this step on, and
         their rewards; `batch` counts those of one step.
         """
-        recipe, task = self.recipe, self.data.train
-        n, selection = recipe.batch.samples_per_prompt, recipe.selection
+        recipe = self.recipe
+        task = self.data.train
+        n = recipe.batch.samples_per_prompt
+        selection = recipe.selection
         with self._timed("rollout"):
             chosen = self.order.take(recipe.batch.global_batch_size)
             prompts = [task.prompts[i] for i in chosen]
@@ -184,9 +196,11 @@ class LocalEngine:
                     selection.overlong_buffer,
                     selection.overlong_buffer_penalty_factor,
                 )
-            answers, rollouts = [], []
+            answers = []
+            rollouts = []
             for i, row in enumerate(rows):
-                text, reward = texts[i], float(rewards[i])
+                text = texts[i]
+                reward = float(rewards[i])
                 own_scores = {name: values[i] for name, values in scores.items()}
                 answers.append(
                     Answer(row, prompts[i // n], completions[i], text, reward, own_scores)
@@ -220,7 +234,8 @@ class LocalEngine:
         """Merged weights to the rollout engine, a part of each rank's at a time, two parts under
         way.
         """
-        processes, rollout = self.processes, self.processes.rollout
+        processes = self.processes
+        rollout = self.processes.rollout
         parts = max(processes.on_ranks(TrainRank.sync_parts))
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
         for part in range(parts):
@@ -239,7 +254,8 @@ class LocalEngine:
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
-        started, task = time.perf_counter(), self.data.test
+        started = time.perf_counter()
+        task = self.data.test
         self.progress("evaluation")
         n = self.recipe.evaluation.samples_per_problem
         verifier = self.recipe.task.verifier_function[0]
@@ -281,7 +297,8 @@ class LocalEngine:
         """
         checkpoints = self.observer.run.checkpoints_dir
         state = checkpoint.read_state(checkpoints)
-        iteration, self.updates = state["iteration"], state["updates"]
+        iteration = state["iteration"]
+        self.updates = state["updates"]
         self.order.position = state["prompts_asked"]
         folder = checkpoint.folder(checkpoints.resolve(), iteration)
         self.processes.on_ranks(TrainRank.restore, str(folder), self.updates, iteration)
@@ -311,7 +328,8 @@ class LocalEngine:
         """`n` answers to each prompt, side by side, drawn with the seed of this purpose, step and
         batch; rollouts with noise.
         """
-        recipe, eos = self.recipe, self.data.tokenizer.eos_token_id
+        recipe = self.recipe
+        eos = self.data.tokenizer.eos_token_id
         is_rollout = purpose == "rollout"
         settings = recipe.sampling if is_rollout else recipe.evaluation
         sampling = {
@@ -346,7 +364,8 @@ class LocalEngine:
         """`method` of each rank on its shard of each mini-batch; ranks that share one data-parallel
         rank's layers get the same.
         """
-        shares, calls = self._shares(batch), {}
+        shares = self._shares(batch)
+        calls = {}
         for number, rank in enumerate(self.processes.ranks):
             indices = shares[data_rank(number, self.recipe.layout)]
             calls[rank] = rank.call(method, [batch.rows(index) for index in indices], *arguments)

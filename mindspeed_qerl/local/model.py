@@ -86,7 +86,8 @@ def build_model(
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    first, last = stage == 0, stage == layout.pp - 1
+    first = stage == 0
+    last = stage == layout.pp - 1
     counts = Plan(shape, layout).layers
     before = sum(counts[:stage])
     layers = range(before, before + counts[stage])
@@ -114,7 +115,8 @@ def build_model(
         )
     if last:
         model.output_layer.register_forward_hook(_gradient_in_memory_order)
-    table, checkpoint = mappings(shape, layers, experts, first, last), Checkpoint(model_dir)
+    table = mappings(shape, layers, experts, first, last)
+    checkpoint = Checkpoint(model_dir)
     check_tensors(checkpoint, shape)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     load_weights(model, table, checkpoint, tp_rank, layout.tp)
@@ -168,7 +170,8 @@ def _layer_spec(shape: ModelShape):
 
     qk_norm = family_of(shape).qk_norm
     spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, qk_layernorm=qk_norm)
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer = spec.submodules
+    attention = spec.submodules.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention
     if qk_norm:
@@ -182,7 +185,8 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape) -> None:
     """ConfigError unless `checkpoint` is of the model that its config.json describes: a tensor is
     missing, is not called for, or is an output layer of its own beside a tied embedding.
     """
-    directory, expected = checkpoint.directory, set()
+    directory = checkpoint.directory
+    expected = set()
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         expected |= {*mapping.hf}
     if missing := sorted(expected - set(checkpoint.files)):

@@ -72,7 +72,8 @@ class PackedExperts:
     """
 
     def __init__(self, name: str, module: torch.nn.Module):
-        self.name, self.module = name, module
+        self.name = name
+        self.module = module
         self.kernel = module.quant_method.moe_kernel.fused_experts
         self._sources = {
             which: _permutation(getattr(module, which), self.kernel.isa)

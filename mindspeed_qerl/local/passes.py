@@ -44,8 +44,11 @@ class Passes:
         replay: RouteReplay | None,
         skip_prompts: nn.Module | None,
     ):
-        self.model, self.recipe, self.place = model, recipe, place
-        self.replay, self.skip_prompts = replay, skip_prompts
+        self.model = model
+        self.recipe = recipe
+        self.place = place
+        self.replay = replay
+        self.skip_prompts = skip_prompts
         self.temperature = recipe.sampling.temperature
 
     @torch.no_grad()
@@ -104,7 +107,8 @@ class Passes:
         if it is the last one.
         """
         micro = next(micros)
-        length, first = micro.tokens.shape[1], 0
+        length = micro.tokens.shape[1]
+        first = 0
         if self.skip_prompts:
             if divisor is not None:
                 first = int(micro.mask.any(0).argmax())

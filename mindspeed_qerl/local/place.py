@@ -35,7 +35,8 @@ class Place:
         """
         if split is None or self.tp_size == 1:
             return shard
-        shard, shards = shard.contiguous(), None
+        shard = shard.contiguous()
+        shards = None
         if self.tp_rank == 0:
             shards = [torch.empty_like(shard) for _ in range(self.tp_size)]
         first = dist.get_global_rank(self.tp_group, 0)

@@ -88,7 +88,8 @@ class Worker:
         environment: dict[str, str],
         **arguments: Any,
     ):
-        self.name, self.log_file = name, log_file
+        self.name = name
+        self.log_file = log_file
         remote = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
             num_cpus=1, runtime_env={"env_vars": environment}
         )
@@ -128,7 +129,8 @@ class Processes:
         processes is gone: the rest may wait for ever for the dead.
         """
         workers = {call: worker for worker, call in calls.items()}
-        pending, results = list(workers), {}
+        pending = list(workers)
+        results = {}
         try:
             while pending:
                 done, pending = ray.wait(pending, num_returns=1, timeout=LOOK)
@@ -149,9 +151,11 @@ class Processes:
             # the caller may only have waited for another, which died
             dead = next(filter(self._is_dead, self.workers), None)
             if dead or isinstance(error, RayActorError):
-                worker, what = dead or caller, "died: killed, or out of memory"
+                worker = dead or caller
+                what = "died: killed, or out of memory"
             else:  # in Ray's own words of a full disk
-                worker, what = caller, f"failed: {getattr(error, 'cause', error)}"
+                worker = caller
+                what = f"failed: {getattr(error, 'cause', error)}"
             raise WorkerError(f"{worker.name} {what}\nIts log: {worker.log_file}") from error
 
     def _is_dead(self, worker: Worker) -> bool:
@@ -182,7 +186,8 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     logs.mkdir(exist_ok=True)  # a run that resumes adds to its logs
     # else Ray warns of what its next version will do
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    world, shape = recipe.layout.world, read_shape(recipe.model.path)
+    world = recipe.layout.world
+    shape = read_shape(recipe.model.path)
     with contextlib.ExitStack() as undo:
         undo.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         # before the start, which may fail when half of Ray is there

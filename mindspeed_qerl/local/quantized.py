@@ -39,9 +39,11 @@ class QuantizedModel:
                 names[held.parameter].append(held.name)
         if fault := ignore_fault(names, quantization.ignore, quantization.format):
             raise ConfigError(fault)
-        self.model, self.is_on = model, False
+        self.model = model
+        self.is_on = False
         dtype = model.get_parameter(next(iter(names))).dtype  # the files may have another
-        base, quantized = {}, set()
+        base = {}
+        quantized = set()
         for parameter, fused in names.items():
             for name in fused:
                 if is_quantized(name, quantization.ignore):

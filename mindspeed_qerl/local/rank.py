@@ -43,7 +43,8 @@ class TrainRank(ShardedAdapters):
 
         arithmetic.settle()
         adam = recipe.optimizer
-        self.recipe, self.routers = recipe, shape.routers
+        self.recipe = recipe
+        self.routers = shape.routers
         place = join(recipe.layout, shape.moe, rank, rendezvous)
         recompute = 0
         if adam.recompute_granularity:
@@ -181,7 +182,9 @@ class TrainRank(ShardedAdapters):
 
     def _update(self, shards: list[Batch]) -> dict[str, float]:
         """One optimizer step a shard; metrics of all."""
-        parts, norms, counts = [], [], []
+        parts = []
+        norms = []
+        counts = []
         for shard in shards:
             divisor = denominator(torch.from_numpy(shard.mask), self.recipe.algorithm)
             divisor = divisor.float().to(self.place.device)

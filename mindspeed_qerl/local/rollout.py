@@ -70,7 +70,8 @@ class RolloutEngine:
         self.recorder = None
         if routers:
             self.recorder = serving.route_recorder(self.llm, routers, max_model_len)
-        self.model, self.model_dir = model, model_dir
+        self.model = model
+        self.model_dir = model_dir
         self.experts = [
             PackedExperts(name, module)
             for name, module in model.named_modules()
@@ -220,18 +221,22 @@ class RolloutEngine:
             tensors |= self.quantized.rounded()
         for experts in self.experts:
             tensors |= experts.unpacked()
-        held, multiplied = self._by_name(tensors), {}
+        held = self._by_name(tensors)
+        multiplied = {}
         if self.quantized:
             adapters = self._by_name(self.quantized.adapters)
             for name, synced, used, adapter in self.quantized.weights:
                 there = adapters.get(name, adapter)
                 multiplied[name] = held[name] + there
                 held[name] = synced + (held[name] - used) + (there - adapter)
-        checkpoint, moved = Checkpoint(self.model_dir), []
+        checkpoint = Checkpoint(self.model_dir)
+        moved = []
         for part in factors:
             for name, (target, b, a) in part.items():
-                weight, update = held[name], torch.from_numpy(b) @ torch.from_numpy(a)
-                base, pair = checkpoint.read(name).to(weight.dtype), None
+                weight = held[name]
+                update = torch.from_numpy(b) @ torch.from_numpy(a)
+                base = checkpoint.read(name).to(weight.dtype)
+                pair = None
                 if self.quantized and name in multiplied:
                     pair = multiplied[name], self.quantized.weights.rounded(base)
                 dither = dither_of(name, weight.shape)

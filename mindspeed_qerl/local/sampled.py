@@ -49,7 +49,8 @@ def check_answers(answers: Sequence[Answer], routers: Routers | None) -> None:
     """
     for answer in answers:
         words = f"the answer {answer.text[:200]!r} to {answer.row.question[:200]!r}"
-        completion, tokens = answer.completion, len(answer.completion.token_ids)
+        completion = answer.completion
+        tokens = len(answer.completion.token_ids)
         if routers:
             computed = len(answer.prompt) + tokens - 1  # not what follows the last one
             if fault := routes_fault(completion.routes, computed, routers):
@@ -77,7 +78,8 @@ def select(
         logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an
             answer count there, also of one that is cut off and not trained.
     """
-    algorithm, count = recipe.algorithm, len(answers)
+    algorithm = recipe.algorithm
+    count = len(answers)
     completions = [answer.completion for answer in answers]
     routes = [completion.routes for completion in completions]
     batch = build_batch(
@@ -86,7 +88,8 @@ def select(
         [completion.logprobs for completion in completions],
         routes=routes if algorithm.routing_replay == "rollout" else None,
     ).padded(-count % recipe.batch.mini_answers)
-    rewards, metrics = torch.tensor([answer.reward for answer in answers], dtype=torch.float64), {}
+    rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
+    metrics = {}
     if algorithm.use_kl_in_reward:
         logprobs = logprobs_before(batch)
         batch = replace(batch, old_logprobs=logprobs[0])
@@ -112,7 +115,8 @@ def tokens_to_train(
     WorkerError where `batch`, which `select` made of them, has others, or lacks the end of one.
     ends: ids of the end tokens.
     """
-    finished, tokens = np.zeros(len(batch), dtype=bool), 0
+    finished = np.zeros(len(batch), dtype=bool)
+    tokens = 0
     for row, answer in enumerate(answers):
         finished[row] = not answer.completion.truncated
         if finished[row] or not recipe.algorithm.mask_truncated_completions:

@@ -31,7 +31,8 @@ class ShardedAdapters:
     optimizer: torch.optim.Optimizer  # of the adapters
 
     def __init__(self, model: nn.Module, table: Iterable[ParameterMapping], place: Place):
-        self.model, self.place = model, place
+        self.model = model
+        self.place = place
         self.table = {mapping.megatron: mapping for mapping in table}
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group

@@ -60,8 +60,10 @@ class LoRALinear(nn.Module):
         name: str = "",
     ):
         super().__init__()
-        self.base_layer, self.name = base, name
-        self.scaling, self.adapters_enabled = alpha / r, True
+        self.base_layer = base
+        self.name = name
+        self.scaling = alpha / r
+        self.adapters_enabled = True
         self._merged: torch.Tensor | None = None  # since the last update
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
@@ -210,7 +212,8 @@ def add_dither(
     """
     mappings = {mapping.megatron: mapping for mapping in table}
     for name, layer in lora_layers(model):
-        mapping, weight = mappings[f"{name}.weight"], layer.base_layer.weight
+        mapping = mappings[f"{name}.weight"]
+        weight = layer.base_layer.weight
         dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size)
         weight.dither = dither.to(weight.device)
 

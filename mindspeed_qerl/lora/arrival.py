@@ -56,7 +56,8 @@ class Arrival:
     """
 
     def __init__(self, elements: int = 64, tolerance: float = 0.0):
-        self.elements, self.tolerance = elements, tolerance
+        self.elements = elements
+        self.tolerance = tolerance
         self.sent: dict[str, Sample] = {}
         self.before: dict[str, Sample] = {}
         self.adapters: Mapping[str, list[Factors]] = {}
@@ -70,7 +71,8 @@ class Arrival:
         """
         self.adapters = adapters or {}
         if self.sent:
-            self.before, self.sent = self.sent, {}
+            self.before = self.sent
+            self.sent = {}
 
     def expect(self, name: str, tensor: torch.Tensor, sent: torch.Tensor | None = None) -> None:
         """`tensor` is sent under a name of transformers, of PEFT, or of stacked experts; `sent`:
@@ -110,7 +112,8 @@ class Arrival:
         >>> arrival.failures([Held("up.weight", torch.zeros(2, 2), (0, 0))])
         [Failure(name='up.weight', problem='all of it is 0')]
         """
-        failures, names = [], set()
+        failures = []
+        names = set()
         moves: list[torch.Tensor] = []
         for part in held:
             names.add(part.name)
@@ -182,7 +185,8 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
     """`tensor` by its name without PEFT's prefixes; of stacked experts a view of each one's
     weights.
     """
-    name, tensor = PREFIX.sub("", name), tensor.detach()
+    name = PREFIX.sub("", name)
+    tensor = tensor.detach()
     parent, _, leaf = name.rpartition(".")
     if not (parent.endswith(".experts") and leaf in STACKED):
         yield name, tensor

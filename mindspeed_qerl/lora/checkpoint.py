@@ -196,7 +196,8 @@ def _experts(
     the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target, r = EXPERTS[module.removeprefix("mlp.experts.")], args.lora_r
+    target = EXPERTS[module.removeprefix("mlp.experts.")]
+    r = args.lora_r
     found: dict[str, Pair] = {}
     number = count()
     # upstream adds adapters to experts whatever the targets; these were not trained

@@ -103,7 +103,8 @@ def load_peft(directory: str | Path) -> Adapters:
             raise ValueError("it holds no tensor" if not tensors else "its config is no mapping")
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if more := _more_than_lora(config):
         raise ValueError(
             f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): {MERGE}"
@@ -189,7 +190,8 @@ def save_merged(
             for name, weight in tensors.items():
                 module = name.removesuffix(".weight")
                 if module in adapters.weights:
-                    weight, update = weight.to(dtype or weight.dtype), adapters.delta(module)
+                    weight = weight.to(dtype or weight.dtype)
+                    update = adapters.delta(module)
                     dither = dither_of(name, weight.shape)
                     tensors[name] = rounded(weight.float() + update, weight.dtype, dither)
                     found = movement(tensors[name], weight, update, dither)
@@ -218,13 +220,15 @@ def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) ->
     """
     wrong_base = f"{base.directory} is not the model that was trained"
     for module, (a, b) in adapters.weights.items():
-        name, shape = f"{module}.weight", [b.shape[0], a.shape[1]]
+        name = f"{module}.weight"
+        shape = [b.shape[0], a.shape[1]]
         if name not in base.files:
             raise ValueError(
                 f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter"
             )
         header = base.header(name)
-        there, dtype = header.get_shape(), header.get_dtype()
+        there = header.get_shape()
+        dtype = header.get_dtype()
         if there != shape:
             raise ValueError(
                 f"{wrong_base}: {name} is {there} there, and the adapter is for {shape}"

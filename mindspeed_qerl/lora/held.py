@@ -89,7 +89,8 @@ def held_adapters(model: torch.nn.Module, slot: int) -> Iterator[Held]:
         leaves = FUSED.get(leaf, (leaf,))
         factors = zip(leaves, module.lora_a_stacked, module.lora_b_stacked, strict=True)
         for part_name, a, b in factors:
-            a, b = a[slot, 0], b[slot, 0]
+            a = a[slot, 0]
+            b = b[slot, 0]
             row, column = _start(module.base_layer, part_name, b.shape[0], a.shape[1])
             yield Held(f"{parent}.{part_name}.lora_A.weight", a, (0, column))
             yield Held(f"{parent}.{part_name}.lora_B.weight", b, (row, 0))
@@ -127,7 +128,8 @@ def _experts(name: str, module: torch.nn.Module, kind: str, tensor: torch.Tensor
     places = getattr(module, "expert_map", None)
     if places is None:
         places = torch.arange(len(tensor))
-    leaves, hidden = EXPERT_PARTS[kind], module.hidden_size
+    leaves = EXPERT_PARTS[kind]
+    hidden = module.hidden_size
     # of a square matrix the other parameter tells
     if not module.w13_weight.shape[2] == module.w2_weight.shape[1] == hidden:
         tensor = tensor.transpose(1, 2)

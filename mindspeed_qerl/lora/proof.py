@@ -55,9 +55,12 @@ def movement(
     expected = rounded(base.float() + update, weight.dtype, dither).float()
     epsilon = torch.finfo(weight.dtype).eps
     resolution = epsilon * expected.abs().max().item()
-    base, weight = base.float(), weight.float()
-    error, move = (weight - expected).abs().max().item(), (expected - base).norm().item()
-    moved, size = weight - base, update.abs()
+    base = base.float()
+    weight = weight.float()
+    error = (weight - expected).abs().max().item()
+    move = (expected - base).norm().item()
+    moved = weight - base
+    size = update.abs()
     variance = variance_of_rounding(expected, update, epsilon)
     if quantized:
         used, used_base = (tensor.float() for tensor in quantized)

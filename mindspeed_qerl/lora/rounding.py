@@ -75,7 +75,8 @@ def dither_of_part(
         inputs *= tp_size
     elif mapping.shared:
         outputs *= tp_size
-    down, across = torch.empty(outputs, dtype=torch.int32), _input_bits(inputs)
+    down = torch.empty(outputs, dtype=torch.int32)
+    across = _input_bits(inputs)
     for name, rows in zip(mapping.hf, mapping.split(torch.arange(outputs)), strict=True):
         down[rows] = _output_bits(name, len(rows))
     if mapping.shared == ROW:
@@ -91,7 +92,8 @@ def merged(
     """Returns weight + scaling * b @ a in the dtype of `weight` [n, m], computed in float32 and
     rounded once: by `dither`, which weights in bfloat16 have, else to nearest. b: [n, r], a: [r, m]
     """
-    b, a = b.float(), a.float()
+    b = b.float()
+    a = a.float()
     if dither is None:
         return (weight.float() + scaling * (b @ a)).to(weight.dtype)
     result = torch.empty_like(weight)

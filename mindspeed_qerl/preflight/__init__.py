@@ -85,7 +85,8 @@ def _answers(row: Question, group: str, case: Case) -> Iterator[Check]:
     except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on
         answers = [failed(f"could not be checked: {type(error).__name__}: {error}")]
     for check in answers:
-        state, fix = check.state, check.fix
+        state = check.state
+        fix = check.fix
         if state in (FAILED, WARNING):
             fix = fix or row.fix
         if state == FAILED and not row.refused and case.accepts(row.name):

@@ -40,7 +40,8 @@ def version(case: Case) -> Check:
     match = re.search(r"^version=(\S+)", text, re.MULTILINE)
     if not match:
         return warning(f"in no ascend_*_install.info below {home}")
-    number, tested = match[1], " and ".join(CANN_VERSIONS)
+    number = match[1]
+    tested = " and ".join(CANN_VERSIONS)
     if number in CANN_VERSIONS:
         return passed(f"{number}, one that vllm-ascend was run for on emulated NPUs")
     words = f"{number}; vllm-ascend was run for {tested} on emulated NPUs, and chooses code by it"

@@ -17,7 +17,11 @@ from mindspeed_qerl.preflight.machine import Machine, ProbeError
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe
 
-PASSED, WARNING, FAILED, SKIPPED, ACCEPTED = "passed", "warning", "failed", "skipped", "accepted"
+PASSED = "passed"
+WARNING = "warning"
+FAILED = "failed"
+SKIPPED = "skipped"
+ACCEPTED = "accepted"
 LIST = "ASCEND_RT_VISIBLE_DEVICES"
 # Words of npu-smi for the health of a die that works; Warning is a minor alarm.
 WORKING = ("OK", "Warning")
@@ -38,8 +42,10 @@ class Check:
     group: str = ""
 
 
-passed, warning = partial(Check, PASSED), partial(Check, WARNING)
-failed, skipped = partial(Check, FAILED), partial(Check, SKIPPED)
+passed = partial(Check, PASSED)
+warning = partial(Check, WARNING)
+failed = partial(Check, FAILED)
+skipped = partial(Check, SKIPPED)
 
 
 def enough(have: float, least: float, comfortable: float, found: str, fix: str = "") -> Check:

@@ -76,7 +76,8 @@ def vocabulary(case: Case) -> Check | None:
     """
     if case.recipe.npu.padded_vocab_size is not None or case.plan is None:
         return None
-    name, rows = case.recipe.model.arguments.get("model"), case.plan.vllm_rows
+    name = case.recipe.model.arguments.get("model")
+    rows = case.plan.vllm_rows
     return failed(
         "padded_vocab_size is left out: Megatron would take the tokenizer's own number of tokens, "
         f"and vLLM's embedding has {rows:,} rows",

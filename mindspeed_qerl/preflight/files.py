@@ -38,7 +38,8 @@ NEARLY = 0.95  # of a computed size: what is below it is another file
 
 def tokenizer(case: Case) -> Check:
     folder = Path(case.recipe.model.path)
-    file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+    file = folder / "tokenizer.json"
+    template = folder / "chat_template.jinja"
     if not file.is_file() or is_pointer(file):
         return failed(f"{file} is not there, or is a pointer of git-lfs")
     settings = case.machine.read(folder / "tokenizer_config.json")
@@ -91,7 +92,8 @@ def training_files(case: Case) -> Check:
         return failed(f"no file {error.filename}", fix)
     except (OSError, ValueError) as error:
         return failed(str(error), fix)
-    empty, largest = int((labels == 0).sum()), int(tokens.max(initial=0))
+    empty = int((labels == 0).sum())
+    largest = int(tokens.max(initial=0))
     if empty:
         words = f"{empty:,} of {len(labels):,} labels are empty: nothing to verify against"
         return failed(words, fix)
@@ -99,7 +101,8 @@ def training_files(case: Case) -> Check:
     if vocabulary and largest >= vocabulary:
         words = f"token ids up to {largest:,}; padded_vocab_size is {vocabulary:,}"
         return failed(f"{words}: another model's tokenizer", fix)
-    limit, longest = recipe.sampling.max_prompt_length, int(lengths.max(initial=0))
+    limit = recipe.sampling.max_prompt_length
+    longest = int(lengths.max(initial=0))
     kept = int((lengths < limit).sum())
     words = f"{kept:,} of {len(lengths):,} prompts have less than max_prompt_length = {limit} "
     words += "tokens and are trained"
@@ -112,8 +115,10 @@ def overlap(case: Case) -> Check:
     those kept beside a packed file, against the test file's; and how many prompts a packed file
     has.
     """
-    task, packed = case.recipe.task, 0
-    train, test = _rows(task.train_file), _rows(task.test_file)
+    task = case.recipe.task
+    packed = 0
+    train = _rows(task.train_file)
+    test = _rows(task.test_file)
     if case.upstream:
         with suppress(OSError, ValueError):
             packed = len(_packed(case)[0])
@@ -144,7 +149,8 @@ def converted(case: Case, key: str) -> Check:
     try:
         rows = read_rows(file)
     except (OSError, ValueError) as error:
-        folder, model = Path(file).parent, Path(case.recipe.model.path)
+        folder = Path(file).parent
+        model = Path(case.recipe.model.path)
         fix = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {quoted(folder)}"
         if folder.parent == model:  # of the quickstart, or of the studies
             deep = " --deep" * (model.name == "steps_qwen3_moe")
@@ -171,7 +177,8 @@ def conversion(case: Case) -> list[str]:
     """
     if case.plan is None:
         raise ConfigError(*(case.unread or case.faults))
-    load, layout = case.recipe.model.load, case.plan.layout
+    load = case.recipe.model.load
+    layout = case.plan.layout
     if not load:
         return conversion_command(case.recipe)  # says so
     rules = [rule.message for rule in broken(case.plan)]
@@ -198,7 +205,8 @@ def base_weights(case: Case) -> Check:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of
     this layout, a whole zip of a rank's size.
     """
-    load, plan = case.recipe.model.load, case.plan
+    load = case.recipe.model.load
+    plan = case.plan
     if not load:
         return warning("actor_config.load is not set: random weights are trained")
     assert plan
@@ -211,7 +219,8 @@ def base_weights(case: Case) -> Check:
         return failed(f"no {TRACKER} in {load}: not converted yet", fix)
     # else "release"
     iteration = f"iter_{int(tracker):07d}" if tracker.isdigit() else tracker
-    layout, paths = plan.layout, (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
+    layout = plan.layout
+    paths = (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
     files = {path.parent.name: path for path in paths}
     shares = {}  # bytes of a rank's file
     for (_, stage, _), folder in rank_folders(layout.tp, layout.pp, layout.ep).items():

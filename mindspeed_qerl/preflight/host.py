@@ -41,7 +41,8 @@ def at_least(
 
 def cpus(case: Case) -> Check:
     """CPUs that upstream reserves, against those that the running Ray has."""
-    need, cluster = needed_cpus(case.recipe), case.seen.ray
+    need = needed_cpus(case.recipe)
+    cluster = case.seen.ray
     words = f"{case.npus} NPUs and Ray's other tasks reserve {need} logical CPUs"
     if cluster is None:
         return passed(f"{words}: places, not threads; the Ray of the run is told to have them")
@@ -78,7 +79,8 @@ def run_disk(case: Case) -> Check:
     """Room for the run's checkpoints. Sizes are computed: 2 bytes a weight, and 12 of AdamW for
     each one that is trained, in every rank's file.
     """
-    run, plan = case.recipe.run, case.legal
+    run = case.recipe.run
+    plan = case.legal
     assert plan
     trained = _per_rank(plan, training_weights)
     if plan.lora:
@@ -99,11 +101,13 @@ def run_disk(case: Case) -> Check:
 
 def base_disk(case: Case) -> Check:
     """Room for the converted base weights."""
-    load, plan = case.recipe.model.load, case.legal
+    load = case.recipe.model.load
+    plan = case.legal
     assert load and plan
     if not case.machine.writable(load):
         return failed(f"{load} cannot be written: the base weights are converted into it")
-    size, free = BF16 * _per_rank(plan, training_weights), case.machine.disk_free(load)
+    size = BF16 * _per_rank(plan, training_weights)
+    free = case.machine.disk_free(load)
     words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
     return enough(free, size, size, words)
 
@@ -119,9 +123,11 @@ def host_memory(case: Case) -> Check:
     Every rank reads its whole file before its weights go to the die
     (megatron/training/checkpointing.py, torch.load).
     """
-    plan, (free, limit) = case.legal, case.machine.memory()
+    plan = case.legal
+    (free, limit) = case.machine.memory()
     assert plan
-    layout, files = plan.layout, BF16 * _per_rank(plan, training_weights) * case.ranks
+    layout = plan.layout
+    files = BF16 * _per_rank(plan, training_weights) * case.ranks
     files //= layout.tp * layout.pp * layout.ep
     need = files + case.ranks * PROCESS
     return enough(
@@ -138,7 +144,8 @@ def conversion_memory(case: Case) -> Check:
     """The converter holds the weights, and up to as much again in their new form
     (convert_hf2mg.py).
     """
-    plan, (free, limit) = case.legal, case.machine.memory()
+    plan = case.legal
+    (free, limit) = case.machine.memory()
     assert plan
     weights = BF16 * model_parameters(plan.shape)
     return enough(

@@ -18,9 +18,12 @@ TOOL = "/usr/local/Ascend/driver/tools/hccn_tool"
 # All other ports of a run are the kernel's draw: Ray's own, upstream's MASTER_PORT, its ZMQ
 # server's.
 PORTS = range(1024, 65536)
-RAY_PORT, WORKERS = 6380, range(20002, 30000)  # of the launcher's Ray (examples/grpo/launch.sh)
+# of the launcher's Ray (examples/grpo/launch.sh)
+RAY_PORT = 6380
+WORKERS = range(20002, 30000)
 AGENT = 52365  # Ray's dashboard agent (ray_constants.py:DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)
-BASE, RANGE = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
+BASE = "HCCL_IF_BASE_PORT"
+RANGE = "HCCL_HOST_SOCKET_PORT_RANGE"
 
 
 def fault_of_address(name: str, value: str, nodes: int) -> str:

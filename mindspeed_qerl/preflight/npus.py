@@ -61,7 +61,8 @@ def npu_smi(case: Case) -> Check:
     """Health of the dies that the run takes, and memory that somebody holds on them against the
     plan's.
     """
-    seen, wanted = case.seen, case.ranks
+    seen = case.seen
+    wanted = case.ranks
     fault = seen.faults.get("npu-smi")
     if fault:
         verdict = failed if fault.late else warning
@@ -106,7 +107,8 @@ def visible(case: Case) -> Check:
     """Dies by the list of the shell. A worker gives Ray's number straight to set_device
     (base_worker.py:89), so that only the first dies can be used, in their order.
     """
-    entries, first = case.seen.visible, [str(die) for die in range(case.ranks)]
+    entries = case.seen.visible
+    first = [str(die) for die in range(case.ranks)]
     if entries is None:
         return passed("not set: all are visible")
     words = f"{len(entries)} entries: {','.join(entries)}"

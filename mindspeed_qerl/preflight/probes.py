@@ -77,7 +77,8 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     if LIST in machine.environment:
         given = machine.environment[LIST]
         visible = given.split(",") if given else []
-    acl, cluster = answers.get("CANN", 0), answers.get("Ray")
+    acl = answers.get("CANN", 0)
+    cluster = answers.get("Ray")
     return Seen(dies, processes, numbers, acl, visible, cluster, faults)
 
 
@@ -92,7 +93,8 @@ def _npu_smi(machine: Machine) -> tuple[list[Die], dict[int, list[str]]]:
 
 def read_table(table: str) -> tuple[list[Die], dict[int, list[str]]]:
     """The NPUs in the output of `npu-smi info`, and the processes by the number of their die."""
-    dies, numbers = [], {}
+    dies = []
+    numbers = {}
     processes: dict[int, list[str]] = {}
     for row in DIE.finditer(table):
         number = int(row["number"] or row["card"])

@@ -57,7 +57,8 @@ def of_engine(case: Case) -> Check:
     """Returns what the engine sets where the shell does not (engine.train), and what else the shell
     has of these families.
     """
-    shell, ours = case.machine.environment, npu_environment()
+    shell = case.machine.environment
+    ours = npu_environment()
     others = []
     for name, value in ours.items():
         if shell.get(name, value) != value:
@@ -75,7 +76,8 @@ def interface(case: Case, name: str) -> Check | None:
     """A variable of HCCL, Gloo or TensorPipe that names network interfaces. HCCL's are prefixes;
     = before them asks for whole names, ^ for all others (CANN, HCCL_SOCKET_IFNAME).
     """
-    value, there = case.machine.environment.get(name), case.machine.interfaces()
+    value = case.machine.environment.get(name)
+    there = case.machine.interfaces()
     if not value or value.startswith("^"):
         return None
     names = tuple(value.removeprefix("=").split(","))

@@ -26,9 +26,12 @@ from functools import partial
 
 import torch
 
-E4M3_MAX, E2M1_MAX, INT8_MAX = 448.0, 6.0, 127.0
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+INT8_MAX = 127.0
 # floor(log2) of the largest element, by which OCP MX lowers a block's exponent
-E4M3_EXPONENT, E2M1_EXPONENT = 8, 2
+E4M3_EXPONENT = 8
+E2M1_EXPONENT = 2
 E8M0_RANGE = (2.0**-127, 2.0**127)  # of scales, which have no sign and no mantissa
 
 

@@ -16,9 +16,13 @@ READ_BY = {
 
 def conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
     """Faults of values that exclude each other."""
-    batch, sampling, evaluation = recipe.batch, recipe.sampling, recipe.evaluation
-    optimizer, task = recipe.optimizer, recipe.task
-    names, weights = len(task.verifier_function), len(task.verifier_weight)
+    batch = recipe.batch
+    sampling = recipe.sampling
+    evaluation = recipe.evaluation
+    optimizer = recipe.optimizer
+    task = recipe.task
+    names = len(task.verifier_function)
+    weights = len(task.verifier_weight)
     if names != weights or not names:
         yield _conflict(
             "rl_config.verifier_weight",
@@ -62,7 +66,8 @@ def _conflict(key: str, message: str) -> Fault:
 
 def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
     algorithm = recipe.algorithm
-    method, mode = recipe.correction.method, algorithm.loss_mode
+    method = recipe.correction.method
+    mode = algorithm.loss_mode
     if mode not in LOSS_MODES and ":" not in mode:
         sentence = unknown("loss", mode, LOSS_MODES)
         yield _conflict(
@@ -104,7 +109,8 @@ def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
 
 
 def _overlong_conflicts(recipe: Recipe) -> Iterator[Fault]:
-    selection, max_tokens = recipe.selection, recipe.sampling.max_tokens
+    selection = recipe.selection
+    max_tokens = recipe.sampling.max_tokens
     if not 1 <= selection.overlong_buffer <= max_tokens:
         yield _conflict(
             "rl_config.overlong_buffer",
@@ -121,8 +127,11 @@ def _overlong_conflicts(recipe: Recipe) -> Iterator[Fault]:
 
 def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
     """Yields the conflicts of dynamic sampling."""
-    selection, batch, task = recipe.selection, recipe.batch, recipe.task
-    wanted, batches = selection.filter_groups_train_batch_size, selection.filter_groups_max_batches
+    selection = recipe.selection
+    batch = recipe.batch
+    task = recipe.task
+    wanted = selection.filter_groups_train_batch_size
+    batches = selection.filter_groups_max_batches
     key = "rl_config.filter_groups_train_batch_size"
     if recipe.noise.enabled and recipe.noise.restart_every == "epoch":
         yield _conflict(

@@ -67,7 +67,8 @@ class Values:
 
     def __init__(self, config: Config):
         self.config = config
-        training, actor = self.section("megatron_training"), self.section("actor_config")
+        training = self.section("megatron_training")
+        actor = self.section("actor_config")
         name = actor.get("model", training.get("model"))
         self.megatron: dict[str, Any] = {}
         self._places: dict[str, str] = {}

@@ -132,7 +132,8 @@ def _unknown_names(raw: Config) -> Iterator[Fault]:
 
 def _set_twice(values: Values) -> Iterator[Fault]:
     """Faults of keys with two values, of which upstream would take one in silence."""
-    training, actor = values.section("megatron_training"), values.section("actor_config")
+    training = values.section("megatron_training")
+    actor = values.section("actor_config")
     for name in sorted(training.keys() & actor.keys()):
         if training[name] != actor[name]:
             key = f"megatron_training.{name}"
@@ -145,7 +146,8 @@ def _part(kind: Any, values: Values, computed: Mapping[str, Any], faults: list[F
     """The part `kind`, with the fields that are `computed`; a fault for each value that pydantic
     refuses, and its default instead.
     """
-    given, places = dict(computed), dict.fromkeys(computed, "rl_config")
+    given = dict(computed)
+    places = dict.fromkeys(computed, "rl_config")
     for name, info in kind.__pydantic_fields__.items():
         if (key := key_of(kind, name)) is None:
             continue
@@ -170,7 +172,8 @@ def _part(kind: Any, values: Values, computed: Mapping[str, Any], faults: list[F
 
 def _fill_in(parts: dict[str, Any], values: Values) -> None:
     """Give keys that are left out the value that follows from another part's."""
-    sampling, selection = parts["sampling"], parts["selection"]
+    sampling = parts["sampling"]
+    selection = parts["selection"]
     prompts = parts["batch"].global_batch_size
     selection = parts["selection"] = _followed(
         selection,

@@ -25,7 +25,9 @@ VERSION = 4  # raised when what is made changes
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs takes
 EXPERT_WIDTH = 32  # the multiple that its experts take
 VOCABULARY = 4096  # enough for prompts about as long as with the real tokenizer
-END, TURN, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
+END = "<|im_end|>"
+TURN = "<|im_start|>"
+PAD = "<|endoftext|>"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

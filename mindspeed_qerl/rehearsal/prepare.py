@@ -33,7 +33,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         ConfigError: all that is wrong with `recipe` itself: a layout that cannot exist, a misspelt
             name, missing data, what the engine of NPUs would refuse.
     """
-    engine, settings = engine_of(recipe), recipe.rehearsal
+    engine = engine_of(recipe)
+    settings = recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
     found.unused = keys.check(recipe.sections, recipe.engine)[1]
     found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
@@ -106,7 +107,9 @@ def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
 
 def _small(recipe: Recipe, directory: Path) -> Recipe:
     """`recipe` with the model in `directory`, few steps and short answers."""
-    settings, noise, layout = recipe.rehearsal, recipe.noise, recipe.layout
+    settings = recipe.rehearsal
+    noise = recipe.noise
+    layout = recipe.layout
     length = recipe.sampling.max_prompt_length + settings.max_tokens
     batched = max(length, recipe.batch.max_num_batched_tokens)
     if noise.enabled:  # the first stage has no noise: at least the last step must have some

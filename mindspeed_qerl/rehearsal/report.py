@@ -19,8 +19,10 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
         recipe: what was rehearsed, before it was made small. unused: its keys that change nothing
             on the engine.
     """
-    plan, facts = plan_of(recipe), directory.facts()
-    steps, evaluations = read_jsonl(directory.metrics_file), read_jsonl(directory.eval_file)
+    plan = plan_of(recipe)
+    facts = directory.facts()
+    steps = read_jsonl(directory.metrics_file)
+    evaluations = read_jsonl(directory.eval_file)
     seconds = f"{directory.status()['seconds']:.0f} s in all"
     if "engine_start_seconds" in facts:
         seconds += f", {facts['engine_start_seconds']:.0f} s of them to start the processes"
@@ -38,7 +40,10 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
 def _proved(
     recipe: Recipe, plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict]
 ) -> Iterator[str]:
-    layout, batch, shape, last = plan.layout, plan.batch, plan.shape, steps[-1]
+    layout = plan.layout
+    batch = plan.batch
+    shape = plan.shape
+    last = steps[-1]
     layers = " or ".join(map(str, sorted(set(plan.layers))))
     rehearsed = layers_to_rehearse(plan, recipe.rehearsal.layers) // layout.pp
     if recipe.rehearsal.layers != "all" and str(rehearsed) != layers:

@@ -28,7 +28,9 @@ class RouteRecorder:
     """
 
     def __init__(self, runner: Any, routers: Routers, max_len: int):
-        self.runner, self.routers, self.max_len = runner, routers, max_len
+        self.runner = runner
+        self.routers = routers
+        self.max_len = max_len
         # int16 for more than 256 experts: torch has few operators for uint16
         self.on_device = torch.uint8 if routers.dtype == np.uint8 else torch.int16
         self.routes: dict[str, np.ndarray] = {}  # of a request [max_len, layers, top_k]
@@ -45,11 +47,14 @@ class RouteRecorder:
         """While it holds, everything that is scheduled is recorded; passes that nobody asked for
         (profiling, a dummy batch) are not.
         """
-        self.routes, self.known, self.is_recording = {}, {}, True
+        self.routes = {}
+        self.known = {}
+        self.is_recording = True
         execute_model = self.runner.execute_model
 
         def recorded(scheduler_output: Any, *arguments: Any, **more: Any) -> Any:
-            self.chosen, scheduled = {}, scheduler_output.num_scheduled_tokens
+            self.chosen = {}
+            scheduled = scheduler_output.num_scheduled_tokens
             try:
                 result = execute_model(scheduler_output, *arguments, **more)
                 if scheduled:
@@ -102,14 +107,16 @@ class RouteRecorder:
                 "algorithm.routing_replay=none goes without"
             )
         ids = self.own_rows(torch.stack([chosen[layer] for layer in self.routers.layers], dim=1))
-        ids, end = ids.cpu().numpy().view(self.routers.dtype), 0
+        ids = ids.cpu().numpy().view(self.routers.dtype)
+        end = 0
         if len(ids) < sum(scheduled.values()):
             raise RuntimeError(
                 f"routers chose experts for {len(ids)} tokens of {sum(scheduled.values())}: the "
                 "rest is on another rank, and nobody gathered it"
             )
         for request, position in self.starts.items():
-            start, end = end, end + scheduled.get(request, 0)
+            start = end
+            end = end + scheduled.get(request, 0)
             if request not in self.routes:
                 self.routes[request] = np.zeros((self.max_len, *ids.shape[1:]), dtype=ids.dtype)
                 self.known[request] = np.zeros(self.max_len, dtype=bool)

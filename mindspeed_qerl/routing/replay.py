@@ -62,7 +62,8 @@ class _OtherTopK(TorchFunctionMode):
         result = function(*arguments, **named or {})
         if function not in (torch.topk, torch.Tensor.topk):
             return result
-        scores, ids = arguments[0], self.choose(result.indices)
+        scores = arguments[0]
+        ids = self.choose(result.indices)
         return torch.return_types.topk((scores.gather(1, ids), ids))
 
 
@@ -80,7 +81,8 @@ class RouteReplay:
     def __init__(self, model: nn.Module, routers: Routers, tp_rank: int = 0, tp_size: int = 1):
         from megatron.core.transformer.moe.router import TopKRouter
 
-        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.tp_rank = tp_rank
+        self.tp_size = tp_size
         self.index: dict[int, int] = {}  # among `routers.layers`, of each layer of this rank
         self.micro: MicroBatch | None = None  # of the forward pass under way
         # of layers that are computed again, oldest first
@@ -108,7 +110,8 @@ class RouteReplay:
         """Forward and backward passes over micro-batches, which are counted. RuntimeError after
         them unless each layer that kept only its input was computed again.
         """
-        self.again, self.seen = {layer: deque() for layer in self.index}, {}
+        self.again = {layer: deque() for layer in self.index}
+        self.seen = {}
         yield
         left = {layer: len(queue) for layer, queue in self.again.items() if queue}
         self.again = None
@@ -142,7 +145,8 @@ class RouteReplay:
         """`routing` of one router, with the routes of the micro-batch in it."""
 
         def replayed(logits: torch.Tensor) -> Any:
-            asked, again = 0, self.micro is None
+            asked = 0
+            again = self.micro is None
             if self.micro is not None:
                 micro = self.micro
                 if layer in micro.chosen:
@@ -177,7 +181,8 @@ class RouteReplay:
         """Ids [rows, top_k] of the experts that tokens go to; `own` are those that the router would
         choose.
         """
-        ids, rows = own, len(micro.known)
+        ids = own
+        rows = len(micro.known)
         start, end = (rows * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1))
         share = slice(start, end)  # of the rows, that this rank decides for or counts
         if len(own) not in (rows, end - start):
@@ -187,7 +192,8 @@ class RouteReplay:
             )
         if micro.routes is not None:
             part = slice(None) if len(own) == rows else share
-            known, recorded = micro.known[part], micro.routes[part, self.index[layer]].to(own)
+            known = micro.known[part]
+            recorded = micro.routes[part, self.index[layer]].to(own)
             common = (recorded[:, :, None] == own[:, None, :]).any(-1)
             # of the same experts the trainer's order stays, and with it every bit of its result
             ids = torch.where((known & ~common.all(-1))[:, None], recorded, own)

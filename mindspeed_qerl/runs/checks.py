@@ -22,7 +22,8 @@ MOST_K3 = 1e-6  # float32: 2e-13 is normal, below 1e-9 in a model of 30 layers
 # float32, experts: one token of 4,480 that rounding sent elsewhere made it 1.1e-6
 MOST_K3_EXPERTS = 1e-4
 # bfloat16: 3e-5 to 2e-3 here; 6e-4 in Qwen3-8B, 1.5e-3 in Qwen3-30B-A3B (arXiv 2510.11370).
-UNUSUAL_K3_BF16, MOST_K3_BF16 = 5e-3, 5e-2
+UNUSUAL_K3_BF16 = 5e-3
+MOST_K3_BF16 = 5e-2
 # Experts, in bfloat16 or with noise: a token goes elsewhere; 0.08 in a random model
 MOST_K3_ROUTED = 0.5
 # quantized rollouts: NVFP4 has at most 4.1e-3 in the quickstart; wider spacings and models, more
@@ -33,7 +34,8 @@ MOST_K3_OF_ALL = 20.0
 ROUNDING_K3 = 1e-12  # of float32's rounding, noise off
 # k3 / (sigma^2 sensitivity): usual is 1.8 in the quickstart's model, the lowest of 1,800 steps
 # 2.8e-3, the highest 1,200, where a token met another expert; 600 to 2,000 in SmolLM2-135M
-LEAST_K3, MOST_RESPONSE = 3e-4, 1e5
+LEAST_K3 = 3e-4
+MOST_RESPONSE = 1e5
 NOISY_STEPS = 4  # after which chance is small: one norm of 128 weights gives 1 +- 0.06 in one step
 # rounding gives up to 1.15 of any sigma, the rest is for chance
 MOST_NOISE_OF_A_STEP = 1.5
@@ -118,13 +120,15 @@ def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
     """Checks whether `loss/total`, of the tensor that backward got, is the sum of its parts with
     their coefficients.
     """
-    kl, entropy = algorithm.kl_coefficient, algorithm.entropy_coefficient
+    kl = algorithm.kl_coefficient
+    entropy = algorithm.entropy_coefficient
     parts = (
         metrics["loss/policy"],
         kl * metrics["loss/kl"],
         -entropy * metrics.get("loss/entropy", 0.0),
     )
-    total, expected = metrics["loss/total"], sum(parts)
+    total = metrics["loss/total"]
+    expected = sum(parts)
     if abs(total - expected) <= 1e-4 * max(map(abs, parts)) + 1e-6:
         return None
     return (
@@ -322,7 +326,8 @@ class StepChecks:
         """routed: the model has experts. earlier: metrics of the steps before, of a run that is
         resumed.
         """
-        self.recipe, self.routed = recipe, routed
+        self.recipe = recipe
+        self.routed = routed
         self.noise = noise_of(earlier)  # std of each step with noise, expected and measured
         self.warned: set[str] = set()
 
@@ -343,7 +348,8 @@ class StepChecks:
         """
         recipe = self.recipe
         std = values.get("aqn/expected_std", 0.0)
-        faults, warnings = [], {"effective sample size": self._uneven(values)}
+        faults = []
+        warnings = {"effective sample size": self._uneven(values)}
         if std:
             self.noise.append((std, values["aqn/measured_std"]))
         if noise:
@@ -351,8 +357,10 @@ class StepChecks:
         nominal = noise.sigma if noise else 0.0
         faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
         if tokens:
-            k3, sensitivity = values["mismatch/k3"], values["mismatch/sensitivity"]
-            epochs, rounding = recipe.batch.epochs, rounding_bound(recipe, self.routed)
+            k3 = values["mismatch/k3"]
+            sensitivity = values["mismatch/sensitivity"]
+            epochs = recipe.batch.epochs
+            rounding = rounding_bound(recipe, self.routed)
             replayed = values.get("routing/replayed_tokens", 0)
             faults += [
                 mismatch_fault(k3, std, sensitivity, rounding, self.routed),
@@ -385,7 +393,8 @@ class StepChecks:
 
     def _uneven(self, values: MetricsRow) -> str | None:
         """A warning of uneven importance weights, with noise on and no correction to apply them."""
-        correction, size = self.recipe.correction, values.get("mismatch/effective_sample_size", 1.0)
+        correction = self.recipe.correction
+        size = values.get("mismatch/effective_sample_size", 1.0)
         sigma = values.get("aqn/sigma")
         if not (sigma and correction.method == "none" and size < correction.warn_below):
             return None

@@ -67,10 +67,12 @@ def differences(before: Any, after: Any) -> dict[str, str]:
     >>> differences({"aqn": {"target_kinds": []}, "seed": 1}, {"seed": 2})
     {'seed': 'seed was 1 and is 2'}
     """
-    before, after = dotted(before), dotted(after)
+    before = dotted(before)
+    after = dotted(after)
     lines = {}
     for key in dict.fromkeys([*before, *after]):
-        was, now = before.get(key), after.get(key)
+        was = before.get(key)
+        now = after.get(key)
         if was != now and not (was in EMPTY and now in EMPTY):
             lines[key] = f"{key} was {was!r} and is {now!r}"
     return lines

@@ -51,9 +51,11 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path | str, lock: IO | None = None) -> None:
-        self.path, self.lock = Path(path), lock
+        self.path = Path(path)
+        self.lock = lock
         # of this process, and seconds of those before it
-        self._opened, self._seconds_before = time.monotonic(), 0.0
+        self._opened = time.monotonic()
+        self._seconds_before = 0.0
         # a line for each that a resumed run was not started with
         self.other_versions: list[str] = []
         self.config_file = self.path / "config.yaml"
@@ -197,7 +199,8 @@ class RunDirectory:
         it is given, also for those that are gone, of own code for those that are new.
         FileNotFoundError for one that is missing.
         """
-        before, after = self.read_json("data.json"), describe_data(data_files)
+        before = self.read_json("data.json")
+        after = describe_data(data_files)
         model_is_given = any(label.startswith("model/") for label in after)
         code_is_known = any(label.startswith(CODE) for label in before)
         lines = []

@@ -213,7 +213,8 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _discard_after(file: Path, step: int) -> None:
     """Move the rows of steps after `step` to discarded/, behind those of earlier resumptions."""
-    kept, discarded = "", ""
+    kept = ""
+    discarded = ""
     for row in read_jsonl(file):
         line = _line(row)
         if row["step"] <= step:

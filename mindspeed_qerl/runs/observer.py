@@ -59,9 +59,13 @@ class RunObserver:
         epoch: int,
     ):
         """epoch: steps of one pass over the training rows."""
-        self.recipe, self.run, self.metrics, self.progress = recipe, run, metrics, progress
+        self.recipe = recipe
+        self.run = run
+        self.metrics = metrics
+        self.progress = progress
         self.epoch = epoch
-        routed, earlier = read_shape(recipe.model.path).moe, read_jsonl(run.metrics_file)
+        routed = read_shape(recipe.model.path).moe
+        earlier = read_jsonl(run.metrics_file)
         self.is_proved = any("sync/arrived" in row for row in earlier)
         self.checks = StepChecks(recipe, routed, earlier)
         self.noise: NoiseController | None = None
@@ -167,7 +171,8 @@ class RunObserver:
             movement: by LoRA target (lora/proof.py join). unlike: names of weights that are not the
                 rounding of what was synced, where rollouts are quantized.
         """
-        recipe, faults = self.recipe, sync_faults(movement)
+        recipe = self.recipe
+        faults = sync_faults(movement)
         shares = {}
         for target, entry in movement.items():
             if "arrived" in entry:

@@ -18,7 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+RED = "#D55E00"
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 HERE = Path(__file__)
 STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
@@ -53,7 +56,8 @@ def write_plots(
     could not be drawn.
     """
     folder.mkdir(exist_ok=True)
-    files, missing = [], []
+    files = []
+    missing = []
     for name, panels in PICTURES.items():
         drawn: list[Callable[[Axes], None]] = []
         for panel in panels:
@@ -88,7 +92,8 @@ def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
         if label.startswith("|"):
             values = abs(values)
         drawn = values > panel.above
-        steps, values = steps[drawn], values[drawn]
+        steps = steps[drawn]
+        values = values[drawn]
         if not len(steps):
             continue
         if panel.is_log:  # as it is: a mean would blur the stages of the noise
@@ -175,5 +180,6 @@ def draw_series(
     marker = "."
     if len(steps) > SMOOTHED_POINTS:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-        values, marker = moving_mean(values, len(steps) // 40), ""
+        values = moving_mean(values, len(steps) // 40)
+        marker = ""
     axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, label=label)

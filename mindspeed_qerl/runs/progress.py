@@ -23,7 +23,8 @@ class Progress:
     """
 
     def __init__(self, total_steps: int, title: str, earlier: Iterable[MetricsRow] = ()) -> None:
-        self._total, self._title = total_steps, title
+        self._total = total_steps
+        self._title = title
         self._console = Console()
         self._status = self._console.status("starting")  # shows nothing where there is no terminal
         self._step = 0
@@ -53,7 +54,8 @@ class Progress:
 
     def step(self, step: int, metrics: MetricsRow) -> None:
         """Training step `step` (1-based) is done."""
-        now, total = time.monotonic(), self._total
+        now = time.monotonic()
+        total = self._total
         if not self._stamps:
             self._stamps.append(now - metrics.get("time/step", 0.0))
         self._stamps.append(now)
@@ -86,7 +88,8 @@ def accuracy_words(result: MetricsRow) -> str:
     >>> accuracy_words({"accuracy": 0.0, "standard_error": math.nan, **ends})
     '0.000 [0.000, 0.790]'
     """
-    accuracy, error = f"{result['accuracy']:.3f}", result["standard_error"]
+    accuracy = f"{result['accuracy']:.3f}"
+    error = result["standard_error"]
     if error > 0:
         return f"{accuracy} ± {error:.3f}"
     low, high = (result.get(name, math.nan) for name in ("interval_low", "interval_high"))

@@ -53,7 +53,8 @@ def write_report(run: RunDirectory) -> None:
     files is damaged.
     """
     title = " / ".join(run.path.absolute().parts[-2:])
-    rows, evals = read_jsonl(run.metrics_file), read_jsonl(run.eval_file)
+    rows = read_jsonl(run.metrics_file)
+    evals = read_jsonl(run.eval_file)
     columns = columns_of(rows)
     lines = [f"# {title}", ""]
     for warning in _warnings(rows):
@@ -79,7 +80,8 @@ def write_report(run: RunDirectory) -> None:
 
 
 def _run(run: RunDirectory) -> Table:
-    status, facts = run.status(), run.facts()
+    status = run.status()
+    facts = run.facts()
     state = status["state"]
     if state == "running":
         state = "running, or killed"

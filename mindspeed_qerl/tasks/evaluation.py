@@ -126,7 +126,9 @@ def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:
     Args:
         per_problem: the fraction of right answers of each problem, from `n` answers.
     """
-    p, variance, problems = per_problem.mean(), per_problem.var(), len(per_problem)
+    p = per_problem.mean()
+    variance = per_problem.var()
+    problems = len(per_problem)
     if variance > 0:
         trials = min(problems * p * (1 - p) / variance, problems * n)
     else:

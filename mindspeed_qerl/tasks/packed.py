@@ -131,7 +131,8 @@ def _pack(
     """Write {name: (rows, label of each)} with the files {name: content} of `others`, all of them
     or none.
     """
-    output, tokenizer = output.absolute(), load_tokenizer(tokenizer_dir)
+    output = output.absolute()
+    tokenizer = load_tokenizer(tokenizer_dir)
     check_template(tokenizer, template_kwargs)
     now = datetime.now()  # one date for all rows
     packed = []

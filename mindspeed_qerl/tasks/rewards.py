@@ -109,8 +109,10 @@ def try_rewards(verifiers: Sequence[tuple[str, float]], rows: Rows) -> list[str]
         A warning for each reward of a user's own that gives no answer more than the empty one.
     """
     ends = [rows[0], rows[-1]]
-    tried, responses = ends * 2, [*(row.answer for row in ends), "", ""]
-    scores, warnings = {}, []
+    tried = ends * 2
+    responses = [*(row.answer for row in ends), "", ""]
+    scores = {}
+    warnings = []
     for name, _ in verifiers:
         reward = load_reward(name)
         form, parameters = _form_of(name, reward, rows)

@@ -40,7 +40,8 @@ def convert(source: str | Path, output: str | Path, max_steps: int | None = None
     import pyarrow
     import pyarrow.parquet
 
-    contents, counts = {}, {}
+    contents = {}
+    counts = {}
     for split, rows in read_splits(source, max_steps).items():
         parquet = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), parquet)
@@ -89,11 +90,13 @@ def converted(row: dict[str, Any]) -> dict[str, Any]:
     if isinstance(extra, dict) and {"question", "answer"} <= extra.keys():
         row = extra
     if "question" in row or not {"prompt", "messages"} & row.keys():
-        question, solution = check_text(row, "question"), check_text(row, "answer")
+        question = check_text(row, "question")
+        solution = check_text(row, "answer")
         messages = chat_messages(question)
     else:
         conversation = row_of(row)
-        question, solution = conversation.messages[-1]["content"], conversation.answer
+        question = conversation.messages[-1]["content"]
+        solution = conversation.answer
         messages = conversation.messages
     return {
         "messages": messages,

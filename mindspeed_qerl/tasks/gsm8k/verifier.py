@@ -355,12 +355,14 @@ def _number(sign: str, run: str) -> Value | None:
         return _decimal(sign, run)
     if fraction := _FRACTION_PARTS.fullmatch(run):
         over, over_digit, under, under_digit = fraction.groups()
-        top, bottom = _decimal(sign, over_digit or over), _decimal("", under_digit or under)
+        top = _decimal(sign, over_digit or over)
+        bottom = _decimal("", under_digit or under)
     elif " " in run:  # "3 1/2"
         return None
     else:
         over, _, under = run.partition("/")
-        top, bottom = _decimal(sign, over), _decimal("", under)
+        top = _decimal(sign, over)
+        bottom = _decimal("", under)
     return Fraction(top) / Fraction(bottom) if top is not None and bottom else None
 
 

@@ -61,7 +61,8 @@ __version__ = version.__version__
 # Written where vllm-ascend is installed (setup.py:62); its compiled extension, which sleep mode
 # needs, is not there.
 _build_info = ModuleType("vllm_ascend._build_info")
-_build_info.__soc_version__, _build_info.__sleep_mode_enabled__ = soc()[0], False
+_build_info.__soc_version__ = soc()[0]
+_build_info.__sleep_mode_enabled__ = False
 sys.modules["vllm_ascend._build_info"] = _build_info
 
 
