@@ -1,8 +1,6 @@
 """Seconds per GRPO step: our local engine beside TRL's GRPOTrainer, on the same model, prompts and
 cores, in one run.
 
-    # see it run: the tiny size, one round of 1 + 2 steps, about 1 minute
-    python benchmarks/step.py --quick
     # two sizes, two rounds of 2 + 5 steps, about 20 minutes
     python benchmarks/step.py
     python benchmarks/step.py --size smollm2 --rounds 1    # needs `make real-model`
@@ -435,34 +433,9 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
     console.print(table)
 
 
-def settings_from(arguments: argparse.Namespace) -> list[Setting]:
-    """The sizes asked for, with what the command line changes; ValueError if it cannot be run."""
-    changes = {
-        field.name: value
-        for field in dataclasses.fields(Setting)
-        if (value := getattr(arguments, field.name, None)) is not None
-    }
-    sizes = ["tiny"] if arguments.quick else arguments.size
-    if arguments.quick:
-        changes |= {"warm_up": 1, "steps": 2}
-    settings = [dataclasses.replace(SIZES[size], **changes) for size in sizes]
-    for setting in settings:
-        for name, value in dataclasses.asdict(setting).items():
-            if isinstance(value, int) and value < (0 if name == "warm_up" else 1):
-                raise ValueError(f"--{name.replace('_', '-')} {value} is too small")
-        if setting.answers % (setting.trl_micro_batch or 1):
-            raise ValueError(
-                f"--trl-micro-batch {setting.trl_micro_batch} must divide {setting.answers} answers"
-            )
-    return settings
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="see it run: the tiny size, 1 round of 1 + 2 steps"
     )
     parser.add_argument(
         "--size", nargs="+", choices=SIZES, default=["tiny", "large"], help="(default: tiny large)"
@@ -473,25 +446,13 @@ def main() -> None:
         default=2,
         help="how often each side runs: ours, TRL, TRL merged, ours, ... (default %(default)s)",
     )
-    parser.add_argument("--steps", type=int, help="counted steps a run (default 5)")
-    parser.add_argument("--warm-up", type=int, help="steps before them (default 2)")
     parser.add_argument(
         "--prompts", type=int, help=f"prompts a step, {GROUP} answers each (default: the size's)"
     )
-    parser.add_argument("--tokens", type=int, help="tokens of an answer (default: the size's)")
-    parser.add_argument(
-        "--our-micro-batch", type=int, help="answers a rank trains on at once (default: the size's)"
-    )
-    parser.add_argument(
-        "--trl-micro-batch", type=int, help="answers TRL trains on at once (default: the size's)"
-    )
     arguments = parser.parse_args()
-    try:
-        settings = settings_from(arguments)
-        if arguments.rounds < 1:
-            raise ValueError(f"--rounds {arguments.rounds} is too small")
-    except ValueError as error:
-        parser.error(str(error))
+    settings = [SIZES[size] for size in arguments.size]
+    if arguments.prompts:
+        settings = [dataclasses.replace(each, prompts=arguments.prompts) for each in settings]
 
     os.environ["OMP_NUM_THREADS"] = str(CORES)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -505,7 +466,7 @@ def main() -> None:
             work = Path(folder)
             parameters = make_model(work / "model", setting.shape)
             runs = {side: [] for side in SIDES if side != "TRL, vLLM" or setting.shape == "smollm2"}
-            for turn in range(1 if arguments.quick else arguments.rounds):
+            for turn in range(arguments.rounds):
                 for side in list(runs):
                     with console.status(f"{setting.shape}, round {turn + 1}: {side}"):
                         try:

@@ -1,14 +1,12 @@
 """Our verifier beside verl's GSM8K score and math-verify: the same responses, one process, one run.
 
     python benchmarks/verifier.py [--responses 10000] [--data ../shared/data/gsm8k] [--verl PATH]
-    [--speed]
 
 Responses are made from GSM8K's own solutions (from generated sums where the data is absent) in the
 shapes that models produce; each is right or wrong by construction, so that beside agreement the
 table shows who is wrong. Needs the dev extras verl and math-verify; verl is not imported as a
 package (that pulls in its engines), its one file is loaded by path: the installed one, or PATH, a
-checkout's verl/utils/reward_score/gsm8k.py. --speed leaves the verdicts out, and needs no
-math-verify.
+checkout's verl/utils/reward_score/gsm8k.py.
 """
 
 import argparse
@@ -20,7 +18,6 @@ import re
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,151 +165,70 @@ def math_verify() -> dict[str, Scorer]:
     }
 
 
-def kinds_of_answers(
-    solutions: list[str], responses: list[Response]
-) -> dict[str, list[tuple[str, str]]]:
-    """name -> (response, gold number) of some hundreds each: as models write, and long ones."""
-    rng, golds = random.Random(0), [gold_answer(solution) for solution in solutions]
+def kinds_of_answers(solutions: list[str]) -> dict[str, list[tuple[str, str]]]:
+    """name -> (response, gold number) of some hundreds each, and of few long ones."""
+    golds = [gold_answer(solution) for solution in solutions]
     prose = "\n".join(solutions).replace("####", "so it is")
     no_number = str.maketrans("", "", "0123456789")
-    kinds = {
+    long = prose[:1000] * 1000
+    return {
         "GSM8K's own solutions": list(zip(solutions, golds)),
-        "all shapes below": [(response.text, response.gold) for response in responses],
-        "no number": [
-            (solution.translate(no_number), gold) for solution, gold in zip(solutions, golds)
-        ],
+        "no number": [(text.translate(no_number), gold) for text, gold in zip(solutions, golds)],
+        "1 MB, #### at the end": [(f"{long}\n#### 72", "72")] * 8,
+        "1 MB, no form": [(long, "72")] * 8,
     }
-    for shape in ("The answer is n.", r"\boxed{n}", "So the total is n.", "#### d+e = n"):
-        kinds[shape] = [
-            (response.text, response.gold) for response in responses if response.shape == shape
-        ]
-    starts = [rng.randrange(max(len(prose) - 1000, 1)) for _ in range(400)]
-    for ending, name in (("\n#### 72", "#### at the end"), ("", "no form")):
-        for times in (
-            1,
-            10,
-            100,
-            1000,
-        ):  # the same text again and again: ten times as long takes ten times the time
-            kinds[f"{times} kB, {name}"] = [
-                (prose[start : start + 1000] * times + ending, "72")
-                for start in starts[: max(8, 400 // times)]
-            ]
-    return kinds
 
 
-def compare_speed(
-    kinds: dict[str, list[tuple[str, str]]], compared: dict[str, Scorer], console: Console
-) -> None:
-    """Processor time of an answer, the best of five rounds of all; and the ratios."""
-    ratios = [
-        ("ours strict", "verl strict"),
-        ("ours strict", "verl flexible"),
-        ("ours flexible", "verl flexible"),
-    ]
-    table = Table(
-        Column("answers", no_wrap=True),
-        *compared,
-        *(f"{ours} / {verl}" for ours, verl in ratios),
-        title="processor time of an answer, microseconds (verl reads its last 300 characters)",
-    )
-    for kind, pairs in kinds.items():
-        texts, golds = zip(*pairs)
-        best = dict.fromkeys(compared, math.inf)
-        for _ in range(5):
-            for name, scorer in compared.items():
-                start = time.process_time()
-                scorer(texts, golds)
-                best[name] = min(best[name], (time.process_time() - start) / len(texts) * 1e6)
-        table.add_row(
-            kind,
-            *(f"{time:,.1f}" for time in best.values()),
-            *(f"{best[ours] / best[verl]:.2f}" for ours, verl in ratios),
-        )
+def microseconds(scorer: Scorer, pairs: list[tuple[str, str]]) -> float:
+    """Processor time of an answer, the best of five rounds."""
+    texts, golds = zip(*pairs)
+    best = math.inf
+    for _ in range(5):
+        start = time.process_time()
+        scorer(texts, golds)
+        best = min(best, (time.process_time() - start) / len(texts) * 1e6)
+    return best
+
+
+def compare_speed(solutions: list[str], compared: dict[str, Scorer], console: Console) -> None:
+    title = "processor time of an answer, microseconds (verl reads its last 300 characters)"
+    table = Table(Column("answers", no_wrap=True), *compared, title=title)
+    for kind, pairs in kinds_of_answers(solutions).items():
+        times = [f"{microseconds(scorer, pairs):,.1f}" for scorer in compared.values()]
+        table.add_row(kind, *times)
     console.print(table, markup=False)
 
 
-def run(responses: list[Response], compared: dict[str, Scorer], console: Console) -> None:
-    texts, golds = [r.text for r in responses], [r.gold for r in responses]
-    verdicts, speed = {}, {}
+def compare_verdicts(
+    responses: list[Response], compared: dict[str, Scorer], console: Console
+) -> None:
+    texts = [response.text for response in responses]
+    golds = [response.gold for response in responses]
+    verdicts = {}
+    columns = ("verifier", "responses/s", "yes", "yes, but wrong", "no, but right")
+    caption = "of processor time; strict ones say no to right answers in other forms on purpose"
+    table = Table(*columns, title="speed, and mistakes", caption=caption)
     for name, scorer in compared.items():
         scorer(texts[:100], golds[:100])  # warm up
-        seconds = []
-        for _ in range(1 if name == "math-verify" else 5):
-            start = time.process_time()
-            verdicts[name] = scorer(texts, golds)
-            seconds.append(time.process_time() - start)
-        speed[name] = len(texts) / statistics.median(seconds)
-
-    table = Table(
-        "verifier",
-        "responses/s",
-        "yes",
-        "yes, but wrong",
-        "no, but right",
-        title="speed, and mistakes",
-        caption="of processor time; strict ones say no to right answers in other forms on purpose",
-    )
-    for name, given in verdicts.items():
+        start = time.process_time()
+        given = verdicts[name] = scorer(texts, golds)
+        speed = len(texts) / (time.process_time() - start)
         false_yes = sum(v == 1 and not r.right for v, r in zip(given, responses))
         false_no = sum(v == 0 and r.right for v, r in zip(given, responses))
-        table.add_row(
-            name, f"{speed[name]:,.0f}", f"{int(sum(given)):,}", f"{false_yes:,}", f"{false_no:,}"
-        )
+        table.add_row(name, f"{speed:,.0f}", f"{int(sum(given)):,}", str(false_yes), str(false_no))
     console.print(table)
 
-    table = Table(
-        "shape", "responses", "right", *verdicts, title="mistakes by shape (a dot is none)"
-    )
+    title = "mistakes by shape (a dot is none)"
+    table = Table("shape", "responses", "right", *verdicts, title=title)
     for shape in SHAPES:
         chosen = [index for index, response in enumerate(responses) if response.shape == shape]
-        mistakes = [
-            sum(given[i] != responses[i].right for i in chosen) for given in verdicts.values()
-        ]
+        mistakes = []
+        for given in verdicts.values():
+            count = sum(given[i] != responses[i].right for i in chosen)
+            mistakes.append(str(count) if count else ".")
         right = sum(responses[i].right for i in chosen)
-        table.add_row(
-            shape,
-            str(len(chosen)),
-            str(right),
-            *(str(count) if count else "." for count in mistakes),
-        )
+        table.add_row(shape, str(len(chosen)), str(right), *mistakes)
     console.print(table, markup=False)
-
-    pairs = [
-        ("ours strict", "verl strict"),
-        ("ours flexible", "verl flexible"),
-        ("ours flexible", "math-verify"),
-    ]
-    table = Table(
-        "pair", "agree", "both yes", "both no", "only first", "only second", title="agreement"
-    )
-    for pair in pairs:
-        counts = Counter(zip(verdicts[pair[0]], verdicts[pair[1]]))
-        agree = counts[1, 1] + counts[0, 0]
-        cells = [counts[1, 1], counts[0, 0], counts[1, 0], counts[0, 1]]
-        table.add_row(
-            " / ".join(pair), f"{agree / len(texts):.2%}", *(f"{cell:,}" for cell in cells)
-        )
-    console.print(table)
-
-    for first, second in pairs:
-        disagreements: dict[tuple[str, bool], list[Response]] = {}
-        for a, b, response in zip(verdicts[first], verdicts[second], responses):
-            if a != b:
-                disagreements.setdefault((response.shape, a == 1), []).append(response)
-        table = Table(
-            "shape",
-            "only yes",
-            "count",
-            "right",
-            "one of them",
-            title=f"{first} / {second}: where they disagree",
-        )
-        for (shape, ours), found in sorted(disagreements.items(), key=lambda item: -len(item[1])):
-            ending = f"gold {found[0].gold}: ...{found[0].text[-45:]!r}"
-            right = sum(response.right for response in found)
-            table.add_row(shape, first if ours else second, str(len(found)), str(right), ending)
-        console.print(table, markup=False)
 
 
 def main() -> None:
@@ -331,7 +247,6 @@ def main() -> None:
     parser.add_argument(
         "--verl", type=Path, metavar="PATH", help="verl's gsm8k.py (default: the installed one)"
     )
-    parser.add_argument("--speed", action="store_true", help="only the speed beside verl's")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 150)
     source = args.data if args.data.is_dir() else "generated sums (no GSM8K at --data)"
@@ -343,9 +258,8 @@ def main() -> None:
         f"{statistics.mean(len(r.text) for r in responses):.0f} characters on average",
         markup=False,
     )
-    compare_speed(kinds_of_answers(solutions, responses), compared, console)
-    if not args.speed:
-        run(responses, {**compared, **math_verify()}, console)
+    compare_speed(solutions, compared, console)
+    compare_verdicts(responses, {**compared, **math_verify()}, console)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ RELOADS = ("start_weight_update", "reload_weights")
 # attributes of workers
 MARK = "mindspeed_qerl_rollout"
 WILL_ATTACH = "mindspeed_qerl_will_attach"
+
+
+class Weights(Enum):
+    """Says what a worker can sample from."""
+
+    WHOLE = "whole"  # as they were synced, or loaded from disk
+    ARRIVING = "arriving"  # a sync has begun, and ends with the next batch
+    DISCARDED = "discarded"  # by a sleep at level 2
 
 
 class WorkerRollout:
@@ -86,7 +95,9 @@ class WorkerRollout:
         self.controller: NoiseController | None = None  # from the first noise on
         self.noise_step = self.measured_step = -1  # of the last noise, and what was told of it
         self.is_told = False
-        self.is_loading = self.is_clean = self.cannot_write = self.is_discarded = False
+        self.weights = Weights.WHOLE
+        self.is_clean = False  # no noise is put on
+        self.cannot_write = False  # the report, which was told
         self.dtypes: dict[str, torch.dtype] = {}  # of what is held, if `rounding` asks for them
         if settings.rounding == "unbiased":
             self.dtypes = {held.name: held.part.dtype for held in held_parts(self.model)}
@@ -134,7 +145,6 @@ class WorkerRollout:
         **kwargs: Any,
     ) -> Any:
         self._start_sync()
-        self.is_discarded = False
 
         def noted() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
@@ -171,6 +181,7 @@ class WorkerRollout:
         return original(*args, **kwargs)
 
     def _add_lora(self, original: Callable[..., Any], request: Any) -> Any:
+        self._refuse_discarded()
         self._start_sync()
         tensors = getattr(request, "lora_tensors", None)  # verl's and ms-swift's requests
         if tensors and self._is_proved:
@@ -189,16 +200,20 @@ class WorkerRollout:
 
     def _sleep(self, original: Callable[..., Any], level: int = 1) -> Any:
         self._take_off()
-        self.is_discarded = level == 2
+        if level == 2:
+            self.weights = Weights.DISCARDED
         return original(level)
 
-    def _execute_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.is_discarded:
+    def _refuse_discarded(self) -> None:
+        if self.weights is Weights.DISCARDED:
             raise RuntimeError(
-                "vLLM slept at level 2, which discards the weights, and none were loaded before "
-                "this batch: load all of them after it wakes up (adapters alone are not enough)"
+                "vLLM slept at level 2, which discards the weights, and none were loaded since: "
+                "load all of them after it wakes up (adapters alone are not enough)"
             )
-        if self.is_loading:
+
+    def _execute_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._refuse_discarded()
+        if self.weights is Weights.ARRIVING:
             self._end_sync()
         if self.settings.noise is not None and not (self.injector or self.is_clean):
             self._put_on()
@@ -214,15 +229,15 @@ class WorkerRollout:
         return bool(every) and (self.syncs - 1) % every == 0
 
     def _start_sync(self) -> None:
-        if self.is_loading:
+        if self.weights is Weights.ARRIVING:
             return
         self._take_off()
         self.syncs += 1
-        self.is_loading = True
+        self.weights = Weights.ARRIVING
         self.arrival.begin(self.adapters())
 
     def _end_sync(self) -> None:
-        self.is_loading = False
+        self.weights = Weights.WHOLE
         if self._is_proved and self.arrival.sent:
             self._prove("weights", self.arrival, held_parts(self.model))
 

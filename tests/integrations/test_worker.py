@@ -204,9 +204,9 @@ def test_weights_discarded_asleep_and_not_sent_again_are_an_error(served):
     worker, _ = served
     sync(worker, 1.0)
     worker.sleep(2)
-    worker.add_lora(SimpleNamespace())
-    with pytest.raises(RuntimeError, match="level 2, which discards the weights"):
-        worker.execute_model()
+    for use in (worker.execute_model, lambda: worker.add_lora(SimpleNamespace())):
+        with pytest.raises(RuntimeError, match="level 2, which discards the weights"):
+            use()
     sync(worker, 1.0)
     worker.execute_model()
 
