@@ -33,7 +33,15 @@ setup(
     "that needs no NPU",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
+    author="mindspeed_qerl contributors",
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     packages=[*find_packages(include=["mindspeed_qerl", "mindspeed_qerl.*"]), *INSIDE],
     package_dir=INSIDE,
     package_data={

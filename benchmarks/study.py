@@ -558,7 +558,10 @@ def tables(data: Data) -> str:
         ]
     if data.most:
         judged = ", ".join(f"{count} ({limit:.1g})" for count, limit in limit_at.items())
-        text += ["", f"Judged at so many seeds, significant below p in brackets: {judged}."]
+        text += [
+            "",
+            f"Tested at these numbers of seeds (significance level): {judged}.",
+        ]
     return "\n".join(text)
 
 
