@@ -106,7 +106,7 @@ def train(model: Path, folder: Path, steps: int, tokens: int) -> Clock:
 
 
 def main() -> None:
-    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import ModelRecipe, make_tiny_model
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,7 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="integrations_") as folder:
         model = Path(folder) / "model"
-        parameters = make_tiny_model(model, Recipe(shape="large", steps=0))["parameters"]
+        parameters = make_tiny_model(model, ModelRecipe(shape="large", steps=0))["parameters"]
         clock = train(model, Path(folder) / "trl", arguments.steps, arguments.tokens)
     whole = sum(clock.seconds[STEP])
     print(f"{parameters:,} parameters, {whole / arguments.steps:.1f} s a step")

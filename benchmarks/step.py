@@ -113,7 +113,7 @@ def make_model(directory: Path, shape: str) -> int:
     """
     from transformers import AutoTokenizer
 
-    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import ModelRecipe, make_tiny_model
 
     if shape == "smollm2":
         if not SMOLLM2.is_dir():
@@ -123,7 +123,7 @@ def make_model(directory: Path, shape: str) -> int:
         shutil.copytree(REPO / "models" / "tiny_qwen3_moe" / "data", directory / "data")
         parameters = 134_515_008
     else:
-        parameters = make_tiny_model(directory, Recipe(shape=shape, steps=0))["parameters"]
+        parameters = make_tiny_model(directory, ModelRecipe(shape=shape, steps=0))["parameters"]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(directory)

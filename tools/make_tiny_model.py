@@ -19,7 +19,7 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.demo.tiny_model import DEEP, Recipe, make_tiny_model
+from mindspeed_qerl.demo.tiny_model import DEEP, ModelRecipe, make_tiny_model
 
 
 def main() -> int:
@@ -54,7 +54,11 @@ def main() -> int:
     if arguments.deep and arguments.large:
         parser.error("--deep and --large are two models: give one")
     recipe = (
-        DEEP if arguments.deep else Recipe(shape="large", steps=0) if arguments.large else Recipe()
+        DEEP
+        if arguments.deep
+        else ModelRecipe(shape="large", steps=0)
+        if arguments.large
+        else ModelRecipe()
     )
     recipe = replace(recipe, seed=arguments.seed)
     output = arguments.output or f"models/{'steps' if arguments.deep else 'tiny'}_qwen3_moe"

@@ -56,7 +56,7 @@ WORLDS = dict.fromkeys(SHAPES, word_problems) | {"deep": step_problems}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModelRecipe:
     """Everything that decides what is made. `version` is raised when the wordings, the model or the
     training code change.
     """
@@ -72,7 +72,7 @@ class Recipe:
     version: int = 1
 
 
-DEEP = Recipe(
+DEEP = ModelRecipe(
     shape="deep",
     steps=900,
     held_out=0.15,
@@ -81,7 +81,7 @@ DEEP = Recipe(
 )
 
 
-def make_tiny_model(output_dir: str | Path, recipe: Recipe) -> dict:
+def make_tiny_model(output_dir: str | Path, recipe: ModelRecipe) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
 
     A directory that was made by exactly this recipe is returned at once. Anything else in the way
@@ -155,7 +155,9 @@ def build_model(tokenizer, shape: str):
     return model
 
 
-def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recipe) -> list[float]:
+def train_supervised(
+    model, tokenizer, training_pairs: list[Pair], recipe: ModelRecipe
+) -> list[float]:
     """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every
     step, nats per token of the answer and its eos.
     """
@@ -173,7 +175,7 @@ def train_supervised(model, tokenizer, training_pairs: list[Pair], recipe: Recip
     return fit(model, (batch() for _ in range(recipe.steps)), recipe.steps, recipe.learning_rate)
 
 
-def _make(directory: Path, recipe: Recipe) -> dict:
+def _make(directory: Path, recipe: ModelRecipe) -> dict:
     """Fill `directory` and return the report written to its recipe.json."""
     import torch
 

@@ -20,7 +20,7 @@ SOLUTIONS = ["7+1=<<7+1=8>>8\n#### 8", "3+4=7\n#### 7", "5-2=<<5-2=3>>3\n#### 3"
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warm") / "base"
     tiny_model.make_tiny_model(
-        folder, tiny_model.Recipe(steps=0, train_problems=20, test_problems=20)
+        folder, tiny_model.ModelRecipe(steps=0, train_problems=20, test_problems=20)
     )
     return folder
 

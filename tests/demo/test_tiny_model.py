@@ -8,12 +8,12 @@ import pytest
 
 from mindspeed_qerl.common.files import sha256
 from mindspeed_qerl.demo import tiny_model, word_problems
-from mindspeed_qerl.demo.tiny_model import Recipe
+from mindspeed_qerl.demo.tiny_model import ModelRecipe
 from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 from mindspeed_qerl.tasks.rows import read_rows
 
-QUICK = Recipe(steps=2, batch_size=4, train_problems=30, test_problems=20)
+QUICK = ModelRecipe(steps=2, batch_size=4, train_problems=30, test_problems=20)
 QUICKSTART = Path(__file__).parents[2] / "models" / "tiny_qwen3_moe"
 WEIGHTS = "69472fa3cda49ab92422aa6d4d3fe5609ca942c9baafdad05f93651e167e4e1a"  # what results are of
 
@@ -201,7 +201,7 @@ def test_the_quickstarts_model_is_of_todays_recipe(tmp_path, monkeypatch):
     from, half way to knowing how to answer.
     """
     monkeypatch.setattr(tiny_model, "train_supervised", lambda *_: None)
-    tiny_model.make_tiny_model(tmp_path / "model", Recipe())
+    tiny_model.make_tiny_model(tmp_path / "model", ModelRecipe())
     compare_with_the_quickstarts(tmp_path / "model")
     assert sha256(QUICKSTART / "model.safetensors") == WEIGHTS
     right, form = shares(QUICKSTART)
@@ -211,7 +211,7 @@ def test_the_quickstarts_model_is_of_todays_recipe(tmp_path, monkeypatch):
 
 @pytest.mark.full  # two minutes: all 700 steps
 def test_made_anew_it_is_the_quickstarts_but_for_rounding(tmp_path):
-    tiny_model.make_tiny_model(tmp_path / "model", Recipe())
+    tiny_model.make_tiny_model(tmp_path / "model", ModelRecipe())
     compare_with_the_quickstarts(tmp_path / "model")
     if sha256(tmp_path / "model" / "model.safetensors") != WEIGHTS:  # another kind of processor
         assert shares(tmp_path / "model") == pytest.approx(shares(QUICKSTART), abs=0.08)

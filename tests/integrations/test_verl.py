@@ -32,7 +32,7 @@ actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
 actor_rollout_ref.rollout.free_cache_engine=false
 +actor_rollout_ref.rollout.enable_sleep_mode=false
 reward.custom_reward_function.path=reward.py
-+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=mindspeed_qerl.integrations.verl.NoiseExtension
++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=mindspeed_qerl.integrations.verl.VerlNoiseExtension
 """
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

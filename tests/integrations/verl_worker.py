@@ -54,7 +54,7 @@ class Trainer:
             dtype="float32",
             max_model_len=128,
             enforce_eager=True,
-            worker_extension_cls="mindspeed_qerl.integrations.verl.NoiseExtension",
+            worker_extension_cls="mindspeed_qerl.integrations.verl.VerlNoiseExtension",
             **words,
         )
         self.handle = self.llm.collective_rpc("_get_zmq_handle")[0]

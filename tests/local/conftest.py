@@ -134,10 +134,10 @@ def moe_dir(model_dirs):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """The quickstart's model and data, untrained."""
-    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import ModelRecipe, make_tiny_model
 
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    make_tiny_model(directory, Recipe(steps=0, train_problems=64, test_problems=16))
+    make_tiny_model(directory, ModelRecipe(steps=0, train_problems=64, test_problems=16))
     return directory
 
 

@@ -47,11 +47,12 @@ def only_run(done, folder):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where the quickstart's model is, untrained."""
-    from mindspeed_qerl.demo.tiny_model import Recipe, make_tiny_model
+    from mindspeed_qerl.demo.tiny_model import ModelRecipe, make_tiny_model
 
     folder = tmp_path_factory.mktemp("own")
     make_tiny_model(
-        folder / "models" / "tiny_qwen3_moe", Recipe(steps=0, train_problems=4, test_problems=4)
+        folder / "models" / "tiny_qwen3_moe",
+        ModelRecipe(steps=0, train_problems=4, test_problems=4),
     )
     (folder / "cli").symlink_to(ROOT / "cli")
     (folder / "my_task").mkdir()
