@@ -82,7 +82,6 @@ class LossInputs:
 # the loss of each token, and by name what is logged of each, [batch, length]
 PolicyLossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 PolicyLoss = Callable[[LossInputs, Algorithm], PolicyLossResult]
-DPPO_MOST_RATIO = 20.0  # verl's, where clip_ratio_c is left out
 # verl's bound of log(p_new / p_old): exp() of float32 overflows at 88, and its gradient is NaN then
 MOST_LOG_RATIO = 20.0
 
@@ -203,27 +202,6 @@ def sapo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     return -advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
 
 
-def dppo_tv(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
-    """-min(ratio, clip_ratio_c) A log p, where the ratio has no gradient, of tokens that have not
-    yet moved the way of A by more than a divergence: of p_new and p_old the difference, which is
-    the total variation between "this token" and "another" (arXiv 2602.04879, verl's `dppo_tv`).
-    The bounds are clip_ratio's, now of the divergence.
-    """
-    moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
-    return _within_divergence(inputs, algorithm, moved, moved.abs())
-
-
-def dppo_kl(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
-    """`dppo_tv` with the divergence KL(old || new) between "this token" and "another", in nats."""
-    new = inputs.logprobs.detach()
-    old = inputs.old_logprobs
-    # rounding may give a probability above 1; 1e-8 is verl's
-    others = (1 - old.exp()).clamp(min=0.0)
-    rest = (others + 1e-8).log() - ((1 - new.exp()).clamp(min=0.0) + 1e-8).log()
-    divergence = old.exp() * (old - new) + others * rest
-    return _within_divergence(inputs, algorithm, new - old, divergence)
-
-
 def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """p_new / p_old, at most e^20 and at least e^-20, where it has no gradient."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
@@ -245,19 +223,6 @@ def _clipped(
     return per_token, _fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
 
 
-def _within_divergence(
-    inputs: LossInputs, algorithm: Algorithm, moved: torch.Tensor, divergence: torch.Tensor
-) -> PolicyLossResult:
-    """moved: its sign is that of p_new - p_old."""
-    advantages = inputs.advantages.unsqueeze(1)
-    too_high = (advantages > 0) & (moved > 0) & (divergence > algorithm.clip_high)
-    too_low = (advantages <= 0) & (moved < 0) & (divergence > algorithm.clip_low)
-    ratio = _ratio(inputs.logprobs.detach() - inputs.old_logprobs)
-    ratio = ratio.clamp(max=algorithm.clip_ratio_c or DPPO_MOST_RATIO)
-    per_token = -ratio * advantages * inputs.logprobs
-    return torch.where(too_high | too_low, 0.0, per_token), _fractions(too_low, too_high)
-
-
 def _fractions(low: torch.Tensor, high: torch.Tensor) -> dict[str, torch.Tensor]:
     sides = {"": low | high, "_low": low, "_high": high}
     return {f"clip_fraction{side}": clipped for side, clipped in sides.items()}
@@ -268,8 +233,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {  # by the names of LOSS_MODES
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
 }
 
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mindspeed_qerl.algorithm.metrics import reward_metrics
-from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
+from mindspeed_qerl.algorithm.advantages import overlong_penalty
+from mindspeed_qerl.algorithm.metrics import groups_with_signal, reward_metrics
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import end_tokens, read_shape
