@@ -17,6 +17,7 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from scipy.ndimage import uniform_filter1d
 
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
@@ -25,8 +26,6 @@ RED = "#D55E00"
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 HERE = Path(__file__)
 STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
-# labels of axes that end at 0 and 1, if what is drawn does
-FRACTIONS = ("accuracy", "fraction", "share", "effective sample size", "mean reward")
 LEAST_SPAN = 0.1  # of the largest value on an axis
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
 
@@ -125,8 +124,6 @@ def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figur
     for axes, draw in zip(grid[:, 0], panels):
         draw(axes)
         _show_no_rounding(axes)
-        if axes.get_ylabel() in FRACTIONS:
-            _end_at_1(axes)
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
@@ -141,31 +138,12 @@ def _show_no_rounding(axes: Axes) -> None:
         axes.set_ylim(middle - least / 2, middle + least / 2)
 
 
-def _end_at_1(axes: Axes) -> None:
-    """Leaves out of an axis what no fraction can be, if the values that it shows are fractions."""
-    values = [line.get_ydata() for line in axes.lines if line.get_marker() != "_"]  # an error's end
-    values = np.concatenate([*values, [0.0]])
-    if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, 0.0), min(high, 1.0))
-
-
 def finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
     """(steps, values) of one metric where it is a finite number."""
     steps = np.array(columns["step"])
     values = np.array(columns.get(name, [math.nan] * len(steps)), dtype=float)
     keep = np.isfinite(values)
     return steps[keep], values[keep]
-
-
-def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """The mean of each value and `half` neighbours on either side, fewer at both ends.
-
-    >>> moving_mean(np.array([0.0, 3.0, 3.0, 6.0]), 1).tolist()
-    [1.5, 2.0, 4.0, 4.5]
-    """
-    window = np.ones(2 * half + 1)
-    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def draw_series(
@@ -180,6 +158,6 @@ def draw_series(
     marker = "."
     if len(steps) > SMOOTHED_POINTS:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-        values = moving_mean(values, len(steps) // 40)
+        values = uniform_filter1d(values, len(steps) // 20)
         marker = ""
     axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, label=label)

@@ -321,7 +321,7 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
     "arguments, message",
     [
         (["--model", "m"], "give --run, or --model, --data and --output"),
-        (["--run", "r", "--adapter", "a"], "its adapters are its own"),
+        (["--run", "r", "--output", "o"], "a run's evaluations lie in it"),
         (
             ["--model", "m", "--data", "d", "--output", "o", "--step", "3"],
             "--name and --step go with --run",

@@ -12,9 +12,14 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.runs import directory
-from mindspeed_qerl.runs.description import label_of
+from mindspeed_qerl.runs.description import (
+    _installed,
+    code_digest,
+    git_state,
+    label_of,
+    own_versions,
+)
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.versions import _installed, code_digest, git_state, own_versions
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
 ROWS = b'{"problem": "1+1"}\n'

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
-from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
+from mindspeed_qerl.tasks.gsm8k.convert import chat_messages, convert, read_splits
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import GSM8K, needs_gsm8k
 from tests.tasks.gsm8k.tool import run_tool
@@ -49,49 +48,6 @@ def test_files_and_counts(tmp_path):
             "solution": big["answer"],
         },
     ]
-
-
-TURN = {"role": "user", "content": "3+4? Think."}
-VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": [TURN],
-    "reward_model": {"style": "rule", "ground_truth": "7"},
-}
-
-
-@pytest.mark.parametrize(
-    "published, question, answer, solution",
-    [
-        (
-            VERL | {"extra_info": {"split": "train", "index": 0, **ROW}},
-            ROW["question"],
-            "7",
-            ROW["answer"],
-        ),
-        (
-            {"prompt": [TURN], "solution": "7"},
-            None,
-            "7",
-            "7",
-        ),  # TRL, examples/scripts/async_grpo.py
-        (
-            {"messages": [{"role": "system", "content": "Add."}, TURN], "solution": ROW["answer"]},
-            None,
-            "7",
-            ROW["answer"],
-        ),
-    ],
-)
-def test_rows_of_verl_and_trl(tmp_path, published, question, answer, solution):
-    convert(write_raw(tmp_path / "raw", train=[published]), tmp_path / "out")
-    [row] = read_rows(tmp_path / "out" / "train_chat.parquet")
-    messages = chat_messages(question) if question else published.get("messages", [TURN])
-    assert row.columns == {
-        "messages": messages,
-        "question": question or TURN["content"],
-        "answer": answer,
-        "solution": solution,
-    }
 
 
 def test_same_input_same_bytes(tmp_path):
