@@ -254,38 +254,34 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     heavy starts. ConfigError if it raises, or what it returns cannot be trained.
     """
     name = algorithm.loss_mode
-    length = 3
     function = policy_loss(name)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(5, 3, length, generator=generator)
+    drawn = torch.rand(5, 3, 3, generator=torch.Generator().manual_seed(0))
     policy, old, rollout, reference = -drawn[:4]
     policy.requires_grad_()
     mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
     advantages = torch.tensor([1.0, -1.0, 0.0])  # 0: a group of equal rewards
-    whole = LossInputs(policy, old, rollout, advantages, mask, entropy=drawn[4])
-    if algorithm.loss_has_kl:
-        whole = replace(whole, reference_logprobs=reference)
-    whole = whole.without_padding()
+    known = reference if algorithm.loss_has_kl else None
+    whole = LossInputs(policy, old, rollout, advantages, mask, known, drawn[4]).without_padding()
 
     def called(rows: slice) -> torch.Tensor:
         part = {name: value[rows] for name, value in vars(whole).items() if value is not None}
-        per_token, of_tokens = function(LossInputs(**part), algorithm)
-        shape = mask[rows].shape
+        inputs = LossInputs(**part)
+        per_token, of_tokens = function(inputs, algorithm)
         for what, values in {"the loss": per_token, **of_tokens}.items():
-            if values.shape != shape or not values[mask[rows]].isfinite().all():
+            if values.shape != inputs.mask.shape or not values[inputs.mask].isfinite().all():
                 raise ValueError(
-                    f"{what!r} must be finite numbers of shape [batch, length] = {[*shape]}, not "
-                    f"{values!r:.120}"
+                    f"{what!r} must be finite numbers of shape [batch, length] = "
+                    f"{[*inputs.mask.shape]}, not {values!r:.120}"
                 )
-        return per_token
+        return per_token[inputs.mask]
 
     try:
         together = called(slice(None))
-        [gradient] = torch.autograd.grad(together[mask].sum(), policy, retain_graph=True)
+        [gradient] = torch.autograd.grad(together.sum(), policy, retain_graph=True)
         alone = torch.cat([called(slice(row, row + 1)) for row in range(3)])
-        if not gradient.isfinite().all() or not gradient[mask].any():
+        if not gradient.isfinite().all() or not gradient.any():
             raise ValueError(f"its gradient in the log probabilities is {gradient.tolist()}")
-        if not torch.allclose(together[mask], alone[mask], rtol=1e-4):
+        if not torch.allclose(together, alone, rtol=1e-4):
             raise ValueError(
                 "an answer's loss depends on the other answers of its micro-batch: "
                 f"{together.tolist()} together, {alone.tolist()} alone"

@@ -37,7 +37,7 @@ from mindspeed_qerl.local.sampled import (
 from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.lora.proof import Movement, arrival_metrics
 from mindspeed_qerl.recipe.types import Layout, Recipe
-from mindspeed_qerl.runs.observer import Rollout, RunObserver
+from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import score
 
@@ -205,7 +205,7 @@ class LocalEngine:
                 answers.append(
                     Answer(row, prompts[i // n], completions[i], text, reward, own_scores)
                 )
-                rollouts.append(Rollout(row.question, text, row.answer, reward))
+                rollouts.append((row.question, text, row.answer, reward))
             self.observer.sampled(step, rollouts)
             check_answers(answers, self.routers)
         return answers, noise

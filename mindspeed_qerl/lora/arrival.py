@@ -123,7 +123,8 @@ class Arrival:
             if problem := self._problem(part, values, inside):
                 failures.append(Failure(part.name, problem))
             moves += self._moves(part, values, inside)
-        self.share = _share(torch.stack(moves).sum(0).tolist()) if moves else {"arrived": None}
+        sums = torch.stack(moves).sum(0).tolist() if moves else 3 * [math.nan]
+        self.share = {"arrived": None} if math.isnan(sums[1]) else share_of(*sums)
         for name in self.sent.keys() - names:
             if not _is_elsewhere(name, names):
                 failures.append(Failure(name, "no module of the rollout model has it"))
@@ -208,10 +209,10 @@ def variance_of_rounding(
     return (rest * (spacing - rest)).nan_to_num()
 
 
-def _share(sums: list[float]) -> dict[str, Any]:
-    product, square, variance = sums
-    if math.isnan(square):
-        return {"arrived": None}
+def share_of(product: float, square: float, variance: float) -> dict[str, float]:
+    """Returns the share <M, U> / <U, U> of an update that arrived, `arrived`, and its standard
+    error, `arrived_error`; nothing without an update.
+    """
     if not square:
         return {}
     return {"arrived": product / square, "arrived_error": math.sqrt(variance) / square}

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.aqn.target import NoiseController
@@ -16,15 +16,8 @@ from mindspeed_qerl.runs.metrics import MetricsRow, MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 
 WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
-
-
-class Rollout(NamedTuple):
-    """One sampled answer, as a row of rollouts.jsonl."""
-
-    question: str
-    response: str
-    answer: str
-    reward: float
+ROLLOUT = ("question", "response", "answer", "reward")  # columns of rollouts.jsonl
+Rollout = tuple[str, str, str, float]  # one sampled answer, in that order
 
 
 class RunObserver:
@@ -124,7 +117,7 @@ class RunObserver:
         batch is reported by itself.
         """
         room = self.recipe.run.rollout_samples - self._sampled[step]
-        rows = [rollout._asdict() for rollout in islice(rollouts, room)]
+        rows = [dict(zip(ROLLOUT, rollout)) for rollout in islice(rollouts, room)]
         self.metrics.log_rollouts(step, rows)
         self._sampled[step] += len(rows)
 

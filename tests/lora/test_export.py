@@ -403,20 +403,14 @@ def test_incomplete_checkpoints(tmp_path):
     ):
         load_adapters(save, 3)
     file.unlink()
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"mp_rank_01_001/model_optim_rng.pt missing: .* sizes 2, 1, 2; bring the files",
-    ):
+    with pytest.raises(ValueError, match="mp_rank_01_001 missing, or .* sizes 2, 1, 2; bring the"):
         load_adapters(save, 3)
     file.write_bytes(whole)
     write_checkpoint(save.parent / "other", adapters, "qwen3_moe")
     (save.parent / "other" / "iter_0000003" / "mp_rank_00").rename(
         save / "iter_0000003" / "mp_rank_00"
     )
-    with pytest.raises(
-        ValueError,
-        match=r"mixes runs: mp_rank_00 is of .* 1, 1, 1, where mp_rank_00_000, .* has no place",
-    ):
+    with pytest.raises(ValueError, match="mp_rank_00_000, .* or of another run: mp_rank_00 is of"):
         load_adapters(save, 3)
     save = write_checkpoint(tmp_path / "split", adapters, "qwen3_moe", tp=2, moe_tp_extend_ep=False)
     with pytest.raises(ValueError, match="without moe_tp_extend_ep, which splits each expert"):

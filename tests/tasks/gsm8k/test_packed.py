@@ -331,7 +331,11 @@ def half_written(path, data):
             r"the tokenizer turns the label '\d\d' into .* and that back into '\d \d'",
         ),
         ("no directory", ValueError, "nowhere: no such folder, and so no tokenizer"),
-        ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
+        (
+            "no tokenizer",
+            ValueError,
+            "has no tokenizer, or config.json, that transformers can read",
+        ),
         ("disk full", OSError, "disk full"),
         (
             "foreign field",
