@@ -65,7 +65,6 @@ class ComparedRun:
     seed: int
     config: Config  # without seeds and bookkeeping
     scores: Scores
-    rewards: dict[int, float]  # training reward by step
     data: dict[str, str]  # label -> sha256
     code: dict[str, str]  # what ran, and in which version
     faults: tuple[str, ...]  # why it is not averaged in
@@ -109,10 +108,6 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     facts = run.facts()
     config = dotted(run.config())
     rows = read_jsonl(run.metrics_file)
-    rewards = {}
-    for row in rows:
-        if "reward/mean" in row:
-            rewards[row["step"]] = row["reward/mean"]
     scores, settings = _read_scores(run, evaluation)
     versions = run.read_json("versions.json")
     data: dict[str, str] = {}
@@ -138,7 +133,6 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         seed=status["seed"],
         config=comparable,
         scores=scores,
-        rewards=rewards,
         data=data,
         code=code,
         faults=tuple(_faults(run, config, rows, scores, evaluation)),
