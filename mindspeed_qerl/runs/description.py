@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -25,8 +24,6 @@ EMPTY: tuple[Any, ...] = (None, [])
 DataFiles = Mapping[str, Path | str]  # by label: "train", "test", "model/..."
 # rooms that train nothing, and change no number of a run
 WITHOUT_NUMBERS = ("compare", "demo", "integrations", "preflight", "runs", "sweep.py")
-
-SITES = {"site-packages", "dist-packages"}
 
 
 def label_of(overrides: Sequence[str]) -> str:
@@ -97,6 +94,9 @@ def own_versions() -> dict[str, Any]:
     """Returns what the run ran on: Python, machine, every installed distribution (read, not
     imported), the source's git state and the digest of what trains.
     """
+    packages: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        packages.setdefault(distribution.name, distribution.version)
     return {
         "mindspeed_qerl": mindspeed_qerl.__version__,
         "code": code_digest(Path(mindspeed_qerl.__file__).parent),
@@ -104,7 +104,7 @@ def own_versions() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "packages": _installed(),
+        "packages": packages,
     }
 
 
@@ -119,23 +119,6 @@ def code_digest(package: Path) -> str:
         if name.parts[0] not in WITHOUT_NUMBERS:
             digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())
     return digest.hexdigest()
-
-
-def _installed() -> dict[str, str]:
-    """Version of every distribution, by name. What a package has bundled in a folder of its own is
-    none, though the package may put that folder on sys.path once it is imported, as Ray does.
-    """
-    packages: dict[str, str] = {}
-    places = [place for place in sys.path if not _is_bundled(Path(place))]
-    for distribution in importlib.metadata.distributions(path=places):
-        metadata = distribution.metadata  # is read anew each time
-        packages.setdefault(metadata["Name"], metadata["Version"])
-    return packages
-
-
-def _is_bundled(place: Path) -> bool:
-    """Returns True for a folder inside an installed package; eggs are installed packages."""
-    return place.suffix != ".egg" and bool(SITES & {path.name for path in place.parents})
 
 
 def git_state(source: Path) -> dict[str, Any] | None:

@@ -241,24 +241,6 @@ def test_any_error_of_a_template_is_the_templates(tom, tokenizer, template, word
     assert words in str(error.value)
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path, tom, tokenizer):
-    alone = Prompts(tom, tokenizer, "chat", 96).prompts
-    tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
-    tokenizer.save_pretrained(tmp_path / "named")
-    assert Prompts(tom, load_tokenizer(tmp_path / "named"), "chat", 96).prompts == alone
-
-
-def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"chat_template": [{"template": "a"}]})
-    )
-    with pytest.raises(ConfigError, match="that transformers can read: (Key|Type)Error: "):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize(
     "change, words",
     [

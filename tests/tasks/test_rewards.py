@@ -131,13 +131,6 @@ def test_every_failure_is_named_with_its_row(reward, message):
     assert str(error.value).startswith("verifier 'mine' ") and message in str(error.value)
 
 
-def test_long_texts_are_cut_in_the_message():
-    row = row_of({"prompt": "q" * 5000, "answer": "a"})
-    with pytest.raises(RewardError) as error:
-        call_reward("mine", gives([None]), ["r" * 100_000], [row])
-    assert "r" * 199 in str(error.value) and len(str(error.value)) < 700
-
-
 VERL = {
     "data_source": "openai/gsm8k",
     "prompt": [{"role": "user", "content": "2+2?"}],
@@ -378,28 +371,12 @@ def change(responses, answers, rows):
     return [float(len({row["reward_model"]["ground_truth"] for row in rows}))] * len(rows)
 
 
-def change_as_verl(solution_str, ground_truth, extra_info):
-    extra_info["index"] += 1
-    return float(extra_info["index"])
-
-
-def change_as_trl(prompts, completions, reward_model, **kwargs):
-    for prompt, gold in zip(prompts, reward_model):
-        gold["ground_truth"] += "0"
-        prompt.append({})
-    return [
-        float(len(prompt) + len(gold["ground_truth"]))
-        for prompt, gold in zip(prompts, reward_model)
-    ]
-
-
-@pytest.mark.parametrize("reward", [change, change_as_verl, change_as_trl])
-def test_what_a_reward_changes_no_other_answer_sees(reward):
+def test_what_a_reward_changes_no_other_answer_sees():
     row = row_of(copy.deepcopy(VERL))
-    first = call_reward("mine", reward, ["a"] * 3, [row] * 3)
+    first = call_reward("mine", change, ["a"] * 3, [row] * 3)
     assert (
         len(set(first)) == 1
-        and call_reward("mine", reward, ["a"] * 3, [row] * 3).tolist() == first.tolist()
+        and call_reward("mine", change, ["a"] * 3, [row] * 3).tolist() == first.tolist()
     )
     assert row == row_of(VERL)
 

@@ -2,14 +2,16 @@
 writer.
 """
 
+import datetime
 import json
 import random
 import re
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -24,7 +26,13 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.packed import convert_packed, indexed_format, pack_rows
+from mindspeed_qerl.tasks.packed import (
+    convert_packed,
+    indexed_format,
+    pack_rows,
+    read_packed_rows,
+    rows_of_labels,
+)
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rows import read_rows
 from tests.tasks.gsm8k.test_convert import snapshot
@@ -251,7 +259,7 @@ def test_the_npu_engines_training_and_evaluation_ask_alike(tmp_path, monkeypatch
     monkeypatch.setattr(observer.RunObserver, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(observer, "end_tokens", lambda path: set())
     packed = tmp_path / "out" / "gsm8k_train"
-    run = SimpleNamespace(started=datetime(2026, 1, 1), keep=lambda **_: None)
+    run = SimpleNamespace(started=datetime.datetime(2026, 1, 1), keep=lambda **_: None)
 
     def recipe(variables):
         model = [
@@ -409,3 +417,86 @@ def test_tool(tmp_path, raw, bpe):
 def test_arguments_that_do_not_go_together(tmp_path, arguments):
     done = run_tool("convert_gsm8k", "--input", tmp_path, "--output", tmp_path / "out", *arguments)
     assert done.returncode == 2 and "error: --" in done.stderr and not (tmp_path / "out").exists()
+
+
+# ---- a task of one's own ----
+
+COLUMNS = [
+    {"prompt": f"Tom has {i} apples.", "answer": answer, "tags": ["fruit", i], "note": None}
+    for i, answer in enumerate(["Ä cafe\u0301\n", " 7 ", "x" * 3000, *map(str, range(9))])
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in COLUMNS))
+    return path
+
+
+def test_labels_find_their_rows_exactly(tmp_path, file, bpe):
+    packed = pack_rows(read_rows(file), tmp_path / "out" / "mine", bpe)
+    assert packed.data_path == tmp_path / "out" / "mine"
+    decode = AutoTokenizer.from_pretrained(bpe).decode
+    prompts, labels = (
+        IndexedDataset(f"{packed.data_path}_packed_{field}_document")
+        for field in ("input_ids", "labels")
+    )
+    assert [decode(ids) for ids in prompts] == [
+        f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n" for row in COLUMNS
+    ]
+    rows = rows_of_labels(
+        [f" {decode(ids)} " for ids in labels], read_packed_rows(packed.data_path)
+    )
+    assert [row.columns for row in rows] == COLUMNS
+    # no answer goes through the tokenizer
+    assert [row.answer for row in rows] == [row["answer"] for row in COLUMNS]
+    assert packed.prompt_lengths == list(map(len, prompts))
+
+
+def test_without_packed_rows_a_label_is_the_answer(tmp_path):
+    assert read_packed_rows(tmp_path / "gsm8k_train") is None
+    [row] = rows_of_labels(["72 "], None)
+    assert (row.answer, row.columns) == ("72", {"answer": "72"})
+
+
+@pytest.mark.parametrize("label", ["12", "-1", "Paris", "1.0", "²", " "])
+def test_a_label_that_counts_no_row_is_refused(file, label):
+    with pytest.raises(ConfigError, match="neither an answer nor the number of a packed row"):
+        rows_of_labels(["0", label], read_rows(file))
+
+
+def test_an_empty_label_is_refused():
+    with pytest.raises(ConfigError, match="label '' is neither an answer nor"):
+        rows_of_labels(["7", " "], None)
+
+
+def test_gsm8k_is_not_packed_beside_rows_of_another_packing(tmp_path, file, bpe):
+    """Its labels, which are answers, would be taken for the numbers of those rows."""
+    pack_rows(read_rows(file), tmp_path / "out" / "gsm8k_train", bpe)
+    for split in ("train", "test"):
+        file = tmp_path / f"{split}.jsonl"
+        file.write_text('{"question": "Tom has 3 apples.", "answer": "#### 3"}\n')
+    with pytest.raises(ValueError, match=r"gsm8k_train_rows.jsonl would be read as a part"):
+        convert_packed(tmp_path, tmp_path / "out", bpe)
+
+
+def test_columns_that_json_cannot_hold_are_refused_and_nothing_is_written(tmp_path, bpe):
+    table = pyarrow.Table.from_pylist(
+        [{"prompt": "Tom", "answer": "3", "day": datetime.date(2026, 1, 2)}]
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(TypeError, match="Object of type date is not JSON serializable"):
+        pack_rows(read_rows(tmp_path / "rows.parquet"), tmp_path / "out" / "mine", bpe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tool_for_own_tasks(tmp_path, file, bpe):
+    target = ["--tokenizer", bpe, "--data-path", tmp_path / "out" / "mine"]
+    done = run_tool("pack_task", "--rows", file, *target, "--max-prompt-length", "9")
+    assert done.returncode == 0, done.stderr
+    assert f'  data_path: "{tmp_path}/out/mine"\n' in done.stdout
+    assert done.stdout.startswith("12 prompts of ") and "leaves out " in done.stdout
+    done = run_tool("pack_task", "--rows", tmp_path / "none.jsonl", *target)
+    assert done.returncode == 1 and done.stderr.startswith("pack_task: ")
+    assert "No such file" in done.stderr and "Traceback" not in done.stderr
