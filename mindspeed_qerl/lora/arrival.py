@@ -117,9 +117,13 @@ class Arrival:
         moves: list[torch.Tensor] = []
         for part in held:
             names.add(part.name)
-            values, inside = self._sampled(part)
+            if part.name not in self.sent:
+                continue
+            place = self.sent[part.name].index - torch.tensor(part.start)
+            inside = ((place >= 0) & (place < torch.tensor(part.part.shape))).all(1)
             if not inside.any():
                 continue
+            values = _elements(part.part, place[inside])
             if problem := self._problem(part, values, inside):
                 failures.append(Failure(part.name, problem))
             moves += self._moves(part, values, inside)
@@ -130,17 +134,12 @@ class Arrival:
                 failures.append(Failure(name, "no module of the rollout model has it"))
         return sorted(failures, key=lambda failure: failure.name)
 
-    def _sampled(self, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is held of a sample, and which of its elements it is, bool [elements]."""
-        if held.name not in self.sent:
-            return torch.empty(0), torch.zeros(1, dtype=torch.bool)
-        place = self.sent[held.name].index - torch.tensor(held.start)
-        inside = ((place >= 0) & (place < torch.tensor(held.part.shape))).all(1)
-        return _elements(held.part, place[inside]), inside
-
     def _moves(self, held: Held, values: torch.Tensor, inside: torch.Tensor) -> list[torch.Tensor]:
         """Returns of M, what the elements moved since the first sync, and of U, by how much they
         should have: [<M, U>, <U, U>, variance of <M, U>]; NaN if they moved, and U is not known.
+
+        Args:
+            values: of the sample's elements that are in this part. inside: which ones, bool.
         """
         sample = self.sent[held.name]
         first, before = self.first.setdefault((held.name, held.start), (sample, values))

@@ -17,8 +17,6 @@ from mindspeed_qerl.lora.proof import join, movement
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-# in the metadata of what is exported, the digest of what was trained on (fingerprint.py)
-BASE = "base_weights"
 
 
 def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
@@ -68,7 +66,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
         save_file(
             tensors,
             directory / "adapter_model.safetensors",
-            metadata={"format": "pt", **_origin(adapters, base_model_dir)},
+            metadata={"format": "pt", **_origin(adapters)},
         )
         (directory / "adapter_config.json").write_text(json_text(config))
 
@@ -92,7 +90,6 @@ def save_merged(
         for file in sorted(base.directory.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
-        origin = _origin(adapters, base.directory)
         movements = []
         for name_of_file in sorted(set(base.files.values())):
             content = base.open(name_of_file)
@@ -109,19 +106,15 @@ def save_merged(
             save_file(
                 tensors,
                 directory / name_of_file,
-                metadata={**(content.metadata() or {"format": "pt"}), **origin},
+                metadata={**(content.metadata() or {"format": "pt"}), **_origin(adapters)},
             )
             del tensors  # before the next file is read
     return join(movements)[""].get("arrived", 1.0)
 
 
-def _origin(adapters: Adapters, base_model_dir: str | Path) -> dict[str, str]:
-    """For the metadata of what is exported: what was trained, by which run, for how long."""
-    base = adapters.base or weights_digest(Path(base_model_dir))
-    origin = {BASE: base, "iteration": str(adapters.iteration)}
-    if adapters.run:
-        origin["run"] = adapters.run
-    return origin
+def _origin(adapters: Adapters) -> dict[str, str]:
+    """For the metadata of what is exported: which run made it, and in how many iterations."""
+    return {"run": adapters.run or "", "iteration": str(adapters.iteration)}
 
 
 def _check_fit(adapters: Adapters, base: Checkpoint) -> None:

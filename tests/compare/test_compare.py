@@ -32,7 +32,7 @@ from mindspeed_qerl.compare.run import (
     ComparedRun,
     comparable_config,
     find_runs,
-    noise_fault,
+    logged_noise_fault,
     read_run,
 )
 from mindspeed_qerl.compare.statistics import seeds_needed
@@ -280,7 +280,7 @@ def test_a_repeated_seed_counts_once(make_run):
     ],
 )
 def test_noise_is_as_configured(rows, enabled, fault):
-    assert (fault or "None") in str(noise_fault(rows, enabled))
+    assert (fault or "None") in str(logged_noise_fault(rows, enabled))
 
 
 def test_only_seeds_that_both_have_are_compared_and_two_give_no_verdict(make_run):
