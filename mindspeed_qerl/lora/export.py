@@ -43,9 +43,6 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
         "base_model_name_or_path": str(Path(base_model_dir).resolve()),
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights}),
     }

@@ -24,15 +24,12 @@ possessive or bounded, and no number is parsed before its length is known.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 
 from mindspeed_qerl.tasks.gsm8k.characters import ODD, UNKNOWN, normalise
-
-# A number, exactly. A Fraction only where the others cannot hold it: it is much slower.
-Value = int | Decimal | Fraction
 
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, and the signs between them
@@ -206,7 +203,7 @@ def canonical_number(text: str) -> str:
     return _canonical(_read_number(text))
 
 
-def _read_number(text: str) -> Value:
+def _read_number(text: str) -> Fraction:
     normalised = normalise(str(text)).strip()
     match = _GOLD.match(normalised)
     value, end = _value(match) if match else (None, None)
@@ -218,7 +215,7 @@ def _read_number(text: str) -> Value:
     return value
 
 
-def _extract(text: str, method: str) -> tuple[Value | None, str]:
+def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     text = normalise(text)
@@ -237,7 +234,7 @@ def _extract(text: str, method: str) -> tuple[Value | None, str]:
     return _last_number(text), "last number"
 
 
-def _last_number(text: str) -> Value | None:
+def _last_number(text: str) -> Fraction | None:
     """The value of the last number, from the last line that has one; powers of units are none."""
     for line in reversed(text.split("\n")):
         equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
@@ -253,13 +250,11 @@ def _last_number(text: str) -> Value | None:
 
 
 def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
-    last = None
-    for last in pattern.finditer(text, start):
-        pass
-    return last
+    found = deque(pattern.finditer(text, start), maxlen=1)
+    return found[0] if found else None
 
 
-def _value_of_line(match: re.Match[str]) -> Value | None:
+def _value_of_line(match: re.Match[str]) -> Fraction | None:
     """Returns what a `####` and its line state: None if there is a second number, or an unreadable
     one.
     """
@@ -270,7 +265,7 @@ def _value_of_line(match: re.Match[str]) -> Value | None:
     return value if second is None or second[0] in ("\n", "####") else None
 
 
-def _value(match: re.Match[str]) -> tuple[Value | None, int | None]:
+def _value(match: re.Match[str]) -> tuple[Fraction | None, int | None]:
     """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if
     it goes on.
     """
@@ -280,7 +275,7 @@ def _value(match: re.Match[str]) -> tuple[Value | None, int | None]:
 
 def _value_of(
     sign: str | None, currency: str | None, run: str, text: str, end: int
-) -> tuple[Value | None, int | None]:
+) -> tuple[Fraction | None, int | None]:
     after = _AFTER.match(text, end)
     if after is None or currency is not None and _MONEY_SCALE.match(text, end):
         return None, end
@@ -291,11 +286,11 @@ def _value_of(
         return None, end
     if after.lastgroup == "scale":
         name = after["scale"].translate(_AS_IGNORECASE).lower().removesuffix("s")
-        value = Fraction(value) * _SCALES[name]
+        value = value * _SCALES[name]
     return value, after.end()
 
 
-def _number(sign: str, run: str) -> Value | None:
+def _number(sign: str, run: str) -> Fraction | None:
     """The value of what is written."""
     if "/" not in run and "\\" not in run:
         return _decimal(sign, run)
@@ -309,26 +304,19 @@ def _number(sign: str, run: str) -> Value | None:
         over, _, under = run.partition("/")
         top = _decimal(sign, over)
         bottom = _decimal("", under)
-    return Fraction(top) / Fraction(bottom) if top is not None and bottom else None
+    return top / bottom if top is not None and bottom else None
 
 
-def _decimal(sign: str, digits: str) -> int | Decimal | None:
+def _decimal(sign: str, digits: str) -> Fraction | None:
     """The value of digits, signs that group them and a point; None if this is not one number."""
-    if not digits or len(digits) > MAX_NUMBER_CHARS:
+    match = _WELL_FORMED.fullmatch(digits) if len(digits) <= MAX_NUMBER_CHARS else None
+    if not digits or match is None:
         return None
-    if digits.isdecimal():
-        return int(sign + digits)
-    match = _WELL_FORMED.fullmatch(digits)
-    if match is None:
-        return None
-    digits = sign + digits.replace(match["by"] or ",", "")
-    # Decimal keeps all digits of a text, and would round the result of an operation
-    return Decimal(digits) if "." in digits else int(digits)
+    return Fraction(sign + digits.replace(match["by"] or ",", ""))
 
 
-def _canonical(number: Value) -> str:
+def _canonical(value: Fraction) -> str:
     """Digits without grouping or superfluous zeros; `p/q` if the decimals do not end."""
-    value = Fraction(number)
     for places in range(MAX_NUMBER_CHARS):
         scaled = value * 10**places
         if scaled.denominator == 1:
