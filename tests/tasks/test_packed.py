@@ -48,12 +48,6 @@ QWEN3 = TEMPLATE.partition("{% if add_")[0] + (
     "{%- if enable_thinking is defined and enable_thinking is false %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
-NAMES = [
-    f"gsm8k_{split}_packed_{field}_document.{ending}"
-    for split in ("test", "train")
-    for field in ("input_ids", "labels")
-    for ending in ("bin", "idx")
-]
 
 
 def save_tokenizer(
@@ -138,42 +132,25 @@ def prompts_of(prefix):
     return [ids.tolist() for ids in dataset]
 
 
-def check_split(split, packed, tokenizer_dir, chat_file):
-    """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same
-    row of `chat_file`.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    rows = [row.columns for row in read_rows(chat_file)]
-    prompts, labels = (read(packed.data_path, field) for field in ("input_ids", "labels"))
-    assert packed.data_path.name == f"gsm8k_{split}" and len(prompts) == len(labels) == len(rows)
-    for dataset in (prompts, labels):
-        assert dataset.index.dtype.__name__ == "int32" and dataset.sequence_modes is None
-        assert dataset.document_indices.tolist() == list(range(len(rows) + 1))
-    for row, prompt, label in zip(rows, prompts, labels, strict=True):
-        content = row["messages"][0]["content"]
-        assert (
-            tokenizer.decode(prompt)
-            == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        )
-        assert tokenizer.decode(label) == row["answer"] and not set(label) & set(
-            tokenizer.all_special_ids
-        )
-    assert packed.prompt_lengths == prompts.sequence_lengths.tolist()
-    return [prompt.tolist() for prompt in prompts]
-
-
 def test_every_row_reads_back(tmp_path, raw, bpe):
-    packed = convert_packed(raw, tmp_path / "new" / "out", bpe)
+    """Each is the rendered chat and the answer of the same row of the chat file, whose prompts are
+    those of an evaluation.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(bpe)
     convert(raw, tmp_path / "chat")
-    assert sorted(snapshot(tmp_path / "new" / "out")) == NAMES
-    for split, one in zip(("train", "test"), packed, strict=True):
+    for packed in convert_packed(raw, tmp_path / "new" / "out", bpe):
+        split = packed.data_path.name.removeprefix("gsm8k_")
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
-        prompts = check_split(split, one, bpe, chat_file)
-        # evaluation asks otherwise
-        assert (
-            prompts
-            == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts
-        )
+        rows = [row.columns for row in read_rows(chat_file)]
+        prompts, labels = (read(packed.data_path, field) for field in ("input_ids", "labels"))
+        for row, prompt, label in zip(rows, prompts, labels, strict=True):
+            content = row["messages"][0]["content"]
+            asked = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+            assert tokenizer.decode(prompt) == asked
+            assert tokenizer.decode(label) == row["answer"]
+            assert not set(label) & set(tokenizer.all_special_ids)
+        assert packed.prompt_lengths == prompts.sequence_lengths.tolist()
+        assert prompts_of(packed.data_path) == Prompts(chat_file, tokenizer, "chat", 10_000).prompts
 
 
 def test_bytes_are_those_of_megatrons_writer(tmp_path):
