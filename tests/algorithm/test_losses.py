@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.algorithm.corrections import correction_weights
 from mindspeed_qerl.algorithm.losses import (
     LossInputs,
+    correction_weights,
     loss,
     policy_loss,
     token_entropy,
