@@ -258,27 +258,28 @@ def sync_faults(movement: Movement) -> list[str]:
     ]
 
 
-def arrival_faults(
-    shares: Mapping[str, tuple[float, float]], min_arrived: float, arithmetic: str
-) -> list[str]:
+def arrival_faults(movement: Movement, min_arrived: float, arithmetic: str) -> list[str]:
     """Says of which targets too little of the update reached the rollout engine, a sentence each.
 
     Args:
-        shares: (share, standard error) by LoRA target (lora/proof.py). min_arrived: of
-            run.min_arrived. arithmetic: what the rollout engine multiplies in.
+        movement: by LoRA target the share `arrived` and its standard error `arrived_error`
+            (lora/proof.py). min_arrived: of run.min_arrived. arithmetic: what the rollout engine
+            multiplies in.
 
-    >>> arrival_faults({"linear_qkv": (0.02, 0.1)}, 0.9, "bfloat16")[0][:71]
+    >>> lost = {"linear_qkv": {"arrived": 0.02, "arrived_error": 0.1}}
+    >>> arrival_faults(lost, 0.9, "bfloat16")[0][:71]
     'linear_qkv: 2 % of its update reached the rollout engine (standard erro'
     """
     return [
-        f"{target}: {100 * share:.2g} % of its update reached the rollout engine (standard error "
-        f"{100 * error:.2g} %), and run.min_arrived = {min_arrived:g} asks for more. The rest was "
-        f"rounded away on its way into weights of {arithmetic}, whose spacing is wider than what "
-        "was learnt: answers and evaluations are nearly the base model's. Ways out: "
-        "generate_config.dtype=float32, rollout_quantization=none, a larger actor_config.lr; or a "
-        "lower run.min_arrived, which accepts it"
-        for target, (share, error) in shares.items()
-        if is_too_little(share, error, min_arrived)
+        f"{target}: {100 * entry['arrived']:.2g} % of its update reached the rollout engine "
+        f"(standard error {100 * entry['arrived_error']:.2g} %), and run.min_arrived = "
+        f"{min_arrived:g} asks for more. The rest was rounded away on its way into weights of "
+        f"{arithmetic}, whose spacing is wider than what was learnt: answers and evaluations are "
+        "nearly the base model's. Ways out: generate_config.dtype=float32, "
+        "rollout_quantization=none, a larger actor_config.lr; or a lower run.min_arrived, which "
+        "accepts it"
+        for target, entry in movement.items()
+        if is_too_little(entry["arrived"], entry["arrived_error"], min_arrived)
     ]
 
 

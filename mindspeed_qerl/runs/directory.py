@@ -32,7 +32,6 @@ import yaml
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import hold, json_text, whole_checkpoints, write_whole
-from mindspeed_qerl.common.imports import CODE
 from mindspeed_qerl.runs.description import (
     DataFiles,
     describe_data,
@@ -68,7 +67,6 @@ class RunDirectory:
         self.eval_file = self.path / "eval.jsonl"
         self.eval_answers_file = self.path / "eval_answers.jsonl"
         self.rollouts_file = self.path / "rollouts.jsonl"
-        self.tensorboard_dir = self.path / "tensorboard"
         self.checkpoints_dir = self.path / "checkpoints"
         self.summary_file = self.path / "summary.md"
         self.plots_dir = self.path / "plots"
@@ -199,19 +197,16 @@ class RunDirectory:
 
     def other_data(self, data_files: DataFiles) -> list[str]:
         """A line for each of the files that is not what the run was started with; of the model, if
-        it is given, also for those that are gone, of own code for those that are new.
-        FileNotFoundError for one that is missing.
+        it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
         before = self.read_json("data.json")
         after = describe_data(data_files)
         model_is_given = any(label.startswith("model/") for label in after)
-        code_is_known = any(label.startswith(CODE) for label in before)
         lines = []
         for label in {**before, **after}:
+            is_given = label in after or model_is_given and label.startswith("model/")
             was, now = (files.get(label, {}).get("sha256") for files in (before, after))
-            is_of_model = model_is_given and label.startswith("model/")
-            is_new_code = code_is_known and label.startswith(CODE)
-            if was != now and (is_of_model or (now and (was or is_new_code))):
+            if is_given and was != now:
                 lines.append(f"{label}.sha256 was {was!r} and is {now!r}")
         return lines
 

@@ -152,7 +152,7 @@ class MetricsWriter:
         if self._starts_tensorboard and not self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = self._run.tensorboard_dir
+            folder = self._run.path / "tensorboard"
             self._tensorboard = SummaryWriter(folder, purge_step=self._purge_step)
         if self._tensorboard:
             for name, value in row.items():

@@ -165,33 +165,30 @@ class RunObserver:
                 rounding of what was synced, where rollouts are quantized.
         """
         recipe = self.recipe
-        faults = sync_faults(movement)
-        shares = {}
-        for target, entry in movement.items():
-            if "arrived" in entry:
-                shares[target] = entry["arrived"], entry["arrived_error"]
+        arrived = {target: entry for target, entry in movement.items() if "arrived" in entry}
         is_quantized = recipe.quantization.enabled
         arithmetic = recipe.quantization.format if is_quantized else recipe.model.dtype
-        faults += arrival_faults(shares, recipe.run.min_arrived, arithmetic)
+        faults = sync_faults(movement)
+        faults += arrival_faults(arrived, recipe.run.min_arrived, arithmetic)
         if unlike:
             first = ", ".join(sorted(unlike)[:3])
             faults.append(
                 f"{len(unlike)} weights are not {recipe.quantization.format} of what was "
                 f"synced, the first of them: {first}"
             )
-        if faults or shares:
+        if faults or arrived:
             self.run.record(lora_movement=movement)
         if faults:
             raise EngineError(f"the sync after step {step}: " + "\n".join(faults))
-        if not shares:
+        if not arrived:
             return
         self.run.record(lora_proved_after=step)
         if not self.is_proved:
             self.is_proved = True
-            least = min(share for share, error in shares.values())
+            least = min(entry["arrived"] for entry in arrived.values())
             words = [
-                f"{target} {100 * share:.1f} ± {100 * error:.1f}"
-                for target, (share, error) in shares.items()
+                f"{target} {100 * entry['arrived']:.1f} ± {100 * entry['arrived_error']:.1f}"
+                for target, entry in arrived.items()
             ]
             self.progress.message(
                 f"LoRA reached the rollout engine: {100 * least:.1f} % of the update "

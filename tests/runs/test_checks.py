@@ -243,8 +243,8 @@ def test_a_sync_is_judged_by_target(changed, is_fault):
     ],
 )
 def test_a_share_is_judged_by_its_standard_error(share, error, least, is_fault):
-    shares = {"linear_qkv": (1.0, 0.01), "linear_fc1": (share, error)}
-    faults = checks.arrival_faults(shares, least, "nvfp4")
+    movement = {"linear_qkv": ARRIVED, "linear_fc1": {"arrived": share, "arrived_error": error}}
+    faults = checks.arrival_faults(movement, least, "nvfp4")
     assert len(faults) == int(is_fault)
     assert not faults or "rounded away on its way into weights of nvfp4" in faults[0]
 

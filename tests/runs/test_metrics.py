@@ -44,7 +44,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert [row["response"] for row in read_jsonl(run.rollouts_file)] == ["− 72"] * 6
     assert RunDirectory.open(run.path).status()["step"] == 3
 
-    events = accumulator.EventAccumulator(str(run.tensorboard_dir)).Reload()
+    events = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload()
     names = {"reward/mean", "aqn/layers", "grad_norm"}
     assert set(events.Tags()["scalars"]) == names | {"eval/accuracy"}
     for name in names:
