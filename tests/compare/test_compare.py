@@ -21,7 +21,7 @@ from rich.markdown import Markdown
 from mindspeed_qerl.aqn.schedule import NoiseSchedule
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.compare.comparison import compare
-from mindspeed_qerl.compare.report import (
+from mindspeed_qerl.compare.page import (
     EVALUATE_ALIKE,
     labels_of,
     sentence,
