@@ -240,12 +240,10 @@ def noise_share_fault(seen: Sequence[tuple[float, float]]) -> str | None:
 
 
 def sync_faults(movement: Movement) -> list[str]:
-    """The targets whose weights in the rollout engine are not base + (alpha / r) B A, a sentence
-    for each.
+    """Says of which targets the weights in the rollout engine are not base + (alpha / r) B A.
 
-    Args:
-        movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
-            the weights, and `lost`, the largest share of one tensor's move that did not arrive.
+    movement: the norms `moved` and `expected`, `max_error` and `resolution` of the weights, and
+    `lost`, the largest share of one tensor's move that did not arrive.
     """
     return [
         f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
@@ -259,12 +257,8 @@ def sync_faults(movement: Movement) -> list[str]:
 
 
 def arrival_faults(movement: Movement, min_arrived: float, arithmetic: str) -> list[str]:
-    """Says of which targets too little of the update reached the rollout engine, a sentence each.
-
-    Args:
-        movement: by LoRA target the share `arrived` and its standard error `arrived_error`
-            (lora/proof.py). min_arrived: of run.min_arrived. arithmetic: what the rollout engine
-            multiplies in.
+    """Says of which targets less of the update than `min_arrived` reached the rollout engine, a
+    sentence each. movement: the share `arrived`, and `arrived_error`. arithmetic: of the engine.
 
     >>> lost = {"linear_qkv": {"arrived": 0.02, "arrived_error": 0.1}}
     >>> arrival_faults(lost, 0.9, "bfloat16")[0][:71]
