@@ -117,9 +117,7 @@ def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
 
 
 def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
-    """Checks whether `loss/total`, of the tensor that backward got, is the sum of its parts with
-    their coefficients.
-    """
+    """Checks whether `loss/total`, which backward got, is the sum of its parts with coefficients."""
     kl = algorithm.kl_coefficient
     entropy = algorithm.entropy_coefficient
     parts = (
