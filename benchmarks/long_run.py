@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
+from mindspeed_qerl.runs.metrics import read_jsonl, series
 from mindspeed_qerl.runs.plots import STYLE
 from mindspeed_qerl.runs.report import markdown_table
 
@@ -121,7 +121,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lr", dir="/tmp") as folder:
         run, seen = carry_out(arguments.steps, Path(folder))
-        seconds = np.array(columns_of(read_jsonl(run.metrics_file))["time/step"])
+        _, seconds = series(read_jsonl(run.metrics_file), "time/step")
     at = np.array([each["step"] for each in seen])
     columns = {name: np.array([each[name] for each in seen]) for name in (*ROLES, *PLACES, *COUNTS)}
     edges = [(0.05, 0.15), (0.45, 0.55), (0.9, 1.0)]

@@ -39,7 +39,7 @@ from arrival import Adapted, Policy  # beside this file
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.common.files import write_whole
-from mindspeed_qerl.compare.report import interval
+from mindspeed_qerl.compare.page import interval
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate
 from mindspeed_qerl.local.batch import PromptOrder, build_batch
 from mindspeed_qerl.recipe.compose import compose

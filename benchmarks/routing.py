@@ -35,7 +35,7 @@ import numpy as np
 from noise import rows_by_sigma
 
 from mindspeed_qerl.compare.comparison import SIGNIFICANCE, compare
-from mindspeed_qerl.compare.report import interval
+from mindspeed_qerl.compare.page import interval
 from mindspeed_qerl.compare.run import find_runs, read_run
 from mindspeed_qerl.compare.statistics import estimate
 from mindspeed_qerl.runs.metrics import read_jsonl

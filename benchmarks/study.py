@@ -46,7 +46,7 @@ from sequential import grouped, judge, limits, looks, pass_at, seeds_planned  # 
 
 from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.compare.comparison import SIGNIFICANCE
-from mindspeed_qerl.compare.report import interval
+from mindspeed_qerl.compare.page import interval
 from mindspeed_qerl.compare.run import read_run
 from mindspeed_qerl.compare.statistics import effect_shown, estimate
 from mindspeed_qerl.families.fingerprint import weights_digest

@@ -62,7 +62,7 @@ def main() -> int:
     from rich.markdown import Markdown
 
     from mindspeed_qerl.compare.comparison import compare
-    from mindspeed_qerl.compare.report import to_markdown, write_comparison
+    from mindspeed_qerl.compare.page import to_markdown, write_comparison
     from mindspeed_qerl.compare.run import find_runs, read_run
 
     try:

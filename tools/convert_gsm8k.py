@@ -1,8 +1,7 @@
 """Convert GSM8K to the files that training reads.
 
-Reads a folder with train.jsonl and test.jsonl (or .parquet) of {"question", "answer"} rows, or of
-verl's or TRL's rows of GSM8K, or a dataset of the Hugging Face Hub (openai/gsm8k). Writes to
---output, for each split:
+Reads a folder with train.jsonl and test.jsonl (or .parquet) of {"question", "answer"} rows, or a
+dataset of the Hugging Face Hub (openai/gsm8k). Writes to --output, for each split:
 
 --format chat (text; what the local engine and every evaluation read)
   {train,test}_chat.parquet  messages (one user turn), question, answer (canonical gold number),

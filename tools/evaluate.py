@@ -2,7 +2,6 @@
 
     python tools/evaluate.py --run RUN_DIR                           its last checkpoint
     python tools/evaluate.py --model DIR --data FILE --output DIR    a model
-    python tools/evaluate.py --model DIR --adapter DIR --data FILE --output DIR
 
 Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k),
 how many answers were cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes
@@ -46,7 +45,6 @@ OPTIONS: dict[str, tuple[str, dict]] = {
         "rows of a task (docs/own_task.md; GSM8K: tools/convert_gsm8k.py)",
         {"metavar": "FILE"},
     ),
-    "adapter": ("a PEFT adapter for it", {"metavar": "DIR"}),
     "step": (
         "of the checkpoint (default: the last one); 0: the model before training",
         {"type": int, "metavar": "N"},
@@ -102,7 +100,7 @@ def main() -> int:
     for name, (help, arguments) in OPTIONS.items():
         if defaults[name] not in (None, MISSING, False):
             help = f"{help} (default: {defaults[name]})"
-        group = what if name in ("model", "data", "adapter", "step") else how
+        group = what if name in ("model", "data", "step") else how
         group.add_argument(f"--{name.replace('_', '-')}", help=help, **arguments)
     quantized.add_argument(
         "--quantization",
@@ -139,11 +137,8 @@ def main() -> int:
     )
     given = {key: value for key, value in args.items() if value is not None}
     complete = given.keys() >= {"model", "data"} and output
-    if run is None and not complete or run is not None and (output or "adapter" in given):
-        parser.error(
-            "give --run, or --model, --data and --output (a run's evaluations lie in it, and its "
-            "adapters are its own)"
-        )
+    if run is None and not complete or run is not None and output:
+        parser.error("give --run, or --model, --data and --output (a run's evaluations lie in it)")
     if run is None and (name or "step" in given):
         parser.error("--name and --step go with --run")
     sizes = {

@@ -36,8 +36,7 @@ from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
 from mindspeed_qerl.recipe.reader import Found, read, read_recipe
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
-from mindspeed_qerl.runs.plots import finite
+from mindspeed_qerl.runs.metrics import read_jsonl, series
 
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
@@ -329,8 +328,9 @@ def calibrated(folder: Path, terms: Terms, width: int) -> Terms:
         raise ConfigError(f"--calibrate {folder}: {error}") from error
     if not engine_of(recipe).UPSTREAM or recipe.emulate_npu:
         raise ConfigError(f"--calibrate {folder}: not a run on NPUs")
-    columns = columns_of(rows[1:])  # the first step warms up
-    means = {name: finite(columns, name)[1].mean() for name in MEASURED if name in columns}
+    # the first step warms up
+    steps = {name: series(rows[1:], name)[1] for name in MEASURED}
+    means = {name: values.mean() for name, values in steps.items() if len(values)}
     if means.keys() != set(MEASURED):
         raise ConfigError(f"--calibrate {folder}: no steps behind the first with their times")
     answer, longest = means["response/length_mean"], means["response/length_max"]

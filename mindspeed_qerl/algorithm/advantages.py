@@ -1,9 +1,30 @@
 """From rewards to advantages."""
 
+import numpy as np
 import torch
 
 from mindspeed_qerl.algorithm.metrics import kl_estimate
 from mindspeed_qerl.recipe.types import Algorithm
+
+
+def overlong_penalty(
+    lengths: np.ndarray, max_tokens: int, buffer: int, factor: float
+) -> np.ndarray:
+    """Returns what is added to the reward of an answer that nears `max_tokens`: 0 up to max_tokens
+    - buffer tokens, from there linearly down to -factor (DAPO's soft overlong punishment;
+    MindSpeed-RL models/rule_verifier.py:114-120).
+
+    Args:
+        lengths: [answers], tokens. buffer: tokens, 1..max_tokens.
+
+    Returns:
+        float64 [answers], at most 0.
+
+    >>> overlong_penalty(np.array([60, 85, 100]), max_tokens=100, buffer=20, factor=1.0)
+    array([ 0.  , -0.25, -1.  ])
+    """
+    beyond = np.clip(lengths - (max_tokens - buffer), 0, buffer)
+    return 0.0 - beyond / buffer * factor
 
 
 def rewards_less_kl(

@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from mindspeed_qerl.algorithm.corrections import correction_weights
 from mindspeed_qerl.algorithm.metrics import Mean, Metrics, entropy_metrics, kl_estimate, mismatch
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
@@ -82,7 +81,6 @@ class LossInputs:
 # the loss of each token, and by name what is logged of each, [batch, length]
 PolicyLossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 PolicyLoss = Callable[[LossInputs, Algorithm], PolicyLossResult]
-DPPO_MOST_RATIO = 20.0  # verl's, where clip_ratio_c is left out
 # verl's bound of log(p_new / p_old): exp() of float32 overflows at 88, and its gradient is NaN then
 MOST_LOG_RATIO = 20.0
 
@@ -161,6 +159,71 @@ def loss(
     return total, metrics
 
 
+def correction_weights(
+    old_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    mask: torch.Tensor,
+    correction: Correction,
+) -> tuple[torch.Tensor, Metrics]:
+    """Returns what the policy loss of each token is multiplied by, for answers that were sampled by
+    another policy than the one that is trained: by noise, other kernels, other hardware; r =
+    p_trained / p_sampled, of a token or an answer. The names are verl's (docs/algo/rollout_corr.md
+    there).
+
+    - token_tis: min(r, cap) of each token (truncated importance sampling, Yao et al. 2025,
+      fengyao.notion.site/off-policy-rl): the bias of the tokens sampled before stays.
+    - sequence_tis: min(product of r, cap) for all tokens of an answer: unbiased up to the cap, of
+      large variance.
+    - sequence_mask: the same product where it is within [floor, cap], 0 outside (masked importance
+      sampling of answers; verl's `rollout_is: sequence` with two thresholds).
+    - icepop: r of each token within [floor, cap], 0 outside (masked importance sampling, Ant's
+      Ring-1T, arXiv 2510.18855).
+    - geometric_mask: 1 for all tokens of an answer whose geometric mean of r is within
+      [floor, cap], 0 for others (verl's seq_mean_k1): answers that are too far off are left out.
+
+    A token of weight 0 still counts where the loss is divided by tokens or answers.
+
+    Args:
+        old_logprobs, rollout_logprobs: [batch, length], of the policy that is trained, before this
+            iteration's first update, and of the one that sampled. mask: bool [batch, length], True
+            on completion tokens.
+
+    Returns:
+        weights [batch, length] without a gradient, 1 outside the mask for the token methods; and
+        their metrics.
+
+    >>> old, sampled = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.4, 0.1]]).log()
+    >>> mask = torch.ones(1, 2).bool()
+    >>> for method in ("token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"):
+    ...     correction_weights(old, sampled, mask, Correction(method, cap=2.0, floor=0.5))[0]
+    tensor([[1.2500, 2.0000]])
+    tensor([[2., 2.]])
+    tensor([[0., 0.]])
+    tensor([[1.2500, 0.0000]])
+    tensor([[0., 0.]])
+    """
+    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
+    counted = mask
+    tokens = mask.sum(1, keepdim=True)
+    if correction.method in ("sequence_tis", "sequence_mask", "geometric_mask"):  # of answers
+        log_ratio = log_ratio.sum(1, keepdim=True)
+        counted = tokens > 0
+    if correction.method == "geometric_mask":
+        log_ratio = log_ratio / tokens.clamp(min=1)
+    ratio = log_ratio.exp()
+    if correction.method in ("token_tis", "sequence_tis"):
+        name = "truncated_fraction"
+        changed = ratio > correction.cap
+        weights = ratio.clamp(max=correction.cap)
+    else:
+        name = "masked_fraction"
+        changed = (ratio < correction.floor) | (ratio > correction.cap)
+        kept = torch.ones_like(ratio) if correction.method == "geometric_mask" else ratio
+        weights = torch.where(changed, 0.0, kept)  # a product would make NaN of infinity
+    fraction = Mean((changed & counted).sum(), counted.sum())
+    return weights.expand(mask.shape), {f"rollout_correction/{name}": fraction}
+
+
 # ---- the policy's part, by algorithm.loss_mode ----
 
 
@@ -203,27 +266,6 @@ def sapo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     return -advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
 
 
-def dppo_tv(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
-    """-min(ratio, clip_ratio_c) A log p, where the ratio has no gradient, of tokens that have not
-    yet moved the way of A by more than a divergence: of p_new and p_old the difference, which is
-    the total variation between "this token" and "another" (arXiv 2602.04879, verl's `dppo_tv`).
-    The bounds are clip_ratio's, now of the divergence.
-    """
-    moved = inputs.logprobs.detach().exp() - inputs.old_logprobs.exp()
-    return _within_divergence(inputs, algorithm, moved, moved.abs())
-
-
-def dppo_kl(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
-    """`dppo_tv` with the divergence KL(old || new) between "this token" and "another", in nats."""
-    new = inputs.logprobs.detach()
-    old = inputs.old_logprobs
-    # rounding may give a probability above 1; 1e-8 is verl's
-    others = (1 - old.exp()).clamp(min=0.0)
-    rest = (others + 1e-8).log() - ((1 - new.exp()).clamp(min=0.0) + 1e-8).log()
-    divergence = old.exp() * (old - new) + others * rest
-    return _within_divergence(inputs, algorithm, new - old, divergence)
-
-
 def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
     """p_new / p_old, at most e^20 and at least e^-20, where it has no gradient."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
@@ -245,19 +287,6 @@ def _clipped(
     return per_token, _fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
 
 
-def _within_divergence(
-    inputs: LossInputs, algorithm: Algorithm, moved: torch.Tensor, divergence: torch.Tensor
-) -> PolicyLossResult:
-    """moved: its sign is that of p_new - p_old."""
-    advantages = inputs.advantages.unsqueeze(1)
-    too_high = (advantages > 0) & (moved > 0) & (divergence > algorithm.clip_high)
-    too_low = (advantages <= 0) & (moved < 0) & (divergence > algorithm.clip_low)
-    ratio = _ratio(inputs.logprobs.detach() - inputs.old_logprobs)
-    ratio = ratio.clamp(max=algorithm.clip_ratio_c or DPPO_MOST_RATIO)
-    per_token = -ratio * advantages * inputs.logprobs
-    return torch.where(too_high | too_low, 0.0, per_token), _fractions(too_low, too_high)
-
-
 def _fractions(low: torch.Tensor, high: torch.Tensor) -> dict[str, torch.Tensor]:
     sides = {"": low | high, "_low": low, "_high": high}
     return {f"clip_fraction{side}": clipped for side, clipped in sides.items()}
@@ -268,8 +297,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {  # by the names of LOSS_MODES
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
 }
 
 
@@ -291,38 +318,34 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     heavy starts. ConfigError if it raises, or what it returns cannot be trained.
     """
     name = algorithm.loss_mode
-    length = 3
     function = policy_loss(name)
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(5, 3, length, generator=generator)
+    drawn = torch.rand(5, 3, 3, generator=torch.Generator().manual_seed(0))
     policy, old, rollout, reference = -drawn[:4]
     policy.requires_grad_()
     mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
     advantages = torch.tensor([1.0, -1.0, 0.0])  # 0: a group of equal rewards
-    whole = LossInputs(policy, old, rollout, advantages, mask, entropy=drawn[4])
-    if algorithm.loss_has_kl:
-        whole = replace(whole, reference_logprobs=reference)
-    whole = whole.without_padding()
+    known = reference if algorithm.loss_has_kl else None
+    whole = LossInputs(policy, old, rollout, advantages, mask, known, drawn[4]).without_padding()
 
     def called(rows: slice) -> torch.Tensor:
         part = {name: value[rows] for name, value in vars(whole).items() if value is not None}
-        per_token, of_tokens = function(LossInputs(**part), algorithm)
-        shape = mask[rows].shape
+        inputs = LossInputs(**part)
+        per_token, of_tokens = function(inputs, algorithm)
         for what, values in {"the loss": per_token, **of_tokens}.items():
-            if values.shape != shape or not values[mask[rows]].isfinite().all():
+            if values.shape != inputs.mask.shape or not values[inputs.mask].isfinite().all():
                 raise ValueError(
-                    f"{what!r} must be finite numbers of shape [batch, length] = {[*shape]}, not "
-                    f"{values!r:.120}"
+                    f"{what!r} must be finite numbers of shape [batch, length] = "
+                    f"{[*inputs.mask.shape]}, not {values!r:.120}"
                 )
-        return per_token
+        return per_token[inputs.mask]
 
     try:
         together = called(slice(None))
-        [gradient] = torch.autograd.grad(together[mask].sum(), policy, retain_graph=True)
+        [gradient] = torch.autograd.grad(together.sum(), policy, retain_graph=True)
         alone = torch.cat([called(slice(row, row + 1)) for row in range(3)])
-        if not gradient.isfinite().all() or not gradient[mask].any():
+        if not gradient.isfinite().all() or not gradient.any():
             raise ValueError(f"its gradient in the log probabilities is {gradient.tolist()}")
-        if not torch.allclose(together[mask], alone[mask], rtol=1e-4):
+        if not torch.allclose(together, alone, rtol=1e-4):
             raise ValueError(
                 "an answer's loss depends on the other answers of its micro-batch: "
                 f"{together.tolist()} together, {alone.tolist()} alone"

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindspeed_qerl.algorithm.selection import groups_with_signal
-
 FIRST_TOKENS = 8
 
 
@@ -119,6 +117,24 @@ def on_host(metrics: Metrics) -> Metrics:
     for (name, field), number in zip(tensors, numbers):
         copied[name] = replace(copied[name], **{field: number})
     return copied
+
+
+def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
+    """Checks whether the rewards of a prompt's answers differ: others have no advantage and train
+    nothing (DAPO's dynamic sampling, arXiv 2503.14476; MindSpeed-RL
+    workers/dynamic_sampling.py:84).
+
+    Args:
+        rewards: [prompts * group_size], a prompt's answers side by side.
+
+    Returns:
+        bool [prompts].
+
+    >>> groups_with_signal(np.array([1.0, 0.0, 1.0, 1.0]), group_size=2)
+    array([ True, False])
+    """
+    groups = rewards.reshape(-1, group_size)
+    return (groups != groups[:, :1]).any(1)
 
 
 def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:

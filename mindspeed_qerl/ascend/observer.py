@@ -5,7 +5,7 @@ from mindspeed_qerl.families import end_tokens
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
-from mindspeed_qerl.runs.observer import Rollout, RunObserver
+from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.runs.progress import Progress
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.packed import read_packed_rows, rows_of_labels
@@ -51,8 +51,7 @@ class TokenObserver(RunObserver):
         rows = rows_of_labels(texts["labels"], self.packed_rows)
         golds = [row.answer for row in rows]
         rewards = map(float, answers["rm_scores"])
-        columns = zip(texts["prompts"], texts["responses"], golds, rewards)
-        self.sampled(step, [Rollout(*values) for values in columns])
+        self.sampled(step, zip(texts["prompts"], texts["responses"], golds, rewards))
 
     def evaluated_tokens(self, step: int, answers: list[list[list[int]]], seconds: float) -> None:
         """`evaluated`, with the token ids of each problem's answers."""

@@ -19,9 +19,12 @@ from mindspeed_rl.utils.pad_process import (
 )
 from torch.nn.utils.rnn import pad_sequence
 
-from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.algorithm.metrics import merge, reward_metrics
-from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
+from mindspeed_qerl.algorithm.advantages import (
+    group_advantages,
+    overlong_penalty,
+    rewards_less_kl,
+)
+from mindspeed_qerl.algorithm.metrics import groups_with_signal, merge, reward_metrics
 from mindspeed_qerl.ascend.observer import TokenObserver
 from mindspeed_qerl.ascend.resume import write_digests, write_position
 from mindspeed_qerl.ascend.routing import COLUMN, row_fault

@@ -59,7 +59,6 @@ class Comparison:
     accuracy: BySteps
     difference: BySteps  # of accuracy to the baseline's, over the seeds that both have
     verdicts: list[Verdict]
-    rewards: dict[str, dict[int, float]]  # of training, mean over seeds, by group and step
 
 
 def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Comparison:
@@ -85,18 +84,16 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     accuracy: BySteps = {}
     difference: BySteps = {}
     verdicts = []
-    rewards = {}
     for name, members in groups.items():
         scores[name] = {run.seed: _scores(run, steps, questions) for run in members}
         accuracy[name] = _by_step(steps, list(scores[name].values()))
-        rewards[name] = _mean_rewards(members)
         if name != base:
             seeds = [seed for seed in scores[name] if seed in scores[base]]
             differences = [scores[name][seed] - scores[base][seed] for seed in seeds]
             difference[name] = _by_step(steps, differences)
             last = difference[name].get(steps[-1])
             verdicts.append(_verdict(name, base, seeds, last, len(groups) - 1))
-    return Comparison(groups, left_out, steps, questions, accuracy, difference, verdicts, rewards)
+    return Comparison(groups, left_out, steps, questions, accuracy, difference, verdicts)
 
 
 def _shared(values: Iterable[Iterable[Any]]) -> list[Any]:
@@ -121,27 +118,20 @@ def _by_step(steps: Sequence[int], scores: Sequence[np.ndarray]) -> dict[int, Es
     return dict(zip(steps, map(estimate, values)))
 
 
-def _mean_rewards(runs: Sequence[ComparedRun]) -> dict[int, float]:
-    """The mean over `runs` of the training reward, by step that all have."""
-    rewards = {}
-    for step in _shared(run.rewards for run in runs):
-        rewards[step] = sum(run.rewards[step] for run in runs) / len(runs)
-    return rewards
-
-
 def _judged(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[ComparedRun]]:
     """The runs that may be averaged in, and those that may not with all reasons: a run's own
     faults, what differs from most, and a seed that a newer run has.
     """
-    usable = [run for run in runs if not run.faults]
-    usual = {name: _most_common(name, usable) for name in COMMON}
+    usual = _usual([_conditions(run) for run in runs if not run.faults])
     newest: dict[tuple[str, int], ComparedRun] = {}
     left_out = []
     for run in sorted(runs, key=attrgetter("started", "path"), reverse=True):
         faults = list(run.faults)
-        for name, words in COMMON.items():
-            if not run.faults:
-                faults += _differences(words, getattr(run, name), usual[name])
+        conditions = _conditions(run)
+        for name, most in usual.items():
+            value = conditions.get(name)
+            if not run.faults and value != most:
+                faults.append(f"{name} {value} where most have {most}")
         key = (_text(run.config), run.seed)
         if not faults and key in newest:
             faults.append(f"it repeats seed {run.seed}, and {newest[key].path.name} is newer")
@@ -153,24 +143,27 @@ def _judged(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[Compar
     return kept, left_out
 
 
+def _conditions(run: ComparedRun) -> dict[str, Any]:
+    """Returns in what a run must be like the others, by the words for one that is not."""
+    conditions = {}
+    for field, words in COMMON.items():
+        for key, value in getattr(run, field).items():
+            conditions[f"{words}: {key}"] = value
+    return conditions
+
+
+def _usual(conditions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what most have under each name; if there is no most, what the first one has."""
+    usual = {}
+    for name in dict.fromkeys(chain.from_iterable(conditions)):
+        counts = Counter(_text(each.get(name)) for each in conditions)
+        [(text, _)] = counts.most_common(1)
+        usual[name] = json.loads(text)
+    return usual
+
+
 def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-def _most_common(name: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
-    """Returns what most of `runs` have in this field; if there is no most, what the first one has."""
-    counts = Counter(_text(getattr(run, name)) for run in runs)
-    for text, _ in counts.most_common(1):
-        return json.loads(text)
-    return {}
-
-
-def _differences(words: str, values: dict[str, Any], usual: dict[str, Any]) -> Iterable[str]:
-    for key in dict.fromkeys([*usual, *values]):
-        value = values.get(key)
-        most = usual.get(key)
-        if value != most:
-            yield f"{words}: {key} {value} where most have {most}"
 
 
 def _groups(runs: Sequence[ComparedRun]) -> Groups:

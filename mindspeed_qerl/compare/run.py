@@ -65,7 +65,6 @@ class ComparedRun:
     seed: int
     config: Config  # without seeds and bookkeeping
     scores: Scores
-    rewards: dict[int, float]  # training reward by step
     data: dict[str, str]  # label -> sha256
     code: dict[str, str]  # what ran, and in which version
     faults: tuple[str, ...]  # why it is not averaged in
@@ -109,10 +108,6 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
     facts = run.facts()
     config = dotted(run.config())
     rows = read_jsonl(run.metrics_file)
-    rewards = {}
-    for row in rows:
-        if "reward/mean" in row:
-            rewards[row["step"]] = row["reward/mean"]
     scores, settings = _read_scores(run, evaluation)
     versions = run.read_json("versions.json")
     data: dict[str, str] = {}
@@ -121,9 +116,7 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         of = comparable if label.startswith(CODE) else data  # own code separates groups
         of[label] = entry["sha256"]
     git = versions["git"] or {}
-    own = versions.get("code") or git.get("commit") or versions["mindspeed_qerl"]
-    code = {"mindspeed_qerl": own}
-    code |= versions.get("upstream", {})
+    code = {"mindspeed_qerl": versions["code"], **versions.get("upstream", {})}
     for name in PACKAGES:
         code[name] = versions["packages"].get(name)
     notes = []
@@ -138,7 +131,6 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
         seed=status["seed"],
         config=comparable,
         scores=scores,
-        rewards=rewards,
         data=data,
         code=code,
         faults=tuple(_faults(run, config, rows, scores, evaluation)),
@@ -214,12 +206,12 @@ def _faults(
         yield f"it has no evaluation {evaluation!r}: make it with {command}"
     elif evaluation is None and train_iters not in scores:
         yield f"its last step, {train_iters}, was not evaluated"
-    fault = noise_fault(rows, config.get("aqn.enabled", False))
+    fault = logged_noise_fault(rows, config.get("aqn.enabled", False))
     if fault and status["state"] == "finished":
         yield fault
 
 
-def noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
+def logged_noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
     """Checks whether the noise that a run logged is what was asked for. That it follows the
     schedule was checked in each of its steps (runs/checks.py).
     """

@@ -3,6 +3,7 @@ more.
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,9 +101,7 @@ def seeds_needed(seen: Estimate, limit: float = 0.05, effect: float | None = Non
     `MOST_SEEDS`.
     """
     wanted = abs(seen.mean if effect is None else effect)
-    if effect_shown(seen, math.inf, limit) > wanted:
-        return None
-    for count in range(LEAST_SEEDS, MOST_SEEDS + 1):
-        if effect_shown(seen, count, limit) <= wanted:
-            return count
-    return None
+    counts = range(LEAST_SEEDS, MOST_SEEDS + 1)
+    shows = partial(effect_shown, seen, limit=limit)
+    first = bisect_left(counts, True, key=lambda count: shows(count) <= wanted)
+    return counts[first] if first < len(counts) else None

@@ -23,7 +23,7 @@ from pathlib import Path
 from mindspeed_qerl.common.files import new_directory
 from mindspeed_qerl.demo import step_problems, word_problems
 from mindspeed_qerl.demo.word_problems import Pair
-from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
+from mindspeed_qerl.tasks.rows import plain_prompt
 
 # One digit, one newline, "####", a word with the space before it, any other single character:
 # joined they give the text back.

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.entry import quietly
-from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
+from mindspeed_qerl.runs.metrics import Rows, read_jsonl
 from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
-Rows = list[dict[str, Any]]
 NOISE = {"aqn/sigma", "aqn/layers", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction"}
 REACHED = ("aqn/target_", "aqn/reached_")
 # what `table`, `faults` and `draw` read of each
@@ -117,7 +116,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
     kept = [{name: row[name] for name in row if name.startswith(drawn)} for row in steps.values()]
     if not steps:
         return []
-    pictures, missing = write_plots(columns_of(kept), {"step": []}, folder, str(folder))
+    pictures, missing = write_plots(kept, [], folder, str(folder))
     for reason in missing:
         print(f"warning: {reason}", file=sys.stderr)
     return pictures

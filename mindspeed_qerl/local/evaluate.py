@@ -1,4 +1,4 @@
-"""Evaluate a model, an adapter, or a checkpoint of a run on the rows of a task: greedily, and with
+"""Evaluate a model, or a checkpoint of a run on the rows of a task: greedily, and with
 several samples.
 
 One folder for each evaluation, in a run RUN/evaluations/<name>/:
@@ -42,13 +42,12 @@ Count = Annotated[int, Field(ge=0)]
 
 @part
 class EvaluationJob:
-    """Describes what is evaluated, and how: `model` with `adapter`, or with the adapters of a run's
+    """Describes what is evaluated, and how: `model`, or the same with the adapters of a run's
     checkpoint. ValueError if a value is out of its range. tools/evaluate.py describes each.
     """
 
     model: str
     data: str
-    adapter: str | None = None
     run: str | None = None
     step: Count | None = None
     prompt: str = "chat"
@@ -233,20 +232,17 @@ def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> st
     import torch
 
     from mindspeed_qerl.local.checkpoint import load_adapters
-    from mindspeed_qerl.lora.export import load_peft, save_merged
+    from mindspeed_qerl.lora.export import save_merged
 
-    if job.run and job.step != 0:
-        run = RunDirectory.open(job.run)
-        adapters = load_adapters(run.checkpoints_dir, job.step)
-        run.check_owner(run.checkpoints_dir / f"iter_{adapters.iteration:07d}", adapters.run)
-    elif job.adapter:
-        adapters = load_peft(job.adapter)
-    else:
+    if not job.run or job.step == 0:
         return job.model
+    run = RunDirectory.open(job.run)
+    adapters = load_adapters(run.checkpoints_dir, job.step)
+    run.check_owner(run.checkpoints_dir / f"iter_{adapters.iteration:07d}", adapters.run)
     tell(f"merging {len(adapters.weights):,} adapters into {job.model}")
     # what vLLM would round to its dtype by itself, it would round to nearest
     dtype = getattr(torch, job.dtype)
-    share = save_merged(adapters, job.model, folder, all_layers=not job.adapter, dtype=dtype)
+    share = save_merged(adapters, job.model, folder, dtype=dtype)
     tell(f"{share:.2%} of their update is in the merged weights, {job.dtype}")
     return str(folder)
 

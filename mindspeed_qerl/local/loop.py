@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mindspeed_qerl.algorithm.metrics import reward_metrics
-from mindspeed_qerl.algorithm.selection import groups_with_signal, overlong_penalty
+from mindspeed_qerl.algorithm.advantages import overlong_penalty
+from mindspeed_qerl.algorithm.metrics import groups_with_signal, reward_metrics
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import end_tokens, read_shape
@@ -37,7 +37,7 @@ from mindspeed_qerl.local.sampled import (
 from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.lora.proof import Movement, arrival_metrics
 from mindspeed_qerl.recipe.types import Layout, Recipe
-from mindspeed_qerl.runs.observer import Rollout, RunObserver
+from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import score
 
@@ -205,7 +205,7 @@ class LocalEngine:
                 answers.append(
                     Answer(row, prompts[i // n], completions[i], text, reward, own_scores)
                 )
-                rollouts.append(Rollout(row.question, text, row.answer, reward))
+                rollouts.append((row.question, text, row.answer, reward))
             self.observer.sampled(step, rollouts)
             check_answers(answers, self.routers)
         return answers, noise

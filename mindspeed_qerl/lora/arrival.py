@@ -117,29 +117,29 @@ class Arrival:
         moves: list[torch.Tensor] = []
         for part in held:
             names.add(part.name)
-            values, inside = self._sampled(part)
+            if part.name not in self.sent:
+                continue
+            place = self.sent[part.name].index - torch.tensor(part.start)
+            inside = ((place >= 0) & (place < torch.tensor(part.part.shape))).all(1)
             if not inside.any():
                 continue
+            values = _elements(part.part, place[inside])
             if problem := self._problem(part, values, inside):
                 failures.append(Failure(part.name, problem))
             moves += self._moves(part, values, inside)
-        self.share = _share(torch.stack(moves).sum(0).tolist()) if moves else {"arrived": None}
+        sums = torch.stack(moves).sum(0).tolist() if moves else 3 * [math.nan]
+        self.share = {"arrived": None} if math.isnan(sums[1]) else share_of(*sums)
         for name in self.sent.keys() - names:
             if not _is_elsewhere(name, names):
                 failures.append(Failure(name, "no module of the rollout model has it"))
         return sorted(failures, key=lambda failure: failure.name)
 
-    def _sampled(self, held: Held) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what is held of a sample, and which of its elements it is, bool [elements]."""
-        if held.name not in self.sent:
-            return torch.empty(0), torch.zeros(1, dtype=torch.bool)
-        place = self.sent[held.name].index - torch.tensor(held.start)
-        inside = ((place >= 0) & (place < torch.tensor(held.part.shape))).all(1)
-        return _elements(held.part, place[inside]), inside
-
     def _moves(self, held: Held, values: torch.Tensor, inside: torch.Tensor) -> list[torch.Tensor]:
         """Returns of M, what the elements moved since the first sync, and of U, by how much they
         should have: [<M, U>, <U, U>, variance of <M, U>]; NaN if they moved, and U is not known.
+
+        Args:
+            values: of the sample's elements that are in this part. inside: which ones, bool.
         """
         sample = self.sent[held.name]
         first, before = self.first.setdefault((held.name, held.start), (sample, values))
@@ -208,10 +208,10 @@ def variance_of_rounding(
     return (rest * (spacing - rest)).nan_to_num()
 
 
-def _share(sums: list[float]) -> dict[str, Any]:
-    product, square, variance = sums
-    if math.isnan(square):
-        return {"arrived": None}
+def share_of(product: float, square: float, variance: float) -> dict[str, float]:
+    """Returns the share <M, U> / <U, U> of an update that arrived, `arrived`, and its standard
+    error, `arrived_error`; nothing without an update.
+    """
     if not square:
         return {}
     return {"arrived": product / square, "arrived_error": math.sqrt(variance) / square}

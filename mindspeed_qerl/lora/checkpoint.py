@@ -76,11 +76,9 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     """The adapters in a Megatron checkpoint, by default that of latest_checkpointed_iteration.txt.
 
     Raises:
-        FileNotFoundError: no such iteration (the message lists those there), or a rank's file is
-            missing. ValueError:
-        the files belong to several layouts, copies of a tensor differ, there are no adapters, or
-            some have no name in
-        a Hugging Face model.
+        FileNotFoundError: no such iteration (the message lists those there). ValueError: a rank's
+            file is missing, the files belong to several layouts, copies of a tensor differ, there
+            are no adapters, or some have no name in a Hugging Face model.
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, stages = _read_ranks(directory)
@@ -265,15 +263,10 @@ def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
             "adapters cannot be read"
         )
     folders = rank_folders(*sizes)
-    if left_over := sorted(set(there) - set(folders.values())):
+    if odd := sorted({*there} ^ {*folders.values()}):
         raise ValueError(
-            f"{directory} mixes runs: {says}, where {', '.join(left_over)} has no place; remove "
-            "one run's files"
-        )
-    if missing := sorted(set(folders.values()) - set(there)):
-        raise FileNotFoundError(
-            f"{', '.join(str(directory / name / FILE) for name in missing)} missing: {says}; "
-            "bring the files of all nodes together"
+            f"{directory}: {', '.join(odd)} missing, or of another run: {says}; bring the files of "
+            "all nodes of one run together"
         )
     stages: list[Shards] = [{} for _ in range(sizes[1])]
     for (tensor, stage, expert), folder in folders.items():

@@ -2,13 +2,11 @@
 names, which every tool knows.
 """
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mindspeed_qerl.common.files import json_text, new_directory
@@ -18,22 +16,7 @@ from mindspeed_qerl.lora.checkpoint import Adapters
 from mindspeed_qerl.lora.proof import join, movement
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
-# keys of a PEFT config that ask for more than (alpha / r) B A
-MORE_THAN_LORA = (
-    "use_dora",
-    "use_rslora",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "layer_replication",
-    "fan_in_fan_out",
-    "modules_to_save",
-)
-PLAIN_INITS = (True, False, "gaussian", "orthogonal", "eva")  # others change the base model
-PEFT_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-# in the metadata of what is exported, the digest of what was trained on (fingerprint.py)
-BASE = "base_weights"
-MERGE = "merge it with PEFT (merge_and_unload), and give the merged model"
 
 
 def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Path) -> None:
@@ -51,8 +34,7 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
 
     Raises:
         ValueError: the adapters do not fit the base model; the message names the tensor.
-            FileExistsError: `out_dir`
-        holds something.
+        FileExistsError: `out_dir` holds something.
     """
     _check_fit(adapters, Checkpoint(base_model_dir))
     config = {
@@ -61,9 +43,6 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
         "base_model_name_or_path": str(Path(base_model_dir).resolve()),
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
         "target_modules": sorted({module.rpartition(".")[2] for module in adapters.weights}),
     }
@@ -84,88 +63,15 @@ def save_peft(adapters: Adapters, base_model_dir: str | Path, out_dir: str | Pat
         save_file(
             tensors,
             directory / "adapter_model.safetensors",
-            metadata={"format": "pt", **_origin(adapters, base_model_dir)},
+            metadata={"format": "pt", **_origin(adapters)},
         )
         (directory / "adapter_config.json").write_text(json_text(config))
-
-
-def load_peft(directory: str | Path) -> Adapters:
-    """The adapter that `save_peft` wrote, or another PEFT LoRA adapter of plain linear layers; its
-    iteration is 0. ValueError: no readable adapter there, or one with more than (alpha / r) B A.
-    """
-    directory = Path(directory)
-    try:
-        config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-        with safe_open(directory / "adapter_model.safetensors", "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-            metadata = file.metadata() or {}
-        if not isinstance(config, dict) or not tensors:
-            raise ValueError("it holds no tensor" if not tensors else "its config is no mapping")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{directory} is no PEFT adapter in safetensors: {error}") from error
-    rank = config.get("r")
-    alpha = config.get("lora_alpha")
-    if more := _more_than_lora(config):
-        raise ValueError(
-            f"{directory} holds more than LoRA on linear layers ({', '.join(more)}): {MERGE}"
-        )
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(
-            f"{directory}/adapter_config.json: r = {rank!r} and lora_alpha = {alpha!r} must be "
-            "numbers, r at least 1"
-        )
-    pairs: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        match = PEFT_NAME.fullmatch(name)
-        if not match or tensor.ndim != 2 or tensor.shape["AB".index(match[2])] != rank:
-            raise ValueError(
-                f"{directory}: {name} {list(tensor.shape)} is not the A [r, in] or B [out, r] of a "
-                f"linear layer with r = {rank}: {MERGE}"
-            )
-        module, side = match.groups()
-        if pattern := _own_pattern(config, module, directory):
-            raise ValueError(
-                f"{directory}: {module} has an r or alpha of its own ({pattern}): {MERGE}"
-            )
-        pairs.setdefault(module, {})[side] = tensor
-    for module, pair in pairs.items():
-        if len(pair) < 2:
-            raise ValueError(f"{directory}: {module} has an A or a B and not the other")
-    weights = {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}
-    return Adapters(weights, rank, alpha, 0, metadata.get(BASE))
-
-
-def _more_than_lora(config: dict) -> list[str]:
-    """Returns what a PEFT config asks for beside (alpha / r) B A."""
-    more = [key for key in MORE_THAN_LORA if config.get(key)]
-    if config.get("init_lora_weights", True) not in PLAIN_INITS:
-        more.append(f"init_lora_weights = {config['init_lora_weights']}")
-    for key, plain in (("peft_type", "LORA"), ("bias", "none")):
-        if config.get(key, plain) != plain:
-            more.append(f"{key} = {config[key]}")
-    return more
-
-
-def _own_pattern(config: dict, module: str, directory: Path) -> str | None:
-    """The pattern that gives a module an r or alpha of its own, as PEFT's get_pattern_key."""
-    for pattern in [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]:
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return pattern
-        except re.error as error:
-            raise ValueError(
-                f"{directory}/adapter_config.json: {pattern!r} in rank_pattern or alpha_pattern is "
-                f"no regular expression: {error}"
-            ) from error
-    return None
 
 
 def save_merged(
     adapters: Adapters,
     base_model_dir: str | Path,
     out_dir: str | Path,
-    *,
-    all_layers: bool = True,
     dtype: torch.dtype | None = None,
 ) -> float:
     """Write the base model with W + (alpha / r) B A, computed in float32 and rounded once to
@@ -173,16 +79,14 @@ def save_merged(
     of the update that the written weights have (proof.py).
 
     Other tensors, the configuration and the tokenizer are copied as they are. Memory: the adapters
-    and three times the largest file of the base. Arguments and errors as for `save_peft`;
-    `all_layers`: a layer without an adapter, where others have one, is an error.
+    and three times the largest file of the base. Arguments and errors as for `save_peft`.
     """
     base = Checkpoint(base_model_dir)
-    _check_fit(adapters, base, all_layers)
+    _check_fit(adapters, base)
     with new_directory(Path(out_dir)) as directory:
         for file in sorted(base.directory.iterdir()):
             if file.is_file() and file.suffix not in WEIGHT_SUFFIXES:
                 shutil.copyfile(file, directory / file.name)
-        origin = _origin(adapters, base.directory)
         movements = []
         for name_of_file in sorted(set(base.files.values())):
             content = base.open(name_of_file)
@@ -199,24 +103,20 @@ def save_merged(
             save_file(
                 tensors,
                 directory / name_of_file,
-                metadata={**(content.metadata() or {"format": "pt"}), **origin},
+                metadata={**(content.metadata() or {"format": "pt"}), **_origin(adapters)},
             )
             del tensors  # before the next file is read
     return join(movements)[""].get("arrived", 1.0)
 
 
-def _origin(adapters: Adapters, base_model_dir: str | Path) -> dict[str, str]:
-    """For the metadata of what is exported: what was trained, by which run, for how long."""
-    base = adapters.base or weights_digest(Path(base_model_dir))
-    origin = {BASE: base, "iteration": str(adapters.iteration)}
-    if adapters.run:
-        origin["run"] = adapters.run
-    return origin
+def _origin(adapters: Adapters) -> dict[str, str]:
+    """For the metadata of what is exported: which run made it, and in how many iterations."""
+    return {"run": adapters.run or "", "iteration": str(adapters.iteration)}
 
 
-def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) -> None:
+def _check_fit(adapters: Adapters, base: Checkpoint) -> None:
     """ValueError unless the base model has the weights that were trained, as far as that is known,
-    each adapter has its weight there, and, with `all_layers`, each like weight its adapter.
+    each adapter has its weight there, and each like weight its adapter.
     """
     wrong_base = f"{base.directory} is not the model that was trained"
     for module, (a, b) in adapters.weights.items():
@@ -239,7 +139,7 @@ def _check_fit(adapters: Adapters, base: Checkpoint, all_layers: bool = True) ->
                 "float32"
             )
     kinds = {re.sub(r"\d+", "*", f"{module}.weight") for module in adapters.weights}
-    for name in base.files if all_layers else ():
+    for name in base.files:
         adapted = name.removesuffix(".weight") in adapters.weights
         if not adapted and re.sub(r"\d+", "*", name) in kinds:
             raise ValueError(

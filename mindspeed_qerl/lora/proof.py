@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from mindspeed_qerl.lora.arrival import variance_of_rounding
+from mindspeed_qerl.lora.arrival import share_of, variance_of_rounding
 from mindspeed_qerl.lora.rounding import Dither, rounded
 
 Movement = dict[str, dict[str, float]]  # LoRA target -> what `movement` says of its tensors
@@ -95,10 +95,8 @@ def join(movements: Iterable[Movement]) -> Movement:
         for keys, together in JOINED.items():
             for key in keys:
                 whole[key] = together(entry[key] for entry in entries)
-        if whole["square"]:
-            whole["arrived"] = whole["product"] / whole["square"]
-            whole["arrived_error"] = math.sqrt(whole["variance"]) / whole["square"]
-        joined[target] = whole
+        share = share_of(whole["product"], whole["square"], whole["variance"])
+        joined[target] = whole | share
     return joined
 
 
@@ -106,18 +104,14 @@ def arrival_metrics(movement: Movement) -> dict[str, float]:
     """Returns the metrics `sync/arrived` (runs/metrics.py) of what `join` found: of each target,
     and of the one with the least; nothing before the first update.
     """
-    shares = {}
-    for target, entry in movement.items():
-        if "arrived" in entry:
-            shares[f"sync/arrived/{target}"] = entry["arrived"]
-    if not shares:
+    arrived = {target: entry for target, entry in movement.items() if "arrived" in entry}
+    if not arrived:
         return {}
-    errors = {
-        f"sync/arrived_error/{target}": entry["arrived_error"]
-        for target, entry in movement.items()
-        if "arrived" in entry
-    }
-    return {"sync/arrived": min(shares.values()), **shares, **errors}
+    metrics = {"sync/arrived": min(entry["arrived"] for entry in arrived.values())}
+    for name in ("arrived", "arrived_error"):
+        for target, entry in arrived.items():
+            metrics[f"sync/{name}/{target}"] = entry[name]
+    return metrics
 
 
 def _sum(tensor: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Recipe
 
 # keys of some loss modes only; one's own may read all
 READ_BY = {
-    "clip_ratio_c": ("vanilla", "gspo", "dppo_tv", "dppo_kl"),
+    "clip_ratio_c": ("vanilla", "gspo"),
     "tau_pos": ("sapo",),
     "tau_neg": ("sapo",),
 }

@@ -80,7 +80,7 @@ class Noise:
 
 @part
 class Correction:
-    """Importance weights for answers that another policy sampled (algorithm/corrections.py)."""
+    """Importance weights for answers that another policy sampled (algorithm/losses.py)."""
 
     section: ClassVar[str] = "rollout_correction"
     method: Literal[

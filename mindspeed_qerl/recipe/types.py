@@ -25,7 +25,7 @@ from mindspeed_qerl.recipe.layout import Layout
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[str, ...] = get_args(LoRATarget)
-LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl")
+LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo")
 DISPATCH = (
     "actor_rollout_dispatch_size",
     "actor_logprob_dispatch_size",
@@ -134,7 +134,7 @@ class Algorithm:
     # DAPO's: ratio in [1 - low, 1 + high]
     clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)
     clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
-    # of vanilla and gspo the dual clip, None: off; of DPPO the bound of the ratio, None: 20
+    # of vanilla and gspo the dual clip, None: off
     clip_ratio_c: Float | None = Field(None, gt=1)
     tau_pos: Float = Field(1.0, gt=0)  # SAPO's
     tau_neg: Float = Field(1.05, gt=0)

@@ -117,9 +117,7 @@ def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
 
 
 def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
-    """Checks whether `loss/total`, of the tensor that backward got, is the sum of its parts with
-    their coefficients.
-    """
+    """Checks whether `loss/total`, which backward got, is the sum of its parts with coefficients."""
     kl = algorithm.kl_coefficient
     entropy = algorithm.entropy_coefficient
     parts = (
@@ -240,12 +238,10 @@ def noise_share_fault(seen: Sequence[tuple[float, float]]) -> str | None:
 
 
 def sync_faults(movement: Movement) -> list[str]:
-    """The targets whose weights in the rollout engine are not base + (alpha / r) B A, a sentence
-    for each.
+    """Says of which targets the weights in the rollout engine are not base + (alpha / r) B A.
 
-    Args:
-        movement: per LoRA target the norms `moved` and `expected`, `max_error` and `resolution` of
-            the weights, and `lost`, the largest share of one tensor's move that did not arrive.
+    movement: the norms `moved` and `expected`, `max_error` and `resolution` of the weights, and
+    `lost`, the largest share of one tensor's move that did not arrive.
     """
     return [
         f"{target}: the rollout engine's weights differ from base + (alpha/r) B A by "
@@ -258,27 +254,24 @@ def sync_faults(movement: Movement) -> list[str]:
     ]
 
 
-def arrival_faults(
-    shares: Mapping[str, tuple[float, float]], min_arrived: float, arithmetic: str
-) -> list[str]:
-    """Says of which targets too little of the update reached the rollout engine, a sentence each.
+def arrival_faults(movement: Movement, min_arrived: float, arithmetic: str) -> list[str]:
+    """Says of which targets less of the update than `min_arrived` reached the rollout engine, a
+    sentence each. movement: the share `arrived`, and `arrived_error`. arithmetic: of the engine.
 
-    Args:
-        shares: (share, standard error) by LoRA target (lora/proof.py). min_arrived: of
-            run.min_arrived. arithmetic: what the rollout engine multiplies in.
-
-    >>> arrival_faults({"linear_qkv": (0.02, 0.1)}, 0.9, "bfloat16")[0][:71]
+    >>> lost = {"linear_qkv": {"arrived": 0.02, "arrived_error": 0.1}}
+    >>> arrival_faults(lost, 0.9, "bfloat16")[0][:71]
     'linear_qkv: 2 % of its update reached the rollout engine (standard erro'
     """
     return [
-        f"{target}: {100 * share:.2g} % of its update reached the rollout engine (standard error "
-        f"{100 * error:.2g} %), and run.min_arrived = {min_arrived:g} asks for more. The rest was "
-        f"rounded away on its way into weights of {arithmetic}, whose spacing is wider than what "
-        "was learnt: answers and evaluations are nearly the base model's. Ways out: "
-        "generate_config.dtype=float32, rollout_quantization=none, a larger actor_config.lr; or a "
-        "lower run.min_arrived, which accepts it"
-        for target, (share, error) in shares.items()
-        if is_too_little(share, error, min_arrived)
+        f"{target}: {100 * entry['arrived']:.2g} % of its update reached the rollout engine "
+        f"(standard error {100 * entry['arrived_error']:.2g} %), and run.min_arrived = "
+        f"{min_arrived:g} asks for more. The rest was rounded away on its way into weights of "
+        f"{arithmetic}, whose spacing is wider than what was learnt: answers and evaluations are "
+        "nearly the base model's. Ways out: generate_config.dtype=float32, "
+        "rollout_quantization=none, a larger actor_config.lr; or a lower run.min_arrived, which "
+        "accepts it"
+        for target, entry in movement.items()
+        if is_too_little(entry["arrived"], entry["arrived_error"], min_arrived)
     ]
 
 

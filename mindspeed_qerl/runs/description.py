@@ -1,10 +1,19 @@
-"""What describes a run: a label for its folder, its data files, and in what two configs differ."""
+"""What describes a run: a label for its folder, its data files, what it ran on, and in what two
+configs differ.
+"""
 
+import hashlib
+import importlib.metadata
+import os
+import platform
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import mindspeed_qerl
 from mindspeed_qerl.common.files import sha256
 from mindspeed_qerl.families.fingerprint import weights_digest
 
@@ -13,6 +22,8 @@ LABEL_LENGTH = 80
 SEEDS = ("seed", "megatron_training.seed")
 EMPTY: tuple[Any, ...] = (None, [])
 DataFiles = Mapping[str, Path | str]  # by label: "train", "test", "model/..."
+# rooms that train nothing, and change no number of a run
+WITHOUT_NUMBERS = ("compare", "demo", "integrations", "preflight", "runs", "sweep.py")
 
 
 def label_of(overrides: Sequence[str]) -> str:
@@ -76,3 +87,54 @@ def differences(before: Any, after: Any) -> dict[str, str]:
         if was != now and not (was in EMPTY and now in EMPTY):
             lines[key] = f"{key} was {was!r} and is {now!r}"
     return lines
+
+
+@cache  # of the process
+def own_versions() -> dict[str, Any]:
+    """Returns what the run ran on: Python, machine, every installed distribution (read, not
+    imported), the source's git state and the digest of what trains.
+    """
+    packages: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        packages.setdefault(distribution.name, distribution.version)
+    return {
+        "mindspeed_qerl": mindspeed_qerl.__version__,
+        "code": code_digest(Path(mindspeed_qerl.__file__).parent),
+        "git": git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "packages": packages,
+    }
+
+
+def code_digest(package: Path) -> str:
+    """Returns the digest of the package's files that decide a run's numbers, 64 hexadecimal digits:
+    its own Python and YAML, but for the rooms `WITHOUT_NUMBERS`.
+    """
+    files = sorted({*package.rglob("*.py"), *package.rglob("*.yaml")})
+    digest = hashlib.sha256()
+    for file in files:
+        name = file.relative_to(package)
+        if name.parts[0] not in WITHOUT_NUMBERS:
+            digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def git_state(source: Path) -> dict[str, Any] | None:
+    """{"commit", "dirty": tracked files are changed} when `source` is the top of a git checkout,
+    else None (an installed package, or no git).
+    """
+    # site-packages inside somebody else's checkout must not be mistaken for ours
+    if not (source / ".git").exists():
+        return None
+    # Without optional locks git does not touch the index, so it cannot get in the way of a
+    # commit being made; files that git does not track are results, data and notes.
+    command = ["git", "--no-optional-locks", "-C", str(source), "describe", "--always", "--dirty"]
+    command += ["--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    commit, dash, _ = answer.stdout.strip().partition("-")
+    return {"commit": commit, "dirty": bool(dash)}

@@ -20,7 +20,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from itertools import count
@@ -32,9 +32,12 @@ import yaml
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import hold, json_text, whole_checkpoints, write_whole
-from mindspeed_qerl.common.imports import CODE
-from mindspeed_qerl.runs.description import DataFiles, describe_data, differences
-from mindspeed_qerl.runs.versions import own_versions
+from mindspeed_qerl.runs.description import (
+    DataFiles,
+    describe_data,
+    differences,
+    own_versions,
+)
 
 ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
 
@@ -58,14 +61,12 @@ class RunDirectory:
         self._seconds_before = 0.0
         # a line for each that a resumed run was not started with
         self.other_versions: list[str] = []
-        self.config_file = self.path / "config.yaml"
         self.status_file = self.path / "status.json"
         self.facts_file = self.path / "facts.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.eval_file = self.path / "eval.jsonl"
         self.eval_answers_file = self.path / "eval_answers.jsonl"
         self.rollouts_file = self.path / "rollouts.jsonl"
-        self.tensorboard_dir = self.path / "tensorboard"
         self.checkpoints_dir = self.path / "checkpoints"
         self.summary_file = self.path / "summary.md"
         self.plots_dir = self.path / "plots"
@@ -175,7 +176,7 @@ class RunDirectory:
             )
         self._seconds_before = status.get("seconds", 0.0)
         self.summary_file.unlink(missing_ok=True)  # that of its failure
-        write_whole(self.config_file, _to_yaml(config))
+        write_whole(self.path / "config.yaml", _to_yaml(config))
         started_with = self.read_json("versions.json")
         resumed_with = {**own_versions(), **versions}
         self.other_versions = list(differences(started_with, resumed_with).values())
@@ -196,19 +197,16 @@ class RunDirectory:
 
     def other_data(self, data_files: DataFiles) -> list[str]:
         """A line for each of the files that is not what the run was started with; of the model, if
-        it is given, also for those that are gone, of own code for those that are new.
-        FileNotFoundError for one that is missing.
+        it is given, also for those that are gone. FileNotFoundError for one that is missing.
         """
         before = self.read_json("data.json")
         after = describe_data(data_files)
         model_is_given = any(label.startswith("model/") for label in after)
-        code_is_known = any(label.startswith(CODE) for label in before)
         lines = []
         for label in {**before, **after}:
+            is_given = label in after or model_is_given and label.startswith("model/")
             was, now = (files.get(label, {}).get("sha256") for files in (before, after))
-            is_of_model = model_is_given and label.startswith("model/")
-            is_new_code = code_is_known and label.startswith(CODE)
-            if was != now and (is_of_model or (now and (was or is_new_code))):
+            if is_given and was != now:
                 lines.append(f"{label}.sha256 was {was!r} and is {now!r}")
         return lines
 
@@ -265,11 +263,7 @@ class RunDirectory:
 
     def config(self) -> dict[str, Any]:
         """The resolved config of the run. ValueError for a damaged file."""
-        try:
-            return dict(yaml.safe_load(self.config_file.read_text(encoding="utf-8")))
-        except (yaml.YAMLError, TypeError, ValueError) as error:
-            words = " ".join(str(error).split())
-            raise ValueError(f"{self.config_file} is damaged: {words}") from error
+        return self._read("config.yaml", yaml.safe_load)
 
     def status(self) -> dict[str, Any]:
         """The content of status.json. A run that was killed outright still says "running"."""
@@ -338,12 +332,16 @@ class RunDirectory:
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The content of one of its files; ValueError for a damaged one."""
+        return self._read(name, json.loads)
+
+    def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         file = self.path / name
         try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            return dict(parse(file.read_text(encoding="utf-8")))
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            words = " ".join(str(error).split())
             raise ValueError(
-                f"{file} is damaged: {error}. Restore it, or move the run away"
+                f"{file} is damaged: {words}. Restore it, or move the run away"
             ) from error
 
     def _note(self, **changes: Any) -> None:

@@ -67,10 +67,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.runs.directory import RunDirectory
 
 MetricsRow = Mapping[str, float]  # by name
+Rows = list[dict[str, Any]]  # of a file
 
 WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
 
@@ -149,7 +152,7 @@ class MetricsWriter:
         if self._starts_tensorboard and not self._tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder = self._run.tensorboard_dir
+            folder = self._run.path / "tensorboard"
             self._tensorboard = SummaryWriter(folder, purge_step=self._purge_step)
         if self._tensorboard:
             for name, value in row.items():
@@ -161,7 +164,7 @@ class MetricsWriter:
             self._wandb.log({"step": step, **row})
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> Rows:
     """The rows of a file written by MetricsWriter; a missing file has none.
 
     A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any
@@ -184,12 +187,15 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def columns_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
-    """Rows of metrics.jsonl as columns of equal length, "step" first; NaN where one lacks the
-    metric.
+def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, values) of one metric, float64, in the rows where it is a finite number.
+
+    >>> series([{"step": 1, "lr": 0.5}, {"step": 2}, {"step": 3, "lr": math.nan}], "lr")
+    (array([1.]), array([0.5]))
     """
-    names = dict.fromkeys(["step"] + [name for row in rows for name in row])
-    return {name: [row.get(name, math.nan) for row in rows] for name in names}
+    found = [(row["step"], row[name]) for row in rows if math.isfinite(row.get(name, math.nan))]
+    steps, values = np.array(found, dtype=float).reshape(-1, 2).T
+    return steps, values
 
 
 def _as_numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.aqn.target import NoiseController
@@ -16,15 +16,8 @@ from mindspeed_qerl.runs.metrics import MetricsRow, MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 
 WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
-
-
-class Rollout(NamedTuple):
-    """One sampled answer, as a row of rollouts.jsonl."""
-
-    question: str
-    response: str
-    answer: str
-    reward: float
+ROLLOUT = ("question", "response", "answer", "reward")  # columns of rollouts.jsonl
+Rollout = tuple[str, str, str, float]  # one sampled answer, in that order
 
 
 class RunObserver:
@@ -124,7 +117,7 @@ class RunObserver:
         batch is reported by itself.
         """
         room = self.recipe.run.rollout_samples - self._sampled[step]
-        rows = [rollout._asdict() for rollout in islice(rollouts, room)]
+        rows = [dict(zip(ROLLOUT, rollout)) for rollout in islice(rollouts, room)]
         self.metrics.log_rollouts(step, rows)
         self._sampled[step] += len(rows)
 
@@ -172,33 +165,30 @@ class RunObserver:
                 rounding of what was synced, where rollouts are quantized.
         """
         recipe = self.recipe
-        faults = sync_faults(movement)
-        shares = {}
-        for target, entry in movement.items():
-            if "arrived" in entry:
-                shares[target] = entry["arrived"], entry["arrived_error"]
+        arrived = {target: entry for target, entry in movement.items() if "arrived" in entry}
         is_quantized = recipe.quantization.enabled
         arithmetic = recipe.quantization.format if is_quantized else recipe.model.dtype
-        faults += arrival_faults(shares, recipe.run.min_arrived, arithmetic)
+        faults = sync_faults(movement)
+        faults += arrival_faults(arrived, recipe.run.min_arrived, arithmetic)
         if unlike:
             first = ", ".join(sorted(unlike)[:3])
             faults.append(
                 f"{len(unlike)} weights are not {recipe.quantization.format} of what was "
                 f"synced, the first of them: {first}"
             )
-        if faults or shares:
+        if faults or arrived:
             self.run.record(lora_movement=movement)
         if faults:
             raise EngineError(f"the sync after step {step}: " + "\n".join(faults))
-        if not shares:
+        if not arrived:
             return
         self.run.record(lora_proved_after=step)
         if not self.is_proved:
             self.is_proved = True
-            least = min(share for share, error in shares.values())
+            least = min(entry["arrived"] for entry in arrived.values())
             words = [
-                f"{target} {100 * share:.1f} ± {100 * error:.1f}"
-                for target, (share, error) in shares.items()
+                f"{target} {100 * entry['arrived']:.1f} ± {100 * entry['arrived_error']:.1f}"
+                for target, entry in arrived.items()
             ]
             self.progress.message(
                 f"LoRA reached the rollout engine: {100 * least:.1f} % of the update "

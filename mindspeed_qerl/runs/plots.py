@@ -1,7 +1,6 @@
 """The pictures of a run, drawn from the rows that it left behind.
 
-`columns` and `evals` are what `columns_of` makes of metrics.jsonl and eval.jsonl. Colours are
-Okabe and Ito's, which colour-blind readers can tell apart.
+Colours are Okabe and Ito's, which colour-blind readers can tell apart.
 """
 
 import math
@@ -17,6 +16,9 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from scipy.ndimage import uniform_filter1d
+
+from mindspeed_qerl.runs.metrics import Rows, series
 
 BLUE = "#0072B2"
 ORANGE = "#E69F00"
@@ -25,12 +27,8 @@ RED = "#D55E00"
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 HERE = Path(__file__)
 STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
-# labels of axes that end at 0 and 1, if what is drawn does
-FRACTIONS = ("accuracy", "fraction", "share", "effective sample size", "mean reward")
 LEAST_SPAN = 0.1  # of the largest value on an axis
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
-
-Columns = dict[str, list[float]]
 
 
 class Panel(NamedTuple):
@@ -48,22 +46,21 @@ _ROWS = yaml.safe_load(HERE.with_suffix(".yaml").read_text(encoding="utf-8"))
 PICTURES = {name: [Panel(**row) for row in rows] for name, rows in _ROWS.items()}
 
 
-def write_plots(
-    columns: Columns, evals: Columns, folder: Path, title: str
-) -> tuple[list[Path], list[str]]:
+def write_plots(rows: Rows, evals: Rows, folder: Path, title: str) -> tuple[list[Path], list[str]]:
     """Write learning.png, exploration.png, noise.png, mismatch.png, arrival.png, routing.png and
     time.png, as far as there is something to draw; returns the files, and a sentence for each that
-    could not be drawn.
+    could not be drawn. rows, evals: of metrics.jsonl and eval.jsonl.
     """
     folder.mkdir(exist_ok=True)
+    known = {name for row in rows for name in row}
     files = []
     missing = []
     for name, panels in PICTURES.items():
         drawn: list[Callable[[Axes], None]] = []
         for panel in panels:
-            if panel.labels.keys() & columns.keys():
-                drawn.append(partial(_draw_panel, columns=columns, panel=panel))
-        if name == "learning" and evals["step"]:
+            if panel.labels.keys() & known:
+                drawn.append(partial(_draw_panel, rows=rows, panel=panel))
+        if name == "learning" and evals:
             drawn.append(partial(_draw_accuracy, evals=evals))
         if not drawn:
             continue
@@ -81,14 +78,12 @@ def write_plots(
     return files, missing
 
 
-def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
+def _draw_panel(axes: Axes, rows: Rows, panel: Panel) -> None:
     axes.set(title=panel.title, ylabel=panel.ylabel)
     if panel.is_log:
         axes.set_yscale("log")
     for (name, label), color in zip(panel.labels.items(), COLORS):
-        if name not in columns:
-            continue
-        steps, values = finite(columns, name)
+        steps, values = series(rows, name)
         if label.startswith("|"):
             values = abs(values)
         drawn = values > panel.above
@@ -96,10 +91,14 @@ def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
         values = values[drawn]
         if not len(steps):
             continue
-        if panel.is_log:  # as it is: a mean would blur the stages of the noise
-            axes.plot(steps, values, color=color, marker=".", markersize=3, label=label)
-        else:
-            draw_series(axes, steps, values, color, label)
+        marker = "."
+        # a long line pale, with the mean over a twentieth of its points on top; of a log axis none,
+        # which would blur the stages of the noise
+        if len(steps) > SMOOTHED_POINTS and not panel.is_log:
+            axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+            values = uniform_filter1d(values, len(steps) // 20)
+            marker = ""
+        axes.plot(steps, values, color=color, marker=marker, markersize=3, label=label)
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) > 3:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -107,9 +106,10 @@ def _draw_panel(axes: Axes, columns: Columns, panel: Panel) -> None:
         axes.legend()
 
 
-def _draw_accuracy(axes: Axes, evals: Columns) -> None:
+def _draw_accuracy(axes: Axes, evals: Rows) -> None:
     names = ("step", "accuracy", "interval_low", "interval_high")
-    steps, accuracy, low, high = (np.array(evals[name]) for name in names)
+    values = [[row.get(name, math.nan) for name in names] for row in evals]
+    steps, accuracy, low, high = np.array(values, dtype=float).T
     axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
     # rounding may leave an end on the wrong side of an accuracy of 0 or 1; NaN: of one question
     margins = np.clip(np.nan_to_num([accuracy - low, high - accuracy]), 0, None)
@@ -125,8 +125,6 @@ def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figur
     for axes, draw in zip(grid[:, 0], panels):
         draw(axes)
         _show_no_rounding(axes)
-        if axes.get_ylabel() in FRACTIONS:
-            _end_at_1(axes)
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
@@ -139,47 +137,3 @@ def _show_no_rounding(axes: Axes) -> None:
     if axes.get_yscale() == "linear" and high - low < least:
         middle = (low + high) / 2
         axes.set_ylim(middle - least / 2, middle + least / 2)
-
-
-def _end_at_1(axes: Axes) -> None:
-    """Leaves out of an axis what no fraction can be, if the values that it shows are fractions."""
-    values = [line.get_ydata() for line in axes.lines if line.get_marker() != "_"]  # an error's end
-    values = np.concatenate([*values, [0.0]])
-    if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, 0.0), min(high, 1.0))
-
-
-def finite(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of one metric where it is a finite number."""
-    steps = np.array(columns["step"])
-    values = np.array(columns.get(name, [math.nan] * len(steps)), dtype=float)
-    keep = np.isfinite(values)
-    return steps[keep], values[keep]
-
-
-def moving_mean(values: np.ndarray, half: int) -> np.ndarray:
-    """The mean of each value and `half` neighbours on either side, fewer at both ends.
-
-    >>> moving_mean(np.array([0.0, 3.0, 3.0, 6.0]), 1).tolist()
-    [1.5, 2.0, 4.0, 4.5]
-    """
-    window = np.ones(2 * half + 1)
-    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
-
-
-def draw_series(
-    axes: Axes,
-    steps: np.ndarray,
-    values: np.ndarray,
-    color: str,
-    label: str = "",
-    linestyle: str = "-",
-) -> None:
-    """A line by step; a long one pale, with the mean over a twentieth of its points on top."""
-    marker = "."
-    if len(steps) > SMOOTHED_POINTS:
-        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-        values = moving_mean(values, len(steps) // 40)
-        marker = ""
-    axes.plot(steps, values, color=color, linestyle=linestyle, marker=marker, label=label)

@@ -20,8 +20,8 @@ from rich.markdown import Markdown
 
 from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import columns_of, read_jsonl
-from mindspeed_qerl.runs.plots import Columns, finite, write_plots
+from mindspeed_qerl.runs.metrics import Rows, read_jsonl, series
+from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.progress import accuracy_words
 
 METRICS = (
@@ -44,7 +44,6 @@ NOISE = {
     "aqn/measured_std": "measured std",
     "aqn/changed_fraction": "changed",
 }
-Rows = list[dict[str, Any]]
 Table = Sequence[Sequence[str]]
 
 
@@ -55,14 +54,13 @@ def write_report(run: RunDirectory) -> None:
     title = " / ".join(run.path.absolute().parts[-2:])
     rows = read_jsonl(run.metrics_file)
     evals = read_jsonl(run.eval_file)
-    columns = columns_of(rows)
     lines = [f"# {title}", ""]
     for warning in _warnings(rows):
         lines += [f"> **Warning:** {warning}", ""]
     tables = {
         ("run", ""): _run(run),
         ("held-out accuracy", "after step", "accuracy"): _accuracy(evals),
-        ("metric", "first", "last", "mean", "largest"): _metrics(columns),
+        ("metric", "first", "last", "mean", "largest"): _metrics(rows),
         ("noise stage", "steps", *NOISE.values()): _noise(rows),
         ("LoRA target", "modules", "parameters", "of its update in vLLM"): _lora(run.facts()),
     }
@@ -70,7 +68,7 @@ def write_report(run: RunDirectory) -> None:
         if table:
             lines += [*markdown_table(header, table), ""]
     Console().print(Markdown("\n".join(lines)))
-    plots, missing = write_plots(columns, columns_of(evals), run.plots_dir, title)
+    plots, missing = write_plots(rows, evals, run.plots_dir, title)
     lines += [f"![{plot.stem}](plots/{plot.name})\n" for plot in plots]
     lines += [f"> **Missing:** {reason}\n" for reason in missing]
     run.summary_file.write_text("\n".join(lines), encoding="utf-8")
@@ -105,10 +103,10 @@ def _accuracy(evals: Rows) -> Table:
     return table
 
 
-def _metrics(columns: Columns) -> Table:
+def _metrics(rows: Rows) -> Table:
     table = []
     for name in METRICS:
-        _, values = finite(columns, name)
+        _, values = series(rows, name)
         if len(values):
             numbers = (values[0], values[-1], values.mean(), values.max())
             table.append((name, *map("{:.3g}".format, numbers)))

@@ -37,6 +37,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
 from mindspeed_qerl.tasks.prompts import (
@@ -88,18 +90,20 @@ def convert_packed(
 
     `source` and `max_steps` are what `convert.convert` takes, `tokenizer` the directory of a
     Hugging Face model with a chat template, whose variables have the values of `template_kwargs`
-    (kept in {name}_chat_template_kwargs.json). Everything is read, checked and tokenised before
-    anything is written: whatever fails, `output` is as it was before.
+    (kept in {name}_chat_template_kwargs.json). Each split is read, checked and tokenised before
+    anything of it is written: whatever fails, its files are as they were before.
 
     FileNotFoundError if a split is missing. ValueError for a bad row, for a tokenizer that cannot
     be read, has no chat template or does not give an answer back, and for an `output` that
     MindSpeed-RL would not read as written.
     """
-    splits = {}
+    packed = []
     for split, columns in read_splits(source, max_steps).items():
         rows = [row_of(row, split) for row in columns]
-        splits[f"gsm8k_{split}"] = rows, [row.answer for row in rows]
-    return _pack(Path(output), splits, {}, tokenizer, template_kwargs)
+        golds = [row.answer for row in rows]
+        data_path = Path(output, f"gsm8k_{split}")
+        packed.append(_pack(rows, golds, data_path, tokenizer, template_kwargs))
+    return packed
 
 
 def pack_rows(
@@ -113,56 +117,48 @@ def pack_rows(
     of each row, which the labels count. Earlier ones are replaced; errors, and what happens then,
     as `convert_packed`; TypeError for a column that JSON cannot hold.
     """
-    path = Path(data_path)
     lines = [json.dumps(row.columns) + "\n" for row in rows]
-    counted = {f"{path.name}_rows.jsonl": "".join(lines).encode()}
-    labels = list(map(str, range(len(rows))))
-    [packed] = _pack(path.parent, {path.name: (rows, labels)}, counted, tokenizer, template_kwargs)
-    return packed
+    numbers = list(map(str, range(len(rows))))
+    counted = {"_rows.jsonl": "".join(lines).encode()}
+    return _pack(rows, numbers, Path(data_path), tokenizer, template_kwargs, counted)
 
 
 def _pack(
-    output: Path,
-    splits: Mapping[str, tuple[Rows, Sequence[str]]],
-    others: dict[str, bytes],
+    rows: Rows,
+    labels: Sequence[str],
+    data_path: Path,
     tokenizer_dir: str | Path,
     template_kwargs: Variables | None,
-) -> list[PackedSplit]:
-    """Write {name: (rows, label of each)} with the files {name: content} of `others`, all of them
+    others: Mapping[str, bytes] = {},
+) -> PackedSplit:
+    """Write rows with the label of each, and the files {ending: content} of `others`, all of them
     or none.
     """
-    output = output.absolute()
+    data_path = data_path.absolute()
+    name = data_path.name
+    check_data_path(data_path)
     tokenizer = load_tokenizer(tokenizer_dir)
     check_template(tokenizer, template_kwargs)
     now = datetime.now()  # one date for all rows
-    packed = []
-    contents = dict(others)
-    for name, (rows, labels) in splits.items():
-        check_data_path(output / name)
-        prompts = [chat_ids(tokenizer, row, now, template_kwargs) for row in rows]
-        check_vocabulary(tokenizer, rows, prompts)
-        fields = {"input_ids": prompts, "labels": _label_ids(tokenizer, labels)}
-        for field, ids in fields.items():
-            file = f"{name}_packed_{field}_document"
-            contents[f"{file}.bin"], contents[f"{file}.idx"] = indexed_format(ids)
-        if template_kwargs:
-            contents[f"{name}{VARIABLES}"] = json.dumps(template_kwargs).encode()
-        packed.append(PackedSplit(output / name, list(map(len, prompts))))
-        # MindSpeed-RL reads every field that is there, such as the attention_mask of an earlier run
-        # of its preprocessor; and rows that an earlier packing counted would be taken for the
-        # labels' own.
-        for path in [
-            *output.glob(f"{name}_packed_*_document*"),
-            *output.glob(f"{name}_rows.jsonl"),
-            *output.glob(f"{name}{VARIABLES}"),
-        ]:
+    prompts = [chat_ids(tokenizer, row, now, template_kwargs) for row in rows]
+    check_vocabulary(tokenizer, rows, prompts)
+    contents = {f"{name}{ending}": content for ending, content in others.items()}
+    for field, ids in (("input_ids", prompts), ("labels", _label_ids(tokenizer, labels))):
+        file = f"{name}_packed_{field}_document"
+        contents[f"{file}.bin"], contents[f"{file}.idx"] = indexed_format(ids)
+    if template_kwargs:
+        contents[f"{name}{VARIABLES}"] = json.dumps(template_kwargs).encode()
+    # MindSpeed-RL reads every field that is there, such as the attention_mask of an earlier run of
+    # its preprocessor; and rows that an earlier packing counted would be taken for the labels' own
+    for ending in ("_packed_*_document*", "_rows.jsonl", VARIABLES):
+        for path in data_path.parent.glob(f"{name}{ending}"):
             if path.name not in contents:
                 raise ValueError(
                     f"{path} would be read as a part of the same data: remove it or choose another "
                     "output folder"
                 )
-    write_together(output, contents)
-    return packed
+    write_together(data_path.parent, contents)
+    return PackedSplit(data_path, list(map(len, prompts)))
 
 
 def _label_ids(tokenizer: Any, labels: Sequence[str]) -> list[list[int]]:
@@ -221,8 +217,6 @@ def indexed_format(rows: list[list[int]]) -> tuple[bytes, bytes]:
     """The content of .bin and .idx (layout above) for `rows` of token ids, each a document of its
     own.
     """
-    import numpy as np
-
     lengths = np.array([len(row) for row in rows], "<i4")
     ends = 4 * np.cumsum(lengths, dtype="<i8")
     tokens = np.array([token for row in rows for token in row], "<i4")
@@ -237,8 +231,6 @@ def read_packed(prefix: str) -> tuple[Any, Any]:
 
     FileNotFoundError; ValueError if the two files are not such a dataset.
     """
-    import numpy as np
-
     index = Path(f"{prefix}.idx").read_bytes()
     rows = int.from_bytes(index[18:26], "little")
     if index[:9] != MAGIC or len(index) != 42 + 20 * rows:

@@ -79,23 +79,9 @@ def load_tokenizer(directory: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
         raise ConfigError(
-            f"{directory} has no {_unreadable(directory, error)} that transformers can read: "
+            f"{directory} has no tokenizer, or config.json, that transformers can read: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _unreadable(directory: str | Path, fault: Exception) -> str:
-    """Returns what of a folder gave the `fault`: config.json, which is read with a tokenizer, if it
-    does so alone.
-    """
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # noqa: BLE001  as many
-        if str(error) == str(fault) and Path(directory, "config.json").is_file():
-            return "config.json"
-    return "tokenizer"
 
 
 def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
@@ -175,7 +161,12 @@ def plain_ids(tokenizer: Any, row: Row) -> list[int]:
             f"{row.where}: its messages are a conversation, which has no plain form. Give a column "
             "'prompt', or use a chat model and task.prompt=chat"
         )
-    return tokenizer.encode(row.prompt, add_special_tokens=False)
+    try:
+        return tokenizer.encode(row.prompt, add_special_tokens=False)
+    except (TypeError, UnicodeError) as error:  # half a character, of a text cut within an emoji
+        raise ConfigError(
+            f"{row.where}: the tokenizer does not read its prompt: {error}"
+        ) from error
 
 
 def text_of(model_dir: str | Path, tokens: Any) -> str:

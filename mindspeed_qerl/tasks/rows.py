@@ -16,7 +16,6 @@ imports in a bare Python.
 
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -24,15 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.tasks.gsm8k.prompts import plain_prompt
 
 GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order
 # Whom the model answers: OpenAI's and ShareGPT's users; tools of OpenAI, Llama and ChatGLM.
 ANSWERED_ROLES = ("user", "human", "tool", "function", "ipython", "observation")
 Columns = dict[str, Any]  # of a row, by name
-HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed")  # of a line of JSON that may have a surrogate
-# decimal digits, and bits of a whole number, that these types keep (IEEE 754)
-KEPT = {"halffloat": (3, 11), "float": (6, 24)}
+# Arrow's types that keep fewer digits of a number than people write
+NARROW = ("halffloat", "float")
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,13 @@ def row_of(columns: Columns, where: str = "") -> Row:
     return Row(messages, prompt, question, answer, columns, where)
 
 
+def plain_prompt(question: str) -> str:
+    """Returns the question and a newline, for base models without a chat template: the answer is
+    what comes next.
+    """
+    return f"{question}\n"
+
+
 def _gold(columns: Columns) -> str:
     """The answer of a row as text; ValueError if there is none."""
     values = {name: columns.get(name) for name in GOLDS}
@@ -135,18 +139,9 @@ def _gold(columns: Columns) -> str:
     if name == "completion" and isinstance(value, list):
         value = _turns(value, name)[-1]["content"]
     kind = type(value)
-    if kind is Rounded:
-        raise ValueError(
-            f"column {name!r}: {value} was stored in too few bits to tell what was written: store "
-            "it as text"
-        )
     if kind is int or kind in (float, Decimal) and math.isfinite(value):
         return _as_written(value)
     return check_text({name: value}, name)
-
-
-class Rounded(float):
-    """A number of which fewer bits were kept than its digits need."""
 
 
 def _as_written(value: float | Decimal) -> str:
@@ -159,13 +154,6 @@ def _as_written(value: float | Decimal) -> str:
     if "." in text:
         text = text.rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
-
-
-def _float(text: str) -> float:
-    """A number of JSON; `Rounded` if it has more digits than 64 bits keep."""
-    value = float(text)
-    is_exact = math.isinf(value) or Decimal(text) == Decimal(repr(value))
-    return value if is_exact else Rounded(value)
 
 
 def _turns(messages: Any, column: str) -> list[dict[str, str]]:
@@ -207,27 +195,12 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Columns]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line, parse_float=_float)
+                row = json.loads(line)
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: invalid JSON ({error})") from None
             if type(row) is not dict:
                 raise ConfigError(f"{path}:{number}: expected a JSON object, got {row!r:.80}")
-            if HALF.search(line):
-                _check_characters(row, f"{path}:{number}")
             yield f"{path}:{number}", row
-
-
-def _check_characters(row: Columns, where: str) -> None:
-    """ConfigError names the column with half of a character, which no tokenizer reads."""
-    for column, value in row.items():
-        try:
-            json.dumps([column, value], ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise ConfigError(
-                f"{where}: column {column!a} has {half!a}, half of a character (a surrogate "
-                "without its other one), as texts have that were cut within an emoji: take it out"
-            ) from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Columns]]:
@@ -236,40 +209,17 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Columns]]:
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable parquet file ({error})") from None
-    narrow = [field for field in table.schema if "float" in str(field.type)]
-    for number, row in enumerate(_plain_rows(table, path), 1):
-        widened = {field.name: _widened(row[field.name], field.type) for field in narrow}
-        yield f"{path}: row {number}", row | widened
-
-
-def _plain_rows(table: Any, path: Path) -> list[Columns]:
-    try:
-        return table.to_pylist()
-    except ValueError:  # a text that is no UTF-8
-        for i in range(len(table)):
-            try:
-                table.slice(i, 1).to_pylist()
-            except ValueError as error:
-                raise ConfigError(f"{path}: row {i + 1}: {error}") from None
-        raise
-
-
-def _widened(value: Any, kind: Any) -> Any:
-    """A value of Arrow's type `kind` with each number of 16 or 32 bits as its shortest decimal:
-    33.3, not 33.29999923706055. One that may have had more digits than it shows is `Rounded`.
-    """
-    if isinstance(value, dict):
-        return {field.name: _widened(value[field.name], field.type) for field in kind}
-    if isinstance(value, list) and hasattr(kind, "value_type"):
-        return [_widened(each, kind.value_type) for each in value]
-    if value is None or str(kind) not in KEPT:
-        return value
-    import numpy
-
-    shortest = str(numpy.dtype(kind.to_pandas_dtype()).type(value))
-    digits, bits = KEPT[str(kind)]
-    fits = len(Decimal(shortest).normalize().as_tuple().digits) <= digits
-    is_whole = value == value // 1 and abs(value) <= 2**bits
-    return float(shortest) if fits or is_whole else Rounded(shortest)
+    for field in table.schema:
+        kinds = [field.type]
+        if field.name == "reward_model" and pyarrow.types.is_struct(field.type):
+            kinds = [part.type for part in field.type]
+        if field.name in ("reward_model", *GOLDS) and any(str(kind) in NARROW for kind in kinds):
+            raise ConfigError(
+                f"{path}: column {field.name!r} has numbers in too few bits to tell what was "
+                "written: store them as float64, or as text"
+            )
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row

@@ -13,8 +13,12 @@ import pytest
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.algorithm.corrections import correction_weights
-from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
+from mindspeed_qerl.algorithm.losses import (
+    LossInputs,
+    correction_weights,
+    denominator,
+    loss,
+)
 from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Correction
 from tests.algorithm import verl
 
@@ -69,13 +73,12 @@ def ours(inputs, algorithm, correction=NONE, parts=None):
 
 def verls(inputs, algorithm):
     """verl's policy loss + KL - entropy, aggregated by its agg_loss, and the gradients."""
-    is_dppo = algorithm.loss_mode.startswith("dppo")
     info = {"dp_size": 1, "loss_scale_factor": algorithm.loss_scale_factor}
     settings = {
         "clip_ratio": 0.2,
         "clip_ratio_low": algorithm.clip_low,
         "clip_ratio_high": algorithm.clip_high,
-        "clip_ratio_c": algorithm.clip_ratio_c or (20.0 if is_dppo else 1e9),
+        "clip_ratio_c": algorithm.clip_ratio_c or 1e9,
         "tau_pos": algorithm.tau_pos,
         "tau_neg": algorithm.tau_neg,
         "global_batch_info": info,

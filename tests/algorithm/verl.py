@@ -53,8 +53,6 @@ core = functions(
         "compute_policy_loss_gspo",
         "compute_policy_loss_cispo",
         "compute_policy_loss_sapo",
-        "compute_policy_loss_dppo_tv",
-        "compute_policy_loss_dppo_kl",
         "kl_penalty",
         "kl_penalty_forward",
         "compute_grpo_outcome_advantage",

@@ -32,8 +32,6 @@ OPTIONS = {
     "gspo": option(loss_mode="gspo", clip_ratio_low=0.01, clip_ratio_high=0.02),
     "cispo": option(loss_mode="cispo"),
     "sapo": option(loss_mode="sapo", loss_agg_mode="seq-mean-token-mean"),
-    "dppo_tv": option(loss_mode="dppo_tv", clip_ratio_low=1e-3, clip_ratio_high=1e-3),
-    "dppo_kl": option(loss_mode="dppo_kl", clip_ratio_low=1e-4, clip_ratio_high=1e-4),
     "one's own": option(loss_mode="tests.upstream.own_loss:truncated"),
     "dual clip": option(clip_ratio_c=1.2),
     "seq-mean-token-sum": option(loss_agg_mode="seq-mean-token-sum"),

@@ -1,4 +1,4 @@
-"""The evaluation tool: greedy answers against transformers with PEFT, its numbers against its own
+"""The evaluation tool: greedy answers against transformers, its numbers against its own
 answers counted anew, what it refuses.
 
 That a run's checkpoint gives the answers that the run gave is in test_run.py.
@@ -26,36 +26,13 @@ from tests.tasks.gsm8k.tool import run_tool
 from .conftest import raw_config
 
 
-@pytest.fixture(scope="module")
-def peft_model(tiny_model, tmp_path_factory):
-    """(folder of an adapter that PEFT wrote, the model that it is on)."""
-    import peft
+def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny_model, tmp_path):
     import torch
     import transformers
 
-    torch.manual_seed(3)
-    model = peft.get_peft_model(
-        transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
-        peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"]),
-    )
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    folder = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(folder)
-    return folder, model.eval()
-
-
-def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(
-    tiny_model, peft_model, tmp_path
-):
-    import torch
-    import transformers
-
-    folder, model = peft_model
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     options = {
         "model": tiny_model,
-        "adapter": folder,
         "data": tiny_model / "data/test_chat.parquet",
         "output": tmp_path / "out",
         "samples": 3,
@@ -276,7 +253,6 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
             ConfigError,
             "is longer than rl_config.max_prompt_length = 2 tokens",
         ),
-        ({"adapter": "no_such"}, ValueError, "no_such is no PEFT adapter"),
         (
             {"hardware_error": {"kinds": ["gaussian"]}, "tensor_parallel_size": 2},
             ConfigError,
@@ -321,7 +297,7 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
     "arguments, message",
     [
         (["--model", "m"], "give --run, or --model, --data and --output"),
-        (["--run", "r", "--adapter", "a"], "its adapters are its own"),
+        (["--run", "r", "--output", "o"], "a run's evaluations lie in it"),
         (
             ["--model", "m", "--data", "d", "--output", "o", "--step", "3"],
             "--name and --step go with --run",

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora import export
 from mindspeed_qerl.lora.checkpoint import Adapters, load_adapters
-from mindspeed_qerl.lora.export import load_peft, save_merged, save_peft
+from mindspeed_qerl.lora.export import save_merged, save_peft
 from tests.tasks.gsm8k.tool import run_tool
 
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, EXPERTS, R, ALPHA = 24, 20, 12, 28, 8, 2, 6
@@ -403,20 +403,14 @@ def test_incomplete_checkpoints(tmp_path):
     ):
         load_adapters(save, 3)
     file.unlink()
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"mp_rank_01_001/model_optim_rng.pt missing: .* sizes 2, 1, 2; bring the files",
-    ):
+    with pytest.raises(ValueError, match="mp_rank_01_001 missing, or .* sizes 2, 1, 2; bring the"):
         load_adapters(save, 3)
     file.write_bytes(whole)
     write_checkpoint(save.parent / "other", adapters, "qwen3_moe")
     (save.parent / "other" / "iter_0000003" / "mp_rank_00").rename(
         save / "iter_0000003" / "mp_rank_00"
     )
-    with pytest.raises(
-        ValueError,
-        match=r"mixes runs: mp_rank_00 is of .* 1, 1, 1, where mp_rank_00_000, .* has no place",
-    ):
+    with pytest.raises(ValueError, match="mp_rank_00_000, .* or of another run: mp_rank_00 is of"):
         load_adapters(save, 3)
     save = write_checkpoint(tmp_path / "split", adapters, "qwen3_moe", tp=2, moe_tp_extend_ep=False)
     with pytest.raises(ValueError, match="without moe_tp_extend_ep, which splits each expert"):
@@ -492,131 +486,6 @@ def test_peft_and_the_merged_model_agree(tmp_path, base_model, family):
         )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_peft_adapter_comes_back(tmp_path, base_model, family):
-    adapters = make_adapters(family, 2, torch.bfloat16)
-    save_peft(adapters, base_model(family), tmp_path / "adapter")
-    assert_same(load_peft(tmp_path / "adapter"), replace(adapters, iteration=0))
-
-
-def peft_adapter(folder, base, **settings):
-    """An adapter of PEFT's own making, B not zero; the model that it is on."""
-    torch.manual_seed(1)
-    config = peft.LoraConfig(
-        r=R, lora_alpha=ALPHA, target_modules=["q_proj", "down_proj"], **settings
-    )
-    model = peft.get_peft_model(load(base), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    model.save_pretrained(folder)
-    return model.eval()
-
-
-def test_an_adapter_of_peft_is_merged_as_peft_does(tmp_path, base_model):
-    base = base_model("qwen3")
-    model, tokens = peft_adapter(tmp_path / "adapter", base), torch.arange(1, 17).view(1, 16)
-    save_merged(load_peft(tmp_path / "adapter"), base, tmp_path / "merged")
-    merged = load(tmp_path / "merged")
-    with torch.no_grad(), model.disable_adapter():
-        assert (model(tokens).logits - merged(tokens).logits).abs().max() > 0.1
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(tokens).logits, merged(tokens).logits, rtol=1e-3, atol=1e-3
-        )
-
-
-def test_an_adapter_of_some_layers_is_merged_too(tmp_path, base_model):
-    base = base_model("qwen3")
-    peft_adapter(tmp_path / "adapter", base, layers_to_transform=[1])
-    adapters = load_peft(tmp_path / "adapter")
-    assert set(adapters.weights) == {
-        "model.layers.1.self_attn.q_proj",
-        "model.layers.1.mlp.down_proj",
-    }
-    with pytest.raises(ValueError, match="holds no adapter"):
-        save_merged(adapters, base, tmp_path / "merged")
-    save_merged(adapters, base, tmp_path / "merged", all_layers=False)
-    before, after = tensors_of(base), tensors_of(tmp_path / "merged")
-    assert {
-        name.removesuffix(".weight")
-        for name in before
-        if not torch.equal(before[name], after[name])
-    } == set(adapters.weights)
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"use_rslora": True}, "use_rslora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
-        ({"lora_bias": True}, "lora_B.bias .* is not the A"),
-        (
-            {"alpha_pattern": {"down_proj": 1}},
-            r"down_proj has an r or alpha of its own \(down_proj\)",
-        ),
-        (
-            {"rank_pattern": {r"layers\.1\..*q_proj": 1}},
-            r"q_proj\.lora_[AB]\.weight \[.*\] is not the A .* r = 2",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.lora_bias=True", "ignore:Adapter .default.. 4 LoRA tensor")
-def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path, base_model, settings, message):
-    peft_adapter(tmp_path / "adapter", base_model("qwen3"), **settings)
-    with pytest.raises(ValueError, match=f"{message}.*merge it with PEFT"):
-        load_peft(tmp_path / "adapter")
-
-
-def test_a_folder_that_is_no_adapter_is_refused(tmp_path, base_model):
-    with pytest.raises(
-        ValueError, match="is no PEFT adapter in safetensors: .*adapter_config.json"
-    ):
-        load_peft(tmp_path)
-    save_peft(make_adapters("qwen3", 2), base_model("qwen3"), tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    export.save_file(
-        {
-            name: tensor
-            for name, tensor in tensors.items()
-            if "layers.1.mlp.up_proj.lora_B" not in name
-        },
-        file,
-    )
-    with pytest.raises(
-        ValueError, match=r"layers\.1\.mlp\.up_proj has an A or a B and not the other"
-    ):
-        load_peft(tmp_path / "adapter")
-    config = tmp_path / "adapter" / "adapter_config.json"
-    whole = config.read_text()
-    for change, message in (
-        ({"r": None}, "r = None and lora_alpha = 6 must be numbers"),
-        ({"r": 0}, "r = 0 and"),
-        (
-            {"alpha_pattern": {"(": 1}},
-            r"'\(' in rank_pattern or alpha_pattern is no regular expression",
-        ),
-        ({"lora_alpha": "6"}, "lora_alpha = '6' must be numbers"),
-        ({"bias": "lora_only"}, "bias = lora_only"),
-    ):
-        config.write_text(json.dumps(json.loads(whole) | change))
-        with pytest.raises(ValueError, match=message):
-            load_peft(tmp_path / "adapter")
-    config.write_text("[]")
-    with pytest.raises(ValueError, match="its config is no mapping"):
-        load_peft(tmp_path / "adapter")
-    config.write_text(whole)
-    export.save_file({}, file)
-    with pytest.raises(ValueError, match="it holds no tensor"):
-        load_peft(tmp_path / "adapter")
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is no PEFT adapter in safetensors"):
-        load_peft(tmp_path / "adapter")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_merged_weights_are_rounded_once(tmp_path, base_model, dtype):
     base = tmp_path / "base"
@@ -657,7 +526,7 @@ def test_the_merged_folder_is_the_base_folder(tmp_path, base_model):
             with safe_open(file, "pt") as theirs, safe_open(copy, "pt") as ours:
                 assert set(theirs.keys()) == set(ours.keys()) and ours.metadata() == {
                     **theirs.metadata(),
-                    "base_weights": weights_digest(base),
+                    "run": "",
                     "iteration": "3",
                 }
         elif file.suffix != ".bin":
@@ -717,9 +586,6 @@ def test_a_base_of_the_same_shape_with_other_weights_is_refused(tmp_path, base_m
         save(adapters, other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     save(adapters, base, tmp_path / "out")
-    if save is save_peft:  # it knows its base
-        with pytest.raises(ValueError, match="its weights are others"):
-            save_merged(load_peft(tmp_path / "out"), other, tmp_path / "merged")
 
 
 @pytest.mark.parametrize("save", [save_peft, save_merged])
@@ -736,20 +602,19 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, base_model, save, monkeypat
 def test_the_tool(tmp_path, base_model):
     adapters, base = make_adapters("qwen3_moe", 2), base_model("qwen3_moe")
     save = write_checkpoint(tmp_path / "save", adapters, "qwen3_moe", ep=2)
-    out, merged = tmp_path / "adapter", tmp_path / "merged"
 
     def run(*arguments):
-        return run_tool("export_adapter", "--checkpoint", save, "--base", base, *arguments)
+        command = ["--checkpoint", save, "--base", base, "--output", tmp_path / "out"]
+        return run_tool("export_adapter", *command, *arguments)
 
-    done = run("--output", out)
+    done = run()
     assert done.returncode == 0, done.stderr
     assert "iteration 3: 56 modules" in done.stdout and "r 2, alpha 6" in done.stdout
-    assert_same(load_peft(out), replace(adapters, iteration=0))
-    config = json.loads((out / "adapter_config.json").read_text())
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert Path(config["base_model_name_or_path"]).samefile(base)
-    again = run("--output", out, "--merged")
+    again = run("--merged")
     assert again.returncode == 1 and "exists already" in again.stderr
     assert again.stderr.startswith("export_adapter: ") and again.stderr.count("\n") == 1
-    done = run("--output", merged, "--merged")
+    shutil.rmtree(tmp_path / "out")
+    done = run("--merged")
     assert done.returncode == 0 and "whose weights have 100.00% of the update" in done.stdout
-    assert tensors_of(merged).keys() == tensors_of(base).keys()

@@ -323,7 +323,7 @@ def test_a_fault_says_which_rule_and_which_key(raw):
         ),
         (
             {"algorithm.loss_mode": "cispo", "algorithm.clip_ratio_c": 3.0},
-            "clip_ratio_c is read with algorithm.loss_mode = vanilla or gspo or dppo_tv or dppo_kl",
+            "clip_ratio_c is read with algorithm.loss_mode = vanilla or gspo",
         ),
         (
             {"algorithm.tau_pos": 1.5},

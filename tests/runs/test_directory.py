@@ -12,9 +12,13 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.runs import directory
-from mindspeed_qerl.runs.description import label_of
+from mindspeed_qerl.runs.description import (
+    code_digest,
+    git_state,
+    label_of,
+    own_versions,
+)
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.versions import _installed, code_digest, git_state, own_versions
 
 NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
 ROWS = b'{"problem": "1+1"}\n'
@@ -59,24 +63,6 @@ def test_everything_needed_to_repeat_the_run_is_in_it(tmp_path, monkeypatch):
         "id": run.id,
     }
     assert run.started == NOON.replace(tzinfo=None)
-
-
-def test_what_a_package_bundles_is_no_installed_version(tmp_path, monkeypatch):
-    """Ray and setuptools put folders of their own on sys.path; a user's folder is looked at."""
-    before = _installed()
-    for place, name in (
-        ("site-packages/ray/thirdparty_files", "colorama"),
-        ("dist-packages/setuptools/_vendor", "psutil"),
-        ("site-packages/a/b/c", "torch"),
-        ("mine", "own"),
-        ("other/site-packages", "other"),
-        ("site-packages/vllm_ascend-0.1-py3.11.egg", "vllm-ascend"),
-    ):
-        info = tmp_path / place / f"{name}-0.1.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Name: {name}\nVersion: 0.1\n")
-        monkeypatch.syspath_prepend(tmp_path / place)
-    assert _installed() == before | dict.fromkeys(("own", "other", "vllm-ascend"), "0.1")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter, columns_of, read_jsonl
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 
 
 def run_python(code, run, **environment):
@@ -44,7 +44,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert [row["response"] for row in read_jsonl(run.rollouts_file)] == ["− 72"] * 6
     assert RunDirectory.open(run.path).status()["step"] == 3
 
-    events = accumulator.EventAccumulator(str(run.tensorboard_dir)).Reload()
+    events = accumulator.EventAccumulator(str(run.path / "tensorboard")).Reload()
     names = {"reward/mean", "aqn/layers", "grad_norm"}
     assert set(events.Tags()["scalars"]) == names | {"eval/accuracy"}
     for name in names:
@@ -86,17 +86,6 @@ def test_a_run_is_written_once(new_run):
     MetricsWriter(run, tensorboard=False).log(1, {"a": 1.0})
     with pytest.raises(FileExistsError, match=r"metrics\.jsonl exists: .* Start a new run"):
         MetricsWriter(run, tensorboard=False)
-
-
-def test_columns_have_one_value_per_step(new_run):
-    run = new_run()
-    with MetricsWriter(run, tensorboard=False) as writer:
-        for step in (1, 2, 3):
-            writer.log(step, {"a": 10 * step} | ({"time/sync": 0.5} if step == 2 else {}))
-    columns = columns_of(read_jsonl(run.metrics_file))
-    assert columns["step"] == [1, 2, 3] and columns["a"] == [10, 20, 30]
-    numpy.testing.assert_array_equal(columns["time/sync"], [math.nan, 0.5, math.nan])
-    assert columns_of(read_jsonl(run.path / "absent.jsonl")) == {"step": []}
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from mindspeed_qerl.recipe.types import (
     Run,
 )
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
-from mindspeed_qerl.runs.observer import Rollout, RunObserver
+from mindspeed_qerl.runs.observer import RunObserver
 
 from .test_checks import ARRIVED
 
-ROLLOUTS = [Rollout(f"{i} + 1?", str(i + 1), str(i + 1), 1.0) for i in range(4)]
+ROLLOUTS = [(f"{i} + 1?", str(i + 1), str(i + 1), 1.0) for i in range(4)]
 RANK = {"linear_qkv": {"modules": 2, "parameters": 1200}}
 
 

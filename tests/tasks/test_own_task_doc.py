@@ -61,11 +61,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_the_example_is_complete_and_short():
-    assert sorted(FILES) == ["my_task/reward.py", "my_task/test.jsonl", "my_task/train.jsonl"]
-    assert sum(part.count("\n") for part in (COMMAND, *FILES.values())) < 40
-
-
 # a reward of one's own in a run: test_a_reward_that_fails stops one before it starts
 @pytest.mark.full
 def test_the_example_runs_as_printed(folder):

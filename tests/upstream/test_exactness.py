@@ -59,11 +59,11 @@ SAPO = {
 RLOO = {
     "rl_config.adv_estimator": "rloo",
     "rl_config.kl_penalty": "mse",
-    "algorithm": {"loss_mode": "dppo_tv", "loss_agg_mode": "seq-mean-token-sum"},
+    "algorithm": {"loss_agg_mode": "seq-mean-token-sum"},
     "rollout_correction": {"method": "sequence_tis"},
 }
 MASKED = {
-    "algorithm": {"loss_mode": "dppo_kl", "mask_truncated_completions": True},
+    "algorithm": {"mask_truncated_completions": True},
     "rl_config.kl_penalty": "kl",
     "rollout_correction": {"method": "geometric_mask", "floor": 0.99, "cap": 1.01},
 }
@@ -468,7 +468,7 @@ def test_the_local_engine_computes_the_same(probe):
         terms = [term * int(length) for term, length in zip(terms, lengths)]
     term = sum(terms) / len(terms)
     # whose terms have the log-prob as a factor, and are not clipped
-    if loss_mode in ("dppo_tv", "dppo_kl", OWN["algorithm"]["loss_mode"]):
+    if loss_mode == OWN["algorithm"]["loss_mode"]:
         term *= exact["logprobs"].abs().mean().item()
     of_an_answer = compare_token_by_token(probe, exact["logprobs"], rounded["logprobs"])
     share_of_term = 0.01

@@ -18,10 +18,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
 from mindspeed_qerl.tasks.gsm8k.verifier import canonical_number
-from mindspeed_qerl.tasks.rows import check_text, numbered_rows, row_of
+from mindspeed_qerl.tasks.rows import check_text, numbered_rows
 
+# The wording of verl (examples/data_preprocess/gsm8k.py): it asks for the form that the strict
+# verifier wants.
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 # The files of a split, in a folder or in what the Hub has of it.
 PATTERNS = ("{}.jsonl", "{}.parquet", "{}-*.parquet", "main/{}-*.parquet")
 
@@ -82,28 +84,25 @@ def steps(solution: str) -> int:
     return sum(bool(line.strip()) for line in solution.rpartition("####")[0].splitlines())
 
 
-def converted(row: dict[str, Any]) -> dict[str, Any]:
-    """The row that training reads of a raw one, or of what verl or TRL make of it: verl keeps it in
-    `extra_info`, and messages stay as they are. ValueError says what is wrong with it.
-    """
-    extra = row.get("extra_info")
-    if isinstance(extra, dict) and {"question", "answer"} <= extra.keys():
-        row = extra
-    if "question" in row or not {"prompt", "messages"} & row.keys():
-        question = check_text(row, "question")
-        solution = check_text(row, "answer")
-        messages = chat_messages(question)
-    else:
-        conversation = row_of(row)
-        question = conversation.messages[-1]["content"]
-        solution = conversation.answer
-        messages = conversation.messages
+def converted(raw: dict[str, Any]) -> dict[str, Any]:
+    """The row that training reads of a raw one. ValueError says what is wrong with it."""
+    question = check_text(raw, "question")
+    solution = check_text(raw, "answer")
     return {
-        "messages": messages,
+        "messages": chat_messages(question),
         "question": question,
         "answer": gold_answer(solution),
         "solution": solution,
     }
+
+
+def chat_messages(question: str) -> list[dict[str, str]]:
+    """Returns one user turn, for models with a chat template: the question and the instruction.
+
+    >>> chat_messages("What is 3+4?")[0]["content"].startswith("What is 3+4? Let's think step by")
+    True
+    """
+    return [{"role": "user", "content": f"{question} {INSTRUCTION}"}]
 
 
 def gold_answer(solution: str) -> str:

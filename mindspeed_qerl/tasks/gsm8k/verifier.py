@@ -20,21 +20,16 @@ If its value is not known for sure, or an unknown sign touches it, it is not rea
 read in its place. docs/verifier.md has the rules, and verdicts beside those of other verifiers.
 
 The whole response is read, in time linear in its length: every repetition in the patterns below is
-possessive or bounded, and no number is parsed before its length is known. As a rule only the end
-of a response meets a pattern: markers are searched first, and what stands before is not matched.
+possessive or bounded, and no number is parsed before its length is known.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
-from decimal import Decimal
 from fractions import Fraction
 from functools import partial
-from operator import methodcaller
 
 from mindspeed_qerl.tasks.gsm8k.characters import ODD, UNKNOWN, normalise
-
-# A number, exactly. A Fraction only where the others cannot hold it: it is much slower.
-Value = int | Decimal | Fraction
 
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, and the signs between them
@@ -85,8 +80,6 @@ _FRONT = re.compile(
     rf"| ?\{{(?:(?=[0-9\]}}_])|(?!{_REVERSED_WRAPPERS}\\)[a-zA-Z]++\\))?"
 )
 _LONGEST_FRONT = 24
-_DIGIT = re.compile(rf"[0-9{ODD}\x80-\U0010ffff]")  # or what may be one in another script
-_LAST_DIGIT = re.compile(rf"(?s:.*){_DIGIT.pattern}")
 _DIGIT_IN_LINE = re.compile(rf"[0-9{ODD}]|\n|####")
 
 _GAP = r"[ *_`$)}\\'\"(-]{0,6}+(?:\\?(?:text|textbf|mathrm)\{ ?)?+"
@@ -114,18 +107,6 @@ _PLAIN_AFTER = (
     r"(?=(?:[.)}$*%]{0,4}| [-+*/=]?)(?:\n|$)|(?:[.,%] ?| |(?=\\))(?:\\text\{ ?)?"
     "(?!an|b[in]|c[dru]|d(?:iv|oz|ui)|gr|hu|la|m[iln]|or|sq|t[aehinoru]|x)[a-z]{2})"
 )
-_PLAIN_NUMBER = r"\$?(?P<run>[0-9]++(?:,[0-9]{3})*+(?:\.[0-9]++)?+)"
-_PLAIN_STATEMENT = re.compile(
-    rf"(?:####|\\boxed\{{|A:(?<!\wA:)) ?{_PLAIN_NUMBER}"
-    rf"(?:{_PLAIN_AFTER}|(?P<on> (?:[-+*/=]|or|to) [-$]{{0,2}}[0-9]))"
-)
-# From the `=` or the space before the last number. In front of that space stands an operator, or a
-# word that does not end like "and" or a scale, which join two numbers.
-_PLAIN_LAST = re.compile(
-    r"(?:=|(?:(?<=[-=+*/:(])|(?<=[a-z][a-z])(?<!nd|ed|ds|kh|hs|ac|cs|on|en|ns|re|es)) )"
-    + _PLAIN_NUMBER
-    + _PLAIN_AFTER
-)
 # What stands behind a number: another one it goes on into, or, in ways that are known, a scale or
 # the end.
 _AFTER = re.compile(
@@ -151,23 +132,12 @@ _MARKUP = rf"(?:[ *_`\"'$({{]|\\[(\[]|\\{_WRAPPERS}\{{){{0,16}}+"
 _STATED = _MARKUP + _NUMBER
 
 
-def _find_answer(text: str) -> int:
-    """Returns where "answer" stands first, in letters that `re.IGNORECASE` takes for these (U+017F
-    is an s); -1 if nowhere.
-    """
-    return text.replace("\u017f", "s").encode("ascii", "replace").lower().find(b"answer")
-
-
-# Where each can stand first, and its pattern.
-_FORMS: dict[str, tuple[Callable[[str], int], re.Pattern[str]]] = {
-    "####": (methodcaller("find", "####"), re.compile("####" + _STATED)),
-    "\\boxed": (methodcaller("find", "\\boxed{"), re.compile(r"\\boxed\{" + _STATED)),
+_FORMS = {
+    "####": re.compile("####" + _STATED),
+    "\\boxed": re.compile(r"\\boxed\{" + _STATED),
     # the letter before the word boundary: searched much faster
-    "answer is": (
-        _find_answer,
-        re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
-    ),
-    "A:": (methodcaller("find", "A:"), re.compile(r"A:(?<!\wA:)" + _STATED)),
+    "answer is": re.compile(r"[aA](?<!\w[aA])(?i:nswer[*_]{0,2}(?: is:?| ?:))" + _STATED),
+    "A:": re.compile(r"A:(?<!\wA:)" + _STATED),
 }
 RULES = (*_FORMS, "last number", "none")  # how an answer can be found, strongest first
 _GOLD = re.compile(_STATED)
@@ -233,12 +203,8 @@ def canonical_number(text: str) -> str:
     return _canonical(_read_number(text))
 
 
-def _read_number(text: str) -> Value:
-    written = str(text).strip()
-    # nearly always
-    if written.isdecimal() and written.isascii() and len(written) <= MAX_NUMBER_CHARS:
-        return int(written)
-    normalised = normalise(written).strip()
+def _read_number(text: str) -> Fraction:
+    normalised = normalise(str(text)).strip()
     match = _GOLD.match(normalised)
     value, end = _value(match) if match else (None, None)
     if value is None or end is None or not _REST_OF_GOLD.fullmatch(normalised, end):
@@ -249,50 +215,28 @@ def _read_number(text: str) -> Value:
     return value
 
 
-def _extract(text: str, method: str) -> tuple[Value | None, str]:
+def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
+    text = normalise(text)
     if method == "strict":
-        find, form = _FORMS["####"]
-        if (start := find(text)) < 0:
-            return None, "none"
-        values = [_value_of_line(match) for match in form.finditer(_normalised_from(start, text))]
+        values = [_value_of_line(match) for match in _FORMS["####"].finditer(text)]
         agree = values and values.count(values[0]) == len(values)
         return (values[0] if agree else None), "####"
-    for rule, (find, form) in _FORMS.items():
-        if (start := find(text)) < 0:
+    for rule, form in _FORMS.items():
+        last = _last(form, text)
+        if last is None:
             continue
-        if plain := _PLAIN_STATEMENT.match(text, text.rfind(rule)):
-            if plain["on"]:
-                break
-            return _decimal("", plain["run"]), rule
-        last = _last(form, _normalised_from(start, text))
-        if last is not None:
-            value, end = _value(last)
-            if end is not None:
-                return value, rule
-            break  # an equation such as "#### 48+24=72": its result is the last number
+        value, end = _value(last)
+        if end is not None:
+            return value, rule
+        break  # an equation such as "#### 48+24=72": its result is the last number
     return _last_number(text), "last number"
 
 
-def _normalised_from(start: int, text: str) -> str:
-    """Returns what stands at `start` and behind, with the character before it, at which a form
-    looks.
-    """
-    return normalise(text[max(start - 1, 0) :])
-
-
-def _last_number(text: str) -> Value | None:
+def _last_number(text: str) -> Fraction | None:
     """The value of the last number, from the last line that has one; powers of units are none."""
-    end = len(text) if _DIGIT.search(text) else 0
-    while digit := _LAST_DIGIT.match(text, 0, end):
-        before = max(text.rfind(" ", 0, digit.end()), text.rfind("=", 0, digit.end()))
-        plain = _PLAIN_LAST.match(text, before)
-        if plain and plain.end() == digit.end() and "\\" not in text:
-            return _decimal("", plain["run"])
-        start = text.rfind("\n", 0, digit.end()) + 1
-        line_end = text.find("\n", digit.end(), end)
-        line = normalise(text[start : end if line_end < 0 else line_end])
+    for line in reversed(text.split("\n")):
         equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
         last = _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line)
         if last is not None:
@@ -302,18 +246,15 @@ def _last_number(text: str) -> Value | None:
             assert in_front, "the pattern matches any text"
             point, currency, sign, cut = in_front.groups()
             return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
-        end = start
     return None
 
 
 def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
-    last = None
-    for last in pattern.finditer(text, start):
-        pass
-    return last
+    found = deque(pattern.finditer(text, start), maxlen=1)
+    return found[0] if found else None
 
 
-def _value_of_line(match: re.Match[str]) -> Value | None:
+def _value_of_line(match: re.Match[str]) -> Fraction | None:
     """Returns what a `####` and its line state: None if there is a second number, or an unreadable
     one.
     """
@@ -324,7 +265,7 @@ def _value_of_line(match: re.Match[str]) -> Value | None:
     return value if second is None or second[0] in ("\n", "####") else None
 
 
-def _value(match: re.Match[str]) -> tuple[Value | None, int | None]:
+def _value(match: re.Match[str]) -> tuple[Fraction | None, int | None]:
     """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if
     it goes on.
     """
@@ -334,7 +275,7 @@ def _value(match: re.Match[str]) -> tuple[Value | None, int | None]:
 
 def _value_of(
     sign: str | None, currency: str | None, run: str, text: str, end: int
-) -> tuple[Value | None, int | None]:
+) -> tuple[Fraction | None, int | None]:
     after = _AFTER.match(text, end)
     if after is None or currency is not None and _MONEY_SCALE.match(text, end):
         return None, end
@@ -345,11 +286,11 @@ def _value_of(
         return None, end
     if after.lastgroup == "scale":
         name = after["scale"].translate(_AS_IGNORECASE).lower().removesuffix("s")
-        value = Fraction(value) * _SCALES[name]
+        value = value * _SCALES[name]
     return value, after.end()
 
 
-def _number(sign: str, run: str) -> Value | None:
+def _number(sign: str, run: str) -> Fraction | None:
     """The value of what is written."""
     if "/" not in run and "\\" not in run:
         return _decimal(sign, run)
@@ -363,26 +304,19 @@ def _number(sign: str, run: str) -> Value | None:
         over, _, under = run.partition("/")
         top = _decimal(sign, over)
         bottom = _decimal("", under)
-    return Fraction(top) / Fraction(bottom) if top is not None and bottom else None
+    return top / bottom if top is not None and bottom else None
 
 
-def _decimal(sign: str, digits: str) -> int | Decimal | None:
+def _decimal(sign: str, digits: str) -> Fraction | None:
     """The value of digits, signs that group them and a point; None if this is not one number."""
-    if not digits or len(digits) > MAX_NUMBER_CHARS:
+    match = _WELL_FORMED.fullmatch(digits) if len(digits) <= MAX_NUMBER_CHARS else None
+    if not digits or match is None:
         return None
-    if digits.isdecimal():
-        return int(sign + digits)
-    match = _WELL_FORMED.fullmatch(digits)
-    if match is None:
-        return None
-    digits = sign + digits.replace(match["by"] or ",", "")
-    # Decimal keeps all digits of a text, and would round the result of an operation
-    return Decimal(digits) if "." in digits else int(digits)
+    return Fraction(sign + digits.replace(match["by"] or ",", ""))
 
 
-def _canonical(number: Value) -> str:
+def _canonical(value: Fraction) -> str:
     """Digits without grouping or superfluous zeros; `p/q` if the decimals do not end."""
-    value = Fraction(number)
     for places in range(MAX_NUMBER_CHARS):
         scaled = value * 10**places
         if scaled.denominator == 1:

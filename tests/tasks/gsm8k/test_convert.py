@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.tasks.gsm8k.convert import convert, read_splits
-from mindspeed_qerl.tasks.gsm8k.prompts import chat_messages
+from mindspeed_qerl.tasks.gsm8k.convert import (
+    chat_messages,
+    convert,
+    converted,
+    gold_answer,
+    load_raw,
+    read_splits,
+)
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import GSM8K, needs_gsm8k
 from tests.tasks.gsm8k.tool import run_tool
+from tests.tasks.test_rows import write_jsonl, write_parquet
 
 NAMES = ["test_chat.parquet", "train_chat.parquet"]
 ROW = {"question": "Wie viele Äpfel sind 3+4?", "answer": "3+4=7\n#### 7"}
@@ -49,49 +56,6 @@ def test_files_and_counts(tmp_path):
             "solution": big["answer"],
         },
     ]
-
-
-TURN = {"role": "user", "content": "3+4? Think."}
-VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": [TURN],
-    "reward_model": {"style": "rule", "ground_truth": "7"},
-}
-
-
-@pytest.mark.parametrize(
-    "published, question, answer, solution",
-    [
-        (
-            VERL | {"extra_info": {"split": "train", "index": 0, **ROW}},
-            ROW["question"],
-            "7",
-            ROW["answer"],
-        ),
-        (
-            {"prompt": [TURN], "solution": "7"},
-            None,
-            "7",
-            "7",
-        ),  # TRL, examples/scripts/async_grpo.py
-        (
-            {"messages": [{"role": "system", "content": "Add."}, TURN], "solution": ROW["answer"]},
-            None,
-            "7",
-            ROW["answer"],
-        ),
-    ],
-)
-def test_rows_of_verl_and_trl(tmp_path, published, question, answer, solution):
-    convert(write_raw(tmp_path / "raw", train=[published]), tmp_path / "out")
-    [row] = read_rows(tmp_path / "out" / "train_chat.parquet")
-    messages = chat_messages(question) if question else published.get("messages", [TURN])
-    assert row.columns == {
-        "messages": messages,
-        "question": question or TURN["content"],
-        "answer": answer,
-        "solution": solution,
-    }
 
 
 def test_same_input_same_bytes(tmp_path):
@@ -190,3 +154,70 @@ def test_gsm8k_itself(tmp_path):
         "109200000",
         "-7",
     }
+
+
+RAW = [
+    {"question": "3+4?", "answer": "3+4=7\n#### 7"},
+    {"question": "500*2?", "answer": "500*2=1,000\n#### 1,000"},
+]
+
+
+def test_gold_answer_is_behind_the_last_hashes():
+    assert gold_answer("2*500 = <<2*500=1000>>1,000\n#### 1,000") == "1000"
+    assert gold_answer("#### 1\n#### -2.50\n") == "-2.5"
+
+
+@pytest.mark.parametrize(
+    "write, name",
+    [
+        (write_jsonl, "train.jsonl"),
+        (write_parquet, "train.parquet"),
+        (write_parquet, "train-00000-of-00001.parquet"),
+        (write_parquet, "main/train-00000-of-00001.parquet"),
+    ],
+)
+def test_raw_rows_from_a_folder(tmp_path, write, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    write(tmp_path / name, RAW)
+    assert [row for _, row in load_raw(tmp_path, "train")] == RAW
+    with pytest.raises(FileNotFoundError, match="no test.jsonl or test.parquet in "):
+        list(load_raw(tmp_path, "test"))
+
+
+def test_raw_rows_from_the_hub(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(name, config, split):
+        asked.append((name, config, split))
+        return datasets.Dataset.from_list(RAW)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert list(load_raw("openai/gsm8k", "test")) == [
+        ("openai/gsm8k test: row 1", RAW[0]),
+        ("openai/gsm8k test: row 2", RAW[1]),
+    ]
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+    def offline(name, config, split):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(
+        FileNotFoundError, match=r"openai/gsm8k is neither .*\(no network\); offline, give a folder"
+    ):
+        list(load_raw("openai/gsm8k", "test"))
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"answer": "#### 1"}, "column 'question' is missing; the row has answer"),
+        ({"question": " ", "answer": "#### 1"}, "column 'question': expected a non-empty string"),
+        ({"question": "q", "answer": 1}, "column 'answer': expected a non-empty string, got 1 "),
+    ],
+)
+def test_raw_row_errors(row, words):
+    with pytest.raises(ValueError, match=words):
+        converted(row)

@@ -478,7 +478,7 @@ def test_any_text_gives_a_canonical_number_or_nothing(text):
 def test_imports_without_any_installed_package():
     program = (
         "import sys; sys.path.insert(0, sys.argv[1]); from mindspeed_qerl.tasks.gsm8k import "
-        "convert, prompts, verifier"
+        "convert, verifier"
     )
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program, str(ROOT)],

@@ -2,14 +2,16 @@
 writer.
 """
 
+import datetime
 import json
 import random
 import re
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -24,7 +26,13 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.gsm8k.convert import convert
-from mindspeed_qerl.tasks.packed import convert_packed, indexed_format, pack_rows
+from mindspeed_qerl.tasks.packed import (
+    convert_packed,
+    indexed_format,
+    pack_rows,
+    read_packed_rows,
+    rows_of_labels,
+)
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rows import read_rows
 from tests.tasks.gsm8k.test_convert import snapshot
@@ -40,12 +48,6 @@ QWEN3 = TEMPLATE.partition("{% if add_")[0] + (
     "{%- if enable_thinking is defined and enable_thinking is false %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
-NAMES = [
-    f"gsm8k_{split}_packed_{field}_document.{ending}"
-    for split in ("test", "train")
-    for field in ("input_ids", "labels")
-    for ending in ("bin", "idx")
-]
 
 
 def save_tokenizer(
@@ -130,42 +132,25 @@ def prompts_of(prefix):
     return [ids.tolist() for ids in dataset]
 
 
-def check_split(split, packed, tokenizer_dir, chat_file):
-    """Every row of `packed`, read by megatron-core, is the rendered chat and the answer of the same
-    row of `chat_file`.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
-    rows = [row.columns for row in read_rows(chat_file)]
-    prompts, labels = (read(packed.data_path, field) for field in ("input_ids", "labels"))
-    assert packed.data_path.name == f"gsm8k_{split}" and len(prompts) == len(labels) == len(rows)
-    for dataset in (prompts, labels):
-        assert dataset.index.dtype.__name__ == "int32" and dataset.sequence_modes is None
-        assert dataset.document_indices.tolist() == list(range(len(rows) + 1))
-    for row, prompt, label in zip(rows, prompts, labels, strict=True):
-        content = row["messages"][0]["content"]
-        assert (
-            tokenizer.decode(prompt)
-            == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        )
-        assert tokenizer.decode(label) == row["answer"] and not set(label) & set(
-            tokenizer.all_special_ids
-        )
-    assert packed.prompt_lengths == prompts.sequence_lengths.tolist()
-    return [prompt.tolist() for prompt in prompts]
-
-
 def test_every_row_reads_back(tmp_path, raw, bpe):
-    packed = convert_packed(raw, tmp_path / "new" / "out", bpe)
+    """Each is the rendered chat and the answer of the same row of the chat file, whose prompts are
+    those of an evaluation.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(bpe)
     convert(raw, tmp_path / "chat")
-    assert sorted(snapshot(tmp_path / "new" / "out")) == NAMES
-    for split, one in zip(("train", "test"), packed, strict=True):
+    for packed in convert_packed(raw, tmp_path / "new" / "out", bpe):
+        split = packed.data_path.name.removeprefix("gsm8k_")
         chat_file = tmp_path / "chat" / f"{split}_chat.parquet"
-        prompts = check_split(split, one, bpe, chat_file)
-        # evaluation asks otherwise
-        assert (
-            prompts
-            == Prompts(chat_file, AutoTokenizer.from_pretrained(bpe), "chat", 10_000).prompts
-        )
+        rows = [row.columns for row in read_rows(chat_file)]
+        prompts, labels = (read(packed.data_path, field) for field in ("input_ids", "labels"))
+        for row, prompt, label in zip(rows, prompts, labels, strict=True):
+            content = row["messages"][0]["content"]
+            asked = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+            assert tokenizer.decode(prompt) == asked
+            assert tokenizer.decode(label) == row["answer"]
+            assert not set(label) & set(tokenizer.all_special_ids)
+        assert packed.prompt_lengths == prompts.sequence_lengths.tolist()
+        assert prompts_of(packed.data_path) == Prompts(chat_file, tokenizer, "chat", 10_000).prompts
 
 
 def test_bytes_are_those_of_megatrons_writer(tmp_path):
@@ -251,7 +236,7 @@ def test_the_npu_engines_training_and_evaluation_ask_alike(tmp_path, monkeypatch
     monkeypatch.setattr(observer.RunObserver, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(observer, "end_tokens", lambda path: set())
     packed = tmp_path / "out" / "gsm8k_train"
-    run = SimpleNamespace(started=datetime(2026, 1, 1), keep=lambda **_: None)
+    run = SimpleNamespace(started=datetime.datetime(2026, 1, 1), keep=lambda **_: None)
 
     def recipe(variables):
         model = [
@@ -331,7 +316,11 @@ def half_written(path, data):
             r"the tokenizer turns the label '\d\d' into .* and that back into '\d \d'",
         ),
         ("no directory", ValueError, "nowhere: no such folder, and so no tokenizer"),
-        ("no tokenizer", ValueError, "has no tokenizer that transformers can read"),
+        (
+            "no tokenizer",
+            ValueError,
+            "has no tokenizer, or config.json, that transformers can read",
+        ),
         ("disk full", OSError, "disk full"),
         (
             "foreign field",
@@ -405,3 +394,86 @@ def test_tool(tmp_path, raw, bpe):
 def test_arguments_that_do_not_go_together(tmp_path, arguments):
     done = run_tool("convert_gsm8k", "--input", tmp_path, "--output", tmp_path / "out", *arguments)
     assert done.returncode == 2 and "error: --" in done.stderr and not (tmp_path / "out").exists()
+
+
+# ---- a task of one's own ----
+
+COLUMNS = [
+    {"prompt": f"Tom has {i} apples.", "answer": answer, "tags": ["fruit", i], "note": None}
+    for i, answer in enumerate(["Ä cafe\u0301\n", " 7 ", "x" * 3000, *map(str, range(9))])
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in COLUMNS))
+    return path
+
+
+def test_labels_find_their_rows_exactly(tmp_path, file, bpe):
+    packed = pack_rows(read_rows(file), tmp_path / "out" / "mine", bpe)
+    assert packed.data_path == tmp_path / "out" / "mine"
+    decode = AutoTokenizer.from_pretrained(bpe).decode
+    prompts, labels = (
+        IndexedDataset(f"{packed.data_path}_packed_{field}_document")
+        for field in ("input_ids", "labels")
+    )
+    assert [decode(ids) for ids in prompts] == [
+        f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n" for row in COLUMNS
+    ]
+    rows = rows_of_labels(
+        [f" {decode(ids)} " for ids in labels], read_packed_rows(packed.data_path)
+    )
+    assert [row.columns for row in rows] == COLUMNS
+    # no answer goes through the tokenizer
+    assert [row.answer for row in rows] == [row["answer"] for row in COLUMNS]
+    assert packed.prompt_lengths == list(map(len, prompts))
+
+
+def test_without_packed_rows_a_label_is_the_answer(tmp_path):
+    assert read_packed_rows(tmp_path / "gsm8k_train") is None
+    [row] = rows_of_labels(["72 "], None)
+    assert (row.answer, row.columns) == ("72", {"answer": "72"})
+
+
+@pytest.mark.parametrize("label", ["12", "-1", "Paris", "1.0", "²", " "])
+def test_a_label_that_counts_no_row_is_refused(file, label):
+    with pytest.raises(ConfigError, match="neither an answer nor the number of a packed row"):
+        rows_of_labels(["0", label], read_rows(file))
+
+
+def test_an_empty_label_is_refused():
+    with pytest.raises(ConfigError, match="label '' is neither an answer nor"):
+        rows_of_labels(["7", " "], None)
+
+
+def test_gsm8k_is_not_packed_beside_rows_of_another_packing(tmp_path, file, bpe):
+    """Its labels, which are answers, would be taken for the numbers of those rows."""
+    pack_rows(read_rows(file), tmp_path / "out" / "gsm8k_train", bpe)
+    for split in ("train", "test"):
+        file = tmp_path / f"{split}.jsonl"
+        file.write_text('{"question": "Tom has 3 apples.", "answer": "#### 3"}\n')
+    with pytest.raises(ValueError, match=r"gsm8k_train_rows.jsonl would be read as a part"):
+        convert_packed(tmp_path, tmp_path / "out", bpe)
+
+
+def test_columns_that_json_cannot_hold_are_refused_and_nothing_is_written(tmp_path, bpe):
+    table = pyarrow.Table.from_pylist(
+        [{"prompt": "Tom", "answer": "3", "day": datetime.date(2026, 1, 2)}]
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(TypeError, match="Object of type date is not JSON serializable"):
+        pack_rows(read_rows(tmp_path / "rows.parquet"), tmp_path / "out" / "mine", bpe)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_tool_for_own_tasks(tmp_path, file, bpe):
+    target = ["--tokenizer", bpe, "--data-path", tmp_path / "out" / "mine"]
+    done = run_tool("pack_task", "--rows", file, *target, "--max-prompt-length", "9")
+    assert done.returncode == 0, done.stderr
+    assert f'  data_path: "{tmp_path}/out/mine"\n' in done.stdout
+    assert done.stdout.startswith("12 prompts of ") and "leaves out " in done.stdout
+    done = run_tool("pack_task", "--rows", tmp_path / "none.jsonl", *target)
+    assert done.returncode == 1 and done.stderr.startswith("pack_task: ")
+    assert "No such file" in done.stderr and "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -19,7 +20,7 @@ from mindspeed_qerl.compare.comparison import (
     Verdict,
 )
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
-from mindspeed_qerl.runs.plots import COLORS, STYLE, draw_series, stack
+from mindspeed_qerl.runs.plots import COLORS, STYLE, stack
 from mindspeed_qerl.runs.report import markdown_table
 
 LONGEST_NAME = 20  # characters of a group's name in a table of 80 columns
@@ -33,7 +34,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
     folder.mkdir(parents=True, exist_ok=True)
     page, data, picture = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
-    link = "\n![accuracy, difference and reward by step](comparison.png)\n"
+    link = "\n![accuracy and difference by step](comparison.png)\n"
     page.write_text(to_markdown(comparison) + link, encoding="utf-8")
     numbers = replace(comparison, groups={}, left_out=[], questions=[])
     data.write_text(json_text(asdict(numbers)), encoding="utf-8")
@@ -130,44 +131,47 @@ def _by_step(comparison: Comparison, labels: dict[str, str]) -> list[str]:
 
 
 def draw(comparison: Comparison, file: Path) -> None:
-    """Accuracy, its difference to the baseline, and training reward by step; 95 % intervals."""
+    """Accuracy and its difference to the baseline by step, with 95 % intervals."""
     labels = labels_of(comparison)
-    names = list(labels)
-    styles = {}
-    for number, name in enumerate(names):
-        line = "--" if number >= len(COLORS) else "-"
-        styles[name] = {"color": COLORS[number % len(COLORS)], "linestyle": line}
+    baseline, *_ = labels
     # side by side, not on top of each other
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0] or 1)
 
-    def draw_bars(axes: Axes, estimates: BySteps) -> None:
-        for number, (name, by_step) in enumerate(estimates.items()):
+    def draw_bars(axes: Axes, title: str, ylabel: str, estimates: BySteps) -> None:
+        axes.set(title=title, ylabel=ylabel)
+        for number, name in enumerate(labels):
+            by_step = estimates.get(name, {})
             steps = np.array(list(by_step)) + number * offset
             means = [value.mean for value in by_step.values()]
             margins = np.nan_to_num([value.high - value.mean for value in by_step.values()])
-            style = dict(styles[name], marker="o", markersize=4, capsize=3)
-            axes.errorbar(steps, means, yerr=margins, label=name, **style)
+            axes.errorbar(
+                steps,
+                means,
+                yerr=margins,
+                color=COLORS[number % len(COLORS)],
+                linestyle="--" if number >= len(COLORS) else "-",
+                marker="o",
+                markersize=4,
+                capsize=3,
+            )
 
-    def accuracy(axes: Axes) -> None:
-        axes.set(title="Held-out accuracy (noise off; bars: 95 % interval)", ylabel="accuracy")
-        draw_bars(axes, comparison.accuracy)
-
-    def difference(axes: Axes) -> None:
-        axes.set(title=f"Difference of accuracy to {labels[names[0]]}", ylabel="difference")
-        axes.axhline(0, color="black", linewidth=1)
-        draw_bars(axes, comparison.difference)
-
-    def reward(axes: Axes) -> None:
-        axes.set(title="Training reward, mean over seeds", ylabel="mean reward")
-        for name, rewards in comparison.rewards.items():
-            steps, values = np.array(list(rewards.items())).T
-            draw_series(axes, steps, values, **styles[name])
-
-    panels = [accuracy]
+    panels = [
+        partial(
+            draw_bars,
+            title="Held-out accuracy (noise off; bars: 95 % interval)",
+            ylabel="accuracy",
+            estimates=comparison.accuracy,
+        )
+    ]
     if any(comparison.difference.values()):
-        panels.append(difference)
-    if all(comparison.rewards.values()):
-        panels.append(reward)
+        panels.append(
+            partial(
+                draw_bars,
+                title=f"Difference of accuracy to {labels[baseline]}",
+                ylabel="difference",
+                estimates=comparison.difference,
+            )
+        )
     in_legend = []
     for name, label in labels.items():
         words = name if name == label else f"{label}: {name}"
@@ -175,8 +179,8 @@ def draw(comparison: Comparison, file: Path) -> None:
     lines = "\n".join(in_legend).count("\n") + 1
     with mpl.rc_context(STYLE):
         figure = stack(panels, below=0.2 + 0.18 * lines)
-        handles, _ = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, in_legend, loc="outside lower left", fontsize=8, handlelength=3)
+        bars = figure.axes[0].containers
+        figure.legend(bars, in_legend, loc="outside lower left", fontsize=8, handlelength=3)
         figure.savefig(file, dpi=130)
 
 
