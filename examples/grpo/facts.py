@@ -29,9 +29,8 @@ from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.preflight.case import Case, case_of
-from mindspeed_qerl.preflight.files import conversion
-from mindspeed_qerl.preflight.network import fault_of_address, fault_of_ray_address
+from mindspeed_qerl.preflight.case import Case, case_of, conversion
+from mindspeed_qerl.preflight.host import fault_of_address, fault_of_ray_address
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 
@@ -80,7 +79,7 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
     """What the launcher needs to know, and the words of the conversion of base weights, none if
     they are there or there are none.
     """
-    case = case_of(compose(name, overrides), name, nodes, own_ray=True)
+    case = case_of(compose(name, overrides), name, nodes)
     check_for_npus(case, name)
     if case.unread:
         raise ConfigError(*case.unread)

@@ -6,7 +6,7 @@ them, or what the die needs to compute, read and send, whichever is more. What a
 host is not published for a 910C, and is a range.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -67,7 +67,6 @@ class Terms:
 
     work: Work = Work()
     between: float = HARDWARE["910C"]
-    launch: tuple[float, float] = LAUNCH
 
 
 DEFAULT = Terms()
@@ -109,30 +108,10 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     return phases
 
 
-def total(phases: Iterable[Phase], terms: Terms) -> tuple[float, float]:
+def total(phases: Sequence[Phase]) -> tuple[float, float]:
     """Least and most seconds of all phases."""
-    phases = list(phases)
-    low, high = (sum(phase.seconds(launch) for phase in phases) for launch in terms.launch)
+    low, high = (sum(phase.seconds(launch) for phase in phases) for launch in LAUNCH)
     return low, high
-
-
-def launch_of(memory: Memory, terms: Terms, rollout: float) -> float:
-    """Seconds of the host for a launch, of a run whose rollouts took so many; ValueError if the die
-    alone takes as long, or decoding was captured.
-    """
-    if not memory.settings.enforce_eager:
-        raise ValueError(
-            "with decode graphs the die sets the time, not its launches: a run with "
-            "generate_config.enforce_eager=true tells"
-        )
-    phases = [phase for phase in iteration(memory, terms) if phase.name in ("prefill", "decode")]
-    device = sum(phase.device for phase in phases)
-    if rollout <= device:
-        raise ValueError(
-            f"a rollout of {rollout:.1f} s is no longer than the die's own {device:.1f} s, so that "
-            "it does not tell what a launch costs"
-        )
-    return rollout / sum(phase.launches for phase in phases)
 
 
 def token_flops(shape: ModelShape, context: float) -> float:

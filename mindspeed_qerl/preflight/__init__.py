@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mindspeed_qerl.common.errors import unknown
+from mindspeed_qerl.preflight import files, host, npus, software, variables
 from mindspeed_qerl.preflight.case import (
     ACCEPTED,
     FAILED,
@@ -33,9 +34,8 @@ from mindspeed_qerl.preflight.case import (
     failed,
     plain,
 )
-from mindspeed_qerl.preflight.checks import CHECKS, TABLE
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.probes import see_npus
+from mindspeed_qerl.preflight.npus import see_npus
 
 STYLES = {
     FAILED: "bold red",
@@ -44,6 +44,18 @@ STYLES = {
     PASSED: "green",
     SKIPPED: "dim",
 }
+# Every check, by group, in the order in which they are printed.
+CHECKS = {
+    "NPUs": npus.ROWS,
+    "host": [*host.ROWS, *variables.LIBRARIES, *software.CANN],
+    "environment": variables.ROWS,
+    "versions": software.ROWS,
+    "config": files.ROWS,
+    "model": files.MODEL,
+    "data": files.DATA,
+    "checkpoints": files.CHECKPOINTS,
+}
+TABLE = [row for rows in CHECKS.values() for row in rows]
 # Checks that may fail (run.accepted_checks): not what the engine refuses by itself.
 ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
 
@@ -54,7 +66,7 @@ def preflight(
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
     a failed line, never an error. What may take long is said before it does, on stderr.
     """
-    case = replace(case_of(raw, name, nodes, own_ray), machine=machine)
+    case = replace(case_of(raw, name, nodes), machine=machine)
     if case.on_npus:
         print(
             "preflight: asking npu-smi, CANN and Ray at once, for at most 20 s; then importing "

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of, examine
@@ -120,9 +121,9 @@ class Seen:
 @dataclass(frozen=True)
 class Case:
     """Describes what is to be launched on `machine`: the recipe of config `name`, and what the
-    engine's own check found. `nodes` share its NPUs equally; `own_ray`: a Ray is started for it,
-    none is joined. `unread` are the faults of values that a layout depends on, in whose place
-    `recipe` has defaults: then there is no `plan`, nor without a model.
+    engine's own check found. `nodes` share its NPUs equally. `unread` are the faults of values that
+    a layout depends on, in whose place `recipe` has defaults: then there is no `plan`, nor without
+    a model.
     """
 
     recipe: Recipe
@@ -131,7 +132,6 @@ class Case:
     plan: Plan | None
     name: str
     nodes: int
-    own_ray: bool
     machine: Machine = field(default_factory=Machine)
     seen: Seen = Seen()
 
@@ -152,8 +152,9 @@ class Case:
         return self.on_npus and any((self.seen.dies, self.seen.mapped, self.seen.acl))
 
     @property
-    def several_nodes(self) -> bool:
-        return self.on_npus and self.nodes > 1
+    def mixture(self) -> bool:
+        """True if a model with experts would run on NPUs."""
+        return self.on_npus and bool(self.recipe.model.arguments.get("num_experts"))
 
     @property
     def model_given(self) -> bool:
@@ -205,7 +206,6 @@ class Question:
     """One check: its line in the table.
 
     Attributes:
-        ask: what it asks, for docs/troubleshooting.md.
         verdict: answers for a case with one line, several, or None where there is nothing to say.
         fix: what to do where it fails or warns, unless the verdict knows better.
         needs: properties of `Case` without one of which the check is left out.
@@ -213,14 +213,13 @@ class Question:
     """
 
     name: str
-    ask: str
     verdict: Callable[[Case], Check | Iterable[Check] | None]
     fix: str = ""
     needs: str = ""
     refused: bool = False
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int, own_ray: bool) -> Case:
+def case_of(raw: Mapping[str, Any], name: str, nodes: int) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     recipe, examined = examine(raw)
     engine_of(recipe)
@@ -234,7 +233,40 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int, own_ray: bool) -> Cas
     if not unread:
         with suppress(ConfigError):  # of the model: the engine's check has said so
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
-    return Case(recipe, tuple(examined.faults), unread, plan, name, nodes, own_ray)
+    return Case(recipe, tuple(examined.faults), unread, plan, name, nodes)
+
+
+def conversion(case: Case) -> list[str]:
+    """The command that converts the base weights, as words.
+
+    Raises:
+        ConfigError: the layout breaks a rule, `load` is named after another one, or there is no
+            such command.
+    """
+    if case.plan is None:
+        raise ConfigError(*(case.unread or case.faults))
+    load = case.recipe.model.load
+    layout = case.plan.layout
+    if not load:
+        return conversion_command(case.recipe)  # says so
+    rules = [rule.message for rule in broken(case.plan)]
+    if rules:
+        raise ConfigError(
+            f"no conversion for a layout that cannot exist: {'; '.join(rules)}. What can: "
+            f"python tools/plan_layout.py --model {case.recipe.model.path} --ranks {case.npus}"
+        )
+    sizes = (layout.tp, layout.pp, layout.ep)
+    named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
+    if named and any(size and int(size) != own for size, own in zip(named.groups(), sizes)):
+        own = f"{load[: named.start()]}-tp{layout.tp}-pp{layout.pp}"
+        if named[3]:
+            own += f"-ep{layout.ep}"
+        raise ConfigError(
+            f"actor_config.load = {load} is named after another layout than the config's TP "
+            f"{layout.tp} PP {layout.pp} EP {layout.ep}, and a folder holds the weights of one: "
+            f"set actor_config.load={own}"
+        )
+    return conversion_command(case.recipe)
 
 
 def plain(name: str) -> str:

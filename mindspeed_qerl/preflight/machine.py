@@ -120,20 +120,6 @@ class Machine:
         """Logical CPUs that this process, and what it starts, may run on."""
         return len(os.sched_getaffinity(0))
 
-    def threads(self) -> int:
-        """Processes and threads that this user, or this container, may have; root has no
-        `ulimit -u`.
-        """
-        limits = [sys.maxsize]
-        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-        if os.geteuid() and soft != resource.RLIM_INFINITY:
-            limits.append(soft)
-        for file in ("pids.max", "pids/pids.max"):
-            limit = self.read(f"{CGROUPS}/{file}").strip()
-            if limit.isdigit():
-                limits.append(int(limit))
-        return min(limits)
-
     def user(self) -> str | None:
         """The name of this process's user; None if /etc/passwd, or what stands for it, has none."""
         try:

@@ -11,7 +11,7 @@ from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.recipe.conflicts import conflicts
-from mindspeed_qerl.recipe.keys import TABLE, Values
+from mindspeed_qerl.recipe.keys import ENGINES, TABLE, UPSTREAM, Values, check
 from mindspeed_qerl.recipe.overrides import Config, at, nearest
 from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
 
@@ -48,8 +48,8 @@ def read_recipe(raw: Config) -> Recipe:
 
 
 def read(raw: Config) -> tuple[Recipe, Found]:
-    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field
-    at fault has its default.
+    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it by itself
+    and for its engine's keys; a field at fault has its default.
     """
     values = Values(raw)
     found = Found([*_unknown_names(raw), *_set_twice(values)])
@@ -60,9 +60,15 @@ def read(raw: Config) -> tuple[Recipe, Found]:
         for name, kind in PARTS.items()
     }
     _fill_in(parts, values)
-    recipe = Recipe(str(raw.get("engine")), **parts, sections=raw)
+    upstream = {name: values.section(name) for name in ("rl_config", "generate_config")}
+    recipe = Recipe(str(raw.get("engine")), **parts, upstream=upstream)
     _check_noise(recipe, found)
     found.faults += conflicts(recipe, values)
+    if recipe.engine in ENGINES:
+        refused, found.unused = check(values, recipe.engine)
+        if recipe.rehearsal.enabled:  # of a config for NPUs, whichever engine rehearses it
+            refused, _ = check(values, UPSTREAM)
+        found.faults += refused
     return recipe, found
 
 

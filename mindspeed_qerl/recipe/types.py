@@ -235,6 +235,7 @@ class Rollout:
     section: ClassVar[str] = "generate_config"
     max_num_seqs: Size = 256
     enforce_eager: bool = True
+    enable_prefix_caching: bool = False
     gpu_memory_utilization: Float = Field(0.5, gt=0, le=1)
     offload_train_param: bool = False
     offload_train_grad: bool = False
@@ -359,8 +360,8 @@ class Rehearsal:
 
 @part
 class Recipe:
-    """One run. `sections` is the config as it was read, for the engine that hands it on to
-    upstream.
+    """One run. `upstream` has the sections rl_config and generate_config as they were read, since
+    upstream knows more of their keys than the parts do.
     """
 
     engine: str
@@ -383,7 +384,7 @@ class Recipe:
     local: Local
     npu: Npu
     rehearsal: Rehearsal
-    sections: Mapping[Any, Any] = Field(default_factory=dict, repr=False)
+    upstream: Mapping[str, Mapping[Any, Any]] = Field(default_factory=dict, repr=False)
 
     def noise_arguments(self, epoch: int) -> dict[str, Any] | None:
         """For `NoiseInjector`, besides the model; None without noise. epoch: see

@@ -10,15 +10,11 @@ from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
-from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
-from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import read_rows
-
-FOR_ENGINE = "mindspeed_rl"  # what is rehearsed is a config for NPUs, whichever engine rehearses it
 
 
 def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
@@ -36,8 +32,6 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     engine = engine_of(recipe)
     settings = recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
-    found.unused = keys.check(recipe.sections, recipe.engine)[1]
-    found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
     layers = 0
@@ -78,8 +72,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
             f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
             f"{error}"
         ) from error
-    small = engine.rehearsed(_small(recipe, directory), shape, rows, directory)
-    return replace(small, sections=to_config(small)), found
+    return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
 
 
 def layers_to_rehearse(plan: Plan, layers: int | str) -> int:

@@ -297,9 +297,9 @@ def test_upstream_gets_a_save_interval(raw):
     config["megatron_training"] |= {"train_iters": 7, "save_interval": None}
     config["actor_config"].pop("save_interval", None)
     upstream = limits.upstream_sections(checked(config)[0])
-    assert upstream["megatron_training"]["save_interval"] == 7
+    assert upstream["actor_config"]["save_interval"] == 7
     config["megatron_training"]["save_interval"] = 3
-    assert limits.upstream_sections(checked(config)[0])["megatron_training"]["save_interval"] == 3
+    assert limits.upstream_sections(checked(config)[0])["actor_config"]["save_interval"] == 3
 
 
 def test_what_is_left_out_pads_as_upstream_does(raw):
@@ -309,6 +309,6 @@ def test_what_is_left_out_pads_as_upstream_does(raw):
     config = raw("qwen3")
     del config["megatron_training"]["no_pad_to_seq_lengths"]
     assert (
-        limits.upstream_sections(checked(config)[0])["megatron_training"]["no_pad_to_seq_lengths"]
+        limits.upstream_sections(checked(config)[0])["actor_config"]["no_pad_to_seq_lengths"]
         is False
     )

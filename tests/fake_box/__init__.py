@@ -3,7 +3,6 @@ which the devices, npu-smi, CANN, NNAL, the pinned packages and upstream's sourc
 no root; writes nothing outside of `folder`.
 
     result = run(Box(dies=16, lost=(3,)), ["bash", "examples/grpo/...", "--dry-run"], tmp_path)
-    python -m tests.fake_box --box "lost=(3,)" -- bash examples/grpo/... --dry-run
 
 In it /dev, /dev/shm, /tmp, /usr/local, runs/ of this checkout and the loopback interface are the
 box's own; everything else is the host's. It ends with the command: what the command leaves running
@@ -27,8 +26,7 @@ from pathlib import Path
 import yaml
 
 from mindspeed_qerl.ascend import contract
-from mindspeed_qerl.preflight.checks import TABLE
-from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight import TABLE
 from tests import ROOT
 from tests.fake_box.npu_smi import table
 
@@ -57,7 +55,6 @@ OF_THE_HOST = {
     for name, true in (
         ("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768),
         ("CPUs to run on", len(os.sched_getaffinity(0)) < 80),
-        ("threads", Machine().threads() < 9600),
     )
     if true
 }
@@ -93,7 +90,6 @@ class Box:
     raises: Mapping[str, str] = field(
         default_factory=dict
     )  # module of a stand-in -> Python, run when it is imported
-    kernels: str | None = None  # chip of CANN's operators; None: that of the dies
     hbm: int = 65536  # MB of a die
     upstream: str | None = (
         None  # folder of the five checkouts; None: stand-ins, which are the pins inside the box
@@ -106,8 +102,6 @@ class Box:
     shm: str = "500G"
     disk: str = "8T"  # size of the disk below runs/
     files: Mapping[str, str] = field(default_factory=dict)  # path -> content, over files that exist
-    etc: Mapping[str, str] = field(default_factory=dict)  # name -> content, new files of /etc
-    links: str = "UP"  # of the NPUs' own interfaces, by hccn_tool; empty: there is none
     without: tuple[str, ...] = ()  # commands of /usr/bin and /usr/sbin that are not installed
     network: bool = True  # of its own; False: the caller's
     address: str = ""  # one more of its loopback interface
@@ -236,7 +230,7 @@ def _many_files():
 def _make(box, folder):
     """Write what the box is made of into `folder`, and what inside.py is to do with it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part in ("Ascend", "bin", "site", "lib", "binds", "etc"):
+    for part in ("Ascend", "bin", "site", "lib", "binds"):
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
@@ -279,8 +273,6 @@ def _make(box, folder):
         (info / "entry_points.txt").write_text(
             "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
         )
-    for name, content in box.etc.items():
-        (folder / "etc" / name).write_text(content)
     binds = {}
     for number, (path, content) in enumerate(files.items()):
         (folder / "binds" / str(number)).write_text(content)
@@ -295,7 +287,7 @@ def _make(box, folder):
         **{
             name: value
             for name, value in asdict(box).items()
-            if name in ("shm", "disk", "cgroup", "without", "etc", "address")
+            if name in ("shm", "disk", "cgroup", "without", "address")
         },
     }
 
@@ -337,11 +329,6 @@ def _npu_smi(box):
 
 def _ascend(box, folder):
     """/usr/local/Ascend: the driver with its tools, CANN with its environment and acl, NNAL."""
-    if box.links:
-        tool = folder / "driver" / "tools" / "hccn_tool"
-        tool.parent.mkdir(parents=True)
-        tool.write_text(f"#!/bin/sh\necho link status: {box.links}\n")
-        tool.chmod(0o755)
     if box.driver:
         (folder / "driver").mkdir(exist_ok=True)
         (folder / "driver" / "version.info").write_text(
@@ -358,11 +345,7 @@ def _ascend(box, folder):
         count = len(box.nodes) if box.acl is None else box.acl
         module = (HERE / "ascend" / "acl.py").read_text()
         (acl / "__init__.py").write_text(f"{module}COUNT, ERROR = {count}, {box.acl_error}\n")
-        (home / "opp" / "vendors").mkdir(parents=True)
-        chip = box.kernels or ("ascend910_93" if box.kind == "910C" else "ascend910b")
-        (home / "opp" / "built-in" / "op_impl" / "ai_core" / "tbe" / "kernel" / chip).mkdir(
-            parents=True
-        )
+        (home / "opp").mkdir()
         shutil.copy(HERE / "ascend" / "cann_set_env.sh", home / "set_env.sh")
         (folder / "cann").symlink_to(home.name)
     if box.nnal:

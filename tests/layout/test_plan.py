@@ -87,10 +87,8 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
         told["generate_config"]["infer_tensor_parallel_size"] == 1
         and told["rl_config"]["mini_batch_size"] == 64
     )
-    assert (
-        told["generate_config"]["max_model_len"] == told["megatron_training"]["seq_length"] == 2560
-    )
-    assert told["rl_config"]["hccl_buffersize"] == 256 and told["megatron_training"]["lora_r"] == 8
+    assert told["generate_config"]["max_model_len"] == told["actor_config"]["seq_length"] == 2560
+    assert told["rl_config"]["hccl_buffersize"] == 256 and told["actor_config"]["lora_r"] == 8
 
 
 def test_layer_lists_and_dispatch_sizes(raw):
