@@ -284,7 +284,7 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
             layout.layers_per_virtual_stage
         ),
         "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
-        "in its cache": recipe.rollout.enable_prefix_caching,
+        "in its cache": recipe.npu.enable_prefix_caching,
     }
     for reason, applies in reasons.items():
         if applies:

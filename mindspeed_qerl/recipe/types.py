@@ -235,7 +235,6 @@ class Rollout:
     section: ClassVar[str] = "generate_config"
     max_num_seqs: Size = 256
     enforce_eager: bool = True
-    enable_prefix_caching: bool = False
     gpu_memory_utilization: Float = Field(0.5, gt=0, le=1)
     offload_train_param: bool = False
     offload_train_grad: bool = False
@@ -337,6 +336,7 @@ class Npu:
     cpus_per_npu: Size = key("rl_config.num_cpus_for_placement_group", 8)
     cpus_for_tasks: Size = key("rl_config.num_cpus_for_local_task", 1)
     hccl_buffer_mib: Size = key("rl_config.hccl_buffersize", 256)
+    enable_prefix_caching: bool = key("generate_config.enable_prefix_caching", False)
     share_backbone: bool = key("rl_config.share_backbone", False)
     lora_ckpt_filter: bool = key("megatron.lora_ckpt_filter", False)
     no_save_optim: bool = key("megatron.no_save_optim", False)
