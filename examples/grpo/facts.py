@@ -7,7 +7,9 @@ layout cannot exist, or whose base weights would be converted into the folder of
 """
 
 import argparse
+import ipaddress
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -30,7 +32,7 @@ from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.preflight.case import Case, case_of, conversion
-from mindspeed_qerl.preflight.host import fault_of_address, fault_of_ray_address
+from mindspeed_qerl.preflight.host import fault_of_ray_address
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 
@@ -59,6 +61,33 @@ def main() -> int:
         print(f"{name}={shlex.quote(str(value))}")
     print(f"conversion=({shlex.join(words)})")
     return 0
+
+
+def fault_of_address(name: str, value: str, nodes: int) -> str:
+    """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can.
+    Upstream's servers listen at tcp://ADDRESS, which takes no IPv6. MASTER_ADDR may be a name: only
+    Ray connects to it.
+
+    >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
+    'NODE_ADDR=fd00::5 must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no spaces, no name'
+    """
+    host = re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value)
+    if name == "MASTER_ADDR" and host:
+        if value != "localhost":
+            return ""
+        value = "127.0.0.1"
+    try:
+        address = ipaddress.IPv4Address(value)
+    except ValueError:
+        return (
+            f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no "
+            "spaces, no name"
+        )
+    if address.is_unspecified or address.is_multicast:
+        return f"{name}={value} is the address of no machine"
+    if nodes > 1 and address.is_loopback:
+        return f"{name}={value} is this machine's own: the other node needs one that both reach"
+    return ""
 
 
 def check_addresses(args: argparse.Namespace) -> None:
@@ -102,7 +131,25 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
     check_layout(case, case.npus // nodes, overrides)
     if not facts["load"] or (Path(facts["load"]) / TRACKER).is_file():
         return facts, []
-    return facts, conversion(case)
+    words = conversion(case)
+    check_name(facts["load"], case)
+    return facts, words
+
+
+def check_name(load: str, case: Case) -> None:
+    """ConfigError if the folder of the converted weights is named after another layout."""
+    layout = case.recipe.layout
+    sizes = (layout.tp, layout.pp, layout.ep)
+    named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
+    if named and any(size and int(size) != own for size, own in zip(named.groups(), sizes)):
+        own = f"{load[: named.start()]}-tp{layout.tp}-pp{layout.pp}"
+        if named[3]:
+            own += f"-ep{layout.ep}"
+        raise ConfigError(
+            f"actor_config.load = {load} is named after another layout than the config's TP "
+            f"{layout.tp} PP {layout.pp} EP {layout.ep}, and a folder holds the weights of one: "
+            f"set actor_config.load={own}"
+        )
 
 
 def network(address: str) -> dict[str, str]:

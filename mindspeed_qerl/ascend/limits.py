@@ -206,7 +206,7 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             "= 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, which is off in RL",
         ),
         (
-            not recipe.lora.alpha.is_integer(),
+            recipe.lora.alpha % 1 > 0,
             "actor_config.lora_alpha",
             f"= {recipe.lora.alpha} must be a whole number, for MindSpeed-LLM's --lora-alpha",
         ),

@@ -240,31 +240,15 @@ def conversion(case: Case) -> list[str]:
     """The command that converts the base weights, as words.
 
     Raises:
-        ConfigError: the layout breaks a rule, `load` is named after another one, or there is no
-            such command.
+        ConfigError: the layout breaks a rule, or there is no such command.
     """
     if case.plan is None:
         raise ConfigError(*(case.unread or case.faults))
-    load = case.recipe.model.load
-    layout = case.plan.layout
-    if not load:
-        return conversion_command(case.recipe)  # says so
     rules = [rule.message for rule in broken(case.plan)]
     if rules:
         raise ConfigError(
             f"no conversion for a layout that cannot exist: {'; '.join(rules)}. What can: "
             f"python tools/plan_layout.py --model {case.recipe.model.path} --ranks {case.npus}"
-        )
-    sizes = (layout.tp, layout.pp, layout.ep)
-    named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
-    if named and any(size and int(size) != own for size, own in zip(named.groups(), sizes)):
-        own = f"{load[: named.start()]}-tp{layout.tp}-pp{layout.pp}"
-        if named[3]:
-            own += f"-ep{layout.ep}"
-        raise ConfigError(
-            f"actor_config.load = {load} is named after another layout than the config's TP "
-            f"{layout.tp} PP {layout.pp} EP {layout.ep}, and a folder holds the weights of one: "
-            f"set actor_config.load={own}"
         )
     return conversion_command(case.recipe)
 

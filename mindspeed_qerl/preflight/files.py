@@ -4,11 +4,8 @@ and test data, and the base weights in Megatron's format.
 
 import shlex
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 from zipfile import is_zipfile
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
@@ -35,6 +32,7 @@ from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import Row, read_rows
 
+CONVERT = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
 NEARLY = 0.95  # of a computed size: what is below it is another file
 # Keys of files that have checks of their own.
 FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
@@ -148,36 +146,29 @@ def weights(case: Case) -> Check:
     return passed(f"all files, {gigabytes(size)}")
 
 
-def _packed(case: Case) -> tuple[Any, Any, Any]:
-    """Tokens of each prompt, all token ids, tokens of each label, of the packed files that
-    upstream's trainer reads; OSError or ValueError where they cannot be read.
-    """
-    prefix = case.recipe.task.data_path
-    lengths, tokens = read_packed(f"{prefix}_packed_input_ids_document")
-    labels, _ = read_packed(f"{prefix}_packed_labels_document")
-    if len(lengths) != len(labels):
-        raise ValueError(f"{len(lengths):,} prompts and {len(labels):,} labels")
-    return lengths, tokens, labels
-
-
 def training_files(case: Case) -> Check:
-    """Upstream keeps prompts that are shorter than max_prompt_length (indexed_dataset.py:545)."""
+    """Checks the packed files that upstream's trainer reads. It keeps prompts that are shorter than
+    max_prompt_length (indexed_dataset.py:545).
+    """
     recipe = case.recipe
-    fix = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
-    fix += f"{quoted(Path(recipe.task.data_path).parent)} --format mindspeed --tokenizer "
+    prefix = recipe.task.data_path
+    fix = f"{CONVERT}{quoted(Path(prefix).parent)} --format mindspeed --tokenizer "
     fix += f"{recipe.model.path} --max-prompt-length {recipe.sampling.max_prompt_length}"
     try:
-        lengths, tokens, labels = _packed(case)
+        lengths, tokens = read_packed(f"{prefix}_packed_input_ids_document")
+        labels, _ = read_packed(f"{prefix}_packed_labels_document")
     except FileNotFoundError as error:
         return failed(f"no file {error.filename}", fix)
     except (OSError, ValueError) as error:
         return failed(str(error), fix)
+    if len(lengths) != len(labels):
+        return failed(f"{len(lengths):,} prompts and {len(labels):,} labels", fix)
     empty = int((labels == 0).sum())
-    largest = int(tokens.max(initial=0))
     if empty:
         words = f"{empty:,} of {len(labels):,} labels are empty: nothing to verify against"
         return failed(words, fix)
     vocabulary = recipe.npu.padded_vocab_size
+    largest = int(tokens.max(initial=0))
     if vocabulary and largest >= vocabulary:
         words = f"token ids up to {largest:,}; padded_vocab_size is {vocabulary:,}"
         return failed(f"{words}: another model's tokenizer", fix)
@@ -190,49 +181,27 @@ def training_files(case: Case) -> Check:
     return enough(kept, recipe.batch.global_batch_size, len(lengths), words, fix)
 
 
-def overlap(case: Case) -> Check:
-    """Checks whether what is trained on is what is tested with: the training file's questions, or
-    those kept beside a packed file, against the test file's; and how many prompts a packed file
-    has.
+def rows(case: Case) -> Check:
+    """Checks the rows that are trained on and tested with, as a run does (tasks/checks.py); the
+    former are those kept beside a packed file, or the training file's, which NPUs do not read.
     """
     task = case.recipe.task
-    packed = 0
-    train = _rows(task.train_file)
-    test = _rows(task.test_file)
-    if case.upstream:
-        with suppress(OSError, ValueError):
-            packed = len(_packed(case)[0])
-            train = read_packed_rows(task.data_path) or train
-    if not test or not (train or packed):
-        return skipped("one of them is missing above")
-    verdict = warning if task.allow_overlap else failed
-    shared = check_rows(train, test, ()).faults
-    if shared:
-        return verdict(shared[0].message)
-    words = f"{packed:,} packed prompts, {len(train):,} training rows, {len(test):,} test rows"
-    if packed in (0, len(train)) or not train:
-        return passed(f"{words}; no question is in both files")
-    if packed != len(test):
-        verdict = warning
-    return verdict(f"{words}: they are not of one conversion")
-
-
-def _rows(file: str) -> list[Row]:
+    train: list[Row] = []
     try:
-        return read_rows(file)
-    except (OSError, ValueError):
-        return []
-
-
-def converted(case: Case, key: str) -> Check:
-    file = getattr(case.recipe.task, key)
-    try:
-        rows = read_rows(file)
+        test = read_rows(task.test_file)
+        if case.upstream:
+            train = read_packed_rows(task.data_path) or []
+        if not train and (case.reads_rows or Path(task.train_file).is_file()):
+            train = read_rows(task.train_file)
     except (OSError, ValueError) as error:
-        fix = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
-        fix += quoted(Path(file).parent)
-        return failed(str(error), fix)
-    return passed(f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
+        return failed(str(error), f"{CONVERT}{quoted(Path(task.test_file).parent)}")
+    found = check_rows(train, test, task.verifier_function, task.allow_overlap)
+    if found.faults:
+        words = [fault.message for fault in found.faults]
+        return failed("; ".join(words), "\n".join(fault.fix for fault in found.faults))
+    if found.warnings:
+        return warning("; ".join(found.warnings), "Convert the data again, unless it is meant")
+    return passed(f"{len(train):,} training rows, {len(test):,} test rows, no question in both")
 
 
 def quoted(path: object) -> str:
@@ -341,29 +310,8 @@ MODEL = [
 ]
 
 DATA = [
-    Question(
-        "training rows",
-        partial(converted, key="train_file"),
-        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR",
-        "reads_rows",
-    ),
-    Question(
-        "training files",
-        training_files,
-        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR --format mindspeed "
-        "--tokenizer MODEL",
-        "upstream",
-    ),
-    Question(
-        "test rows",
-        partial(converted, key="test_file"),
-        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR",
-    ),
-    Question(
-        "train and test",
-        overlap,
-        "Convert the data again, or if it is meant: task.allow_overlap=true    # an override",
-    ),
+    Question("training files", training_files, needs="upstream"),
+    Question("test rows", rows),
 ]
 
 CHECKPOINTS = [

@@ -2,13 +2,12 @@
 HCCL's ports, against those that are taken now and those that the kernel may draw.
 """
 
-import ipaddress
 import re
 import socket
 from collections.abc import Callable
 from functools import partial
 
-from mindspeed_qerl.ascend.limits import needed_cpus, npu_environment
+from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import ADAMW, BF16, Settings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
@@ -44,33 +43,15 @@ def at_least(
     return enough(have, least, need, words.format(have, need))
 
 
-def cpus(case: Case) -> Check:
-    """CPUs that upstream reserves, against those that the running Ray has."""
-    need = needed_cpus(case.recipe)
-    cluster = case.seen.ray
-    words = f"{case.npus} NPUs and Ray's other tasks reserve {need} logical CPUs"
-    if cluster is None:
-        return passed(f"{words}: places, not threads; the Ray of the run is told to have them")
-    free = int(cluster["available"].get("CPU", 0))
-    return enough(free, need, need, f"{words}; the running Ray has {free} free")
-
-
 def user(case: Case) -> Check:
-    """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else), and
-    CANN's compiler writes kernel_meta into the folder that Ray was started in (issue 2748).
-    """
+    """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else)."""
     name = case.machine.user()
     if name is None:
         return warning(
             "the user of this process has no name in /etc/passwd: HCCL was seen to end with "
             '"HcclGetRootInfo ... error code is 19"'
         )
-    if not case.machine.writable("."):
-        return warning(
-            "this folder cannot be written: CANN's compiler writes kernel_meta into the one that "
-            'Ray is started in ("Failed to init tbe")'
-        )
-    return passed(f"{name}, and this folder can be written")
+    return passed(name)
 
 
 def run_root(case: Case) -> Check | None:
@@ -154,33 +135,6 @@ RAY_PORTS = {6380, 6381, 52365, *range(20002, 30000)}
 BASE = "HCCL_IF_BASE_PORT"
 
 
-def fault_of_address(name: str, value: str, nodes: int) -> str:
-    """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can.
-    Upstream's servers listen at tcp://ADDRESS, which takes no IPv6. MASTER_ADDR may be a name: only
-    Ray connects to it.
-
-    >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
-    'NODE_ADDR=fd00::5 must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no spaces, no name'
-    """
-    host = re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value)
-    if name == "MASTER_ADDR" and host:
-        if value != "localhost":
-            return ""
-        value = "127.0.0.1"
-    try:
-        address = ipaddress.IPv4Address(value)
-    except ValueError:
-        return (
-            f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no "
-            "spaces, no name"
-        )
-    if address.is_unspecified or address.is_multicast:
-        return f"{name}={value} is the address of no machine"
-    if nodes > 1 and address.is_loopback:
-        return f"{name}={value} is this machine's own: the other node needs one that both reach"
-    return ""
-
-
 def fault_of_ray_address(address: str) -> str:
     """Why no run can join Ray there; "" if it is in a form in which one may: HOST:PORT, in which an
     IPv6 address has brackets.
@@ -260,13 +214,6 @@ def _spans(text: str) -> set[int]:
 
 ROWS = [
     Question(
-        "CPUs",
-        cpus,
-        "ray start ... --num-cpus=N    # on each node; they are places, not threads\n"
-        "or lower rl_config.num_cpus_for_placement_group",
-        "on_npus",
-    ),
-    Question(
         "CPUs to run on",
         partial(
             at_least,
@@ -298,11 +245,10 @@ ROWS = [
         "upstream",
     ),
     Question(
-        "user and folder",
+        "user",
         user,
         'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, '
-        "or as root\n"
-        "A checkout that can be written; or start Ray elsewhere, and join it (RAY_ADDRESS)",
+        "or as root",
         "on_npus",
     ),
     Question(

@@ -148,16 +148,6 @@ def pinned(
     return Question(name, verdict, fix, needs)
 
 
-def absent(name: str, why: str, needs: str = "on_npus") -> Question:
-    """Asks for a distribution that must not be there."""
-
-    def verdict(case: Case) -> Check | None:
-        installed = case.machine.version(name)
-        return warning(f"{installed} is installed, and {why}") if installed else None
-
-    return Question(name, verdict, f"pip uninstall --yes {name}", needs)
-
-
 def sources(case: Case) -> Iterator[Check]:
     """Which versions of upstream are here, and whether all that the engine relies on is unchanged
     in them (contract.py).
@@ -252,9 +242,6 @@ ROWS = [
     pinned("peft", "0.7.1"),
     pinned("tensordict", "0.8.1"),
     pinned("hydra-core", "1.3.2"),
-    absent("triton-ascend", "MindSpeed-RL does not go with it", "upstream"),
-    absent("triton", 'vLLM takes it for a GPU\'s: "0 active drivers"'),
-    absent("transformer-engine", "Megatron imports it, and it ends without CUDA's libraries"),
     Question(
         "upstream's sources",
         sources,

@@ -46,7 +46,7 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
     place.pop(name, None)
     if name == "num_layer_list":
         value = ",".join(map(str, value)) or None
-    elif name == "lora_alpha" and value.is_integer():
+    elif name == "lora_alpha" and value % 1 == 0:
         value = int(value)  # MindSpeed-LLM's --lora-alpha takes no point
     elif isinstance(value, tuple):
         value = list(value)

@@ -125,4 +125,5 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
             recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems
         ),
         run=replace(recipe.run, train_iters=settings.steps, root=str(root)),
+        rehearsal=replace(settings, enabled=False),  # what is trained is a run like any other
     )

@@ -76,8 +76,8 @@ def test_each_family_is_accepted(raw, family):
         ),
         (
             "megatron_training.lora_alpha",
-            16.0,
-            "lora_alpha = 16.0 must be written without a point",
+            16.5,
+            "lora_alpha = 16.5 must be a whole number",
         ),
         (
             "actor_config.num_layers_per_virtual_pipeline_stage",

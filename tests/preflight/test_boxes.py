@@ -11,6 +11,7 @@ from mindspeed_qerl.recipe.compose import compose
 from tests.preflight.conftest import (
     ATB,
     CANN,
+    DRIVER,
     EIGHT,
     GROUPS,
     NAME,
@@ -25,6 +26,8 @@ from tests.preflight.conftest import (
 TWELVE, SIXTEEN = (",".join(map(str, range(count))) for count in (12, 16))
 LIST = "ASCEND_RT_VISIBLE_DEVICES"
 LOST = {"ranks": FAILED}
+FEW = {"CANN": WARNING, "Ray": WARNING}
+VERSION = {"CANN's version": WARNING}
 OTHER = {"variables": WARNING}  # than the engine would set
 PORTS = "ports of HCCL"
 DRAWN = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -39,6 +42,19 @@ def shell(**variables):
 # others.
 CASES = [
     # NPUs
+    (dict(nodes=range(12), acl=12), "/dev/davinci*", FAILED, "12 dies", LOST | FEW),
+    (dict(shut=("/dev/hisi_hdc",)), "/dev/davinci*", FAILED, "open /dev/hisi_hdc", {}),
+    (dict(acl=15), "CANN", FAILED, "15 dies", LOST | {"Ray": WARNING}),
+    (dict(acl=None), "CANN", FAILED, "is not installed here", LOST),
+    (dict(smi=npu_smi(15)), "npu-smi", FAILED, "15 dies", LOST),
+    (dict(smi=None), "npu-smi", WARNING, "is not installed here; health and memory", {}),
+    (
+        dict(smi=npu_smi(16, used={5: 59000, 6: 3000})),
+        "npu-smi",
+        FAILED,
+        "The plan needs 44.8 GB of the 6.9 GB that are left",
+        {"processes on the dies": WARNING},
+    ),
     (dict(smi=npu_smi(16, {7: "Warning"})), "npu-smi", PASSED, "16 dies; the first 16", {}),
     (dict(smi="| 16 NPUs |"), "npu-smi", WARNING, "in an unknown form: | 16 NPUs |", {}),
     (
@@ -61,7 +77,6 @@ CASES = [
         LOST,
     ),
     (dict(hangs=("ray.init",)), "Ray", FAILED, "no answer within 20 s", {}),
-    (dict(ray=cluster(16, cpus=75)), "CPUs", FAILED, "reserve 76 logical CPUs; the running", {}),
     # the host
     # by the numbers of the dies
     (
@@ -81,7 +96,23 @@ CASES = [
     ),
     (dict(left=0.049), "/tmp", FAILED, "4.9% of its disk are free; below 5 % Ray", {}),
     (dict(left=0.06), "/tmp", WARNING, "6.0% of its disk are free", {}),
+    (dict(room=130 * 10**9), "host memory", WARNING, "130 GB are left (MemAvailable)", {}),
+    (dict(limit=1024), "open files", WARNING, "ulimit -n is 1,024", {}),
+    (dict(shm=64 * 10**6), "/dev/shm", WARNING, "Ray keeps its objects on the disk", {}),
+    (dict(taken=(12347,)), PORTS, FAILED, "12345 to 12360: 12347 taken", {}),
+    (shell(HCCL_IF_BASE_PORT="65530"), PORTS, FAILED, "must be numbers from 1024 to 65535", OTHER),
     # CANN and compilers
+    (dict(cann="version=8.2.RC1"), "CANN's version", FAILED, "the pin is for 8.3.RC1", {}),
+    (shell(ATB_HOME_PATH=""), "NNAL", FAILED, "ATB_HOME_PATH is not set", {}),
+    (shell(ASCEND_HOME_PATH="/no"), "CANN's paths", FAILED, "no such folder", VERSION),
+    (dict(files={DRIVER: "Version=24.1.0"}), "driver", FAILED, "24.1.0; MindSpeed-RL's", {}),
+    (
+        {"there": ("/fast/gmm/lock",)} | shell(TORCH_EXTENSIONS_DIR="/fast"),
+        "MindSpeed's operators",
+        FAILED,
+        "left by a build that was killed",
+        {},
+    ),
     (dict(cann="version=8.4.0"), "CANN's version", WARNING, "run for 8.5.0 and 8.3.RC1", {}),
     (dict(cann=""), "CANN's version", WARNING, "in no ascend_*_install.info", {}),
     (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "NNAL's libraries", None, "", {}),
@@ -96,10 +127,16 @@ CASES = [
         {},
     ),
     # versions
+    ({"packages": {"torch_npu": None}}, "torch_npu", FAILED, "not installed", {}),
+    ({"packages": {"numpy": "2.2.6"}}, "numpy", FAILED, "error code is 500001", {}),
     ({"packages": {"vllm": "0.11.0rc2"}}, "vllm", FAILED, "0.11.0rc2 is installed", {}),
     ({"packages": {"torch": "2.7.10"}}, "torch", FAILED, "2.7.10 is installed", {}),
     ({"packages": {"ray": "2.42.1"}}, "ray", WARNING, "2.42.1 is installed, the pin is", {}),
     # the shell
+    (shell(VLLM_ASCEND_ENABLE_NZ="1"), "VLLM_ASCEND_ENABLE_NZ", FAILED, "trains with 0", OTHER),
+    (shell(HCCL_CONNECT_TIMEOUT="120"), "variables", WARNING, "engine would set '1800'", {}),
+    (shell(HCCL_IF_IP="10.9.9.9"), "HCCL_IF_IP", FAILED, "of this machine has it", {}),
+    (shell(HCCL_OP_EXPANSION_MODE="AIV"), "HCCL_OP_EXPANSION_MODE", FAILED, "107020", {}),
     (shell(VLLM_PLUGINS="lora,ascending"), "VLLM_PLUGINS", FAILED, "to infer device type", {}),
     (shell(HCCL_IF_IP="FE80::1%eth0"), "HCCL_IF_IP", None, "", {}),
     (shell(HCCL_IF_BASE_PORT="19988"), PORTS, FAILED, "20002 to 20003 are those", OTHER),
@@ -225,6 +262,18 @@ def test_two_nodes_of_eight(ready):
     assert one.state == FAILED and "with 8 NPUs on 1 nodes: upstream would wait for 16" in one.found
     both = Box(**EIGHT, ray=cluster(16, cpus=640, nodes=2))
     assert not_passed(look(ready, both, nodes=2)) == {}
+
+
+def test_values_that_do_harm(ready):
+    ray = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+    fatal = {ray: ""} | dict(
+        VLLM_USE_V1="0", VLLM_VERSION="0.9.2", RANK_TABLE_FILE="/x", OMP_PROC_BIND="true"
+    )
+    doubtful = dict.fromkeys(("HCCL_INTRA_ROCE_ENABLE", "RAY_grpc_enable_http_proxy"), "True")
+    doubtful |= dict(TORCH_DEVICE_BACKEND_AUTOLOAD="0", HCCL_NPU_SOCKET_PORT_RANGE="61000-61050")
+    states = not_passed(look(ready, Box(shell=fatal | doubtful)))
+    states.pop("variables")
+    assert states == dict.fromkeys(fatal, FAILED) | dict.fromkeys(doubtful, WARNING)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_every_fault_is_found_before_anything_is_made(composed, tmp_path):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be written without a point"),
+        ("megatron_training.lora_alpha=64.5", "lora_alpha = 64.5 must be a whole number"),
         ("rl_config.epochs=2", "upstream moves the schedule on in every epoch"),
     ],
 )
