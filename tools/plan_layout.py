@@ -34,7 +34,7 @@ from mindspeed_qerl.recipe.types import Recipe
 
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
-SIZES = ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")  # keys of --check
+SIZES = ("tp", "pp", "ep", "infer_tp", "infer_ep")  # keys of --check
 GSM8K_PROBLEMS = 1319  # of the test file, where a config takes all
 EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal or refused, or none exists for NPUs;
 2 wrong arguments

@@ -279,7 +279,6 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     reasons = {
         "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),
-        "context_parallel_size above 1: a rank has parts of a sequence": layout.cp > 1,
         "num_layers_per_virtual_pipeline_stage: a forward pass goes through one chunk's layers": (
             layout.layers_per_virtual_stage
         ),

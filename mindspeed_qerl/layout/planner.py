@@ -1,7 +1,7 @@
 """Which layouts exist for a model on a number of ranks, and which to take.
 
-Candidates are every division of the ranks by TP, PP, EP and infer TP, EP (CP 1: no config here
-needs it); `rules` decides which exist.
+Candidates are every division of the ranks by TP, PP, EP and infer TP, EP; `rules` decides
+which exist.
 """
 
 from collections import Counter

@@ -50,7 +50,7 @@ TRAINING = [
     Rule(
         "ranks_fill_training_groups",
         "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:82",
-        multiple("ranks", "layout.world", "layout.tp", "layout.pp", "layout.cp"),
+        multiple("ranks", "layout.world", "layout.tp", "layout.pp"),
     ),
     Rule(
         "ranks_fill_expert_groups",
@@ -144,40 +144,6 @@ TRAINING = [
         ),
     ),
     Rule(
-        "context_parallel_heads",
-        "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32",
-        multiple(
-            "attention heads",
-            "shape.num_attention_heads",
-            "layout.tp",
-            "layout.cp",
-            when=lambda plan: plan.layout.cp > 1 and plan.layout.cp_algorithm == "ulysses_cp_algo",
-        ),
-    ),
-    Rule(
-        "context_parallel_chunks",
-        "Megatron-LM megatron/training/arguments.py:684",
-        lambda plan: (
-            plan.layout.cp > 1
-            and indivisible(
-                "tokens of seq_length",
-                plan.batch.seq_length,
-                f"2 x CP {plan.layout.cp} = {2 * plan.layout.cp}",
-                2 * plan.layout.cp,
-            )
-        ),
-    ),
-    Rule(
-        "context_parallel_algorithm",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:56",
-        lambda plan: (
-            plan.layout.cp > 1
-            and plan.layout.cp_algorithm not in ("ulysses_cp_algo", "megatron_cp_algo")
-            and f"CP {plan.layout.cp} with {plan.layout.cp_algorithm}: upstream has ulysses_cp_algo "
-            "and megatron_cp_algo"
-        ),
-    ),
-    Rule(
         "dense_model_without_ep",
         "Megatron-LM megatron/core/transformer/transformer_config.py:621",
         lambda plan: (
@@ -251,11 +217,6 @@ def stages_hold_whole_infer_tp_groups(plan: Plan) -> Broken:
 
 
 ROLLOUT = [
-    Rule(
-        "no_infer_pipeline",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:169",
-        lambda plan: plan.layout.infer_pp > 1 and f"infer PP {plan.layout.infer_pp} must be 1",
-    ),
     Rule(  # a rank left over would be in no expert group
         "ranks_fill_infer_groups",
         "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/vllm_parallel_state.py:267",

@@ -46,7 +46,7 @@ def sizes_line(plan: Plan) -> str:
     """The sizes of the layout."""
     layout = plan.layout
     return (
-        f"TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep}, DP {layout.dp}; vLLM TP "
+        f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}; vLLM TP "
         f"{layout.infer_tp} x EP {layout.infer_ep}"
     )
 

@@ -295,7 +295,7 @@ class _Rank:
         tokens = plan.share * self._tokens
         layers = max(plan.layers)
         flops = token_flops(shape, self._tokens / 2) + 2 * shape.hidden_size * shape.vocab_size
-        flops *= passes * tokens / layout.tp / layout.cp / layout.pp
+        flops *= passes * tokens / layout.tp / layout.pp
         collectives = passes * layers * layer_collectives(plan)
         sent = collectives * tokens / layout.tp * shape.hidden_size * BF16
         return self._seconds("training", flops, 0, collectives * micro_batches, sent)

@@ -13,7 +13,7 @@ from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.recipe.conflicts import conflicts
 from mindspeed_qerl.recipe.keys import ENGINES, TABLE, UPSTREAM, Values, check
 from mindspeed_qerl.recipe.overrides import Config, at, nearest
-from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
+from mindspeed_qerl.recipe.types import PARTS, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {
@@ -53,12 +53,8 @@ def read(raw: Config) -> tuple[Recipe, Found]:
     """
     values = Values(raw)
     found = Found([*_unknown_names(raw), *_set_twice(values)])
-    sizes = {name: values.get(f"rl_config.{name}")[1] for name in DISPATCH}
-    computed = {"model": {"arguments": values.megatron}, "batch": {"dispatch": sizes}}
-    parts = {
-        name: _part(kind, values, computed.get(name, {}), found.faults)
-        for name, kind in PARTS.items()
-    }
+    parts = {name: _part(kind, values, found.faults) for name, kind in PARTS.items()}
+    parts["model"] = replace(parts["model"], arguments=values.megatron)
     _fill_in(parts, values)
     upstream = {name: values.section(name) for name in ("rl_config", "generate_config")}
     recipe = Recipe(str(raw.get("engine")), **parts, upstream=upstream)
@@ -148,12 +144,10 @@ def _set_twice(values: Values) -> Iterator[Fault]:
             yield Fault("conflict", message, key, fix)
 
 
-def _part(kind: Any, values: Values, computed: Mapping[str, Any], faults: list[Fault]) -> Any:
-    """The part `kind`, with the fields that are `computed`; a fault for each value that pydantic
-    refuses, and its default instead.
-    """
-    given = dict(computed)
-    places = dict.fromkeys(computed, "rl_config")
+def _part(kind: Any, values: Values, faults: list[Fault]) -> Any:
+    """The part `kind`; a fault for each value that pydantic refuses, and its default instead."""
+    given = {}
+    places = {}
     for name, info in kind.__pydantic_fields__.items():
         if (key := key_of(kind, name)) is None:
             continue

@@ -26,14 +26,6 @@ from mindspeed_qerl.recipe.layout import Layout
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[str, ...] = get_args(LoRATarget)
 LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl")
-DISPATCH = (
-    "actor_rollout_dispatch_size",
-    "actor_logprob_dispatch_size",
-    "ref_dispatch_size",
-    "reward_dispatch_size",
-    "adv_dispatch_size",
-    "actor_update_dispatch_size",
-)
 
 
 @part
@@ -51,7 +43,7 @@ class Model:
 
 @part
 class Batch:
-    """Sizes count prompts, but micro-batch and dispatch sizes answers. `seq_length` and
+    """Sizes count prompts, but micro-batch sizes answers. `seq_length` and
     `max_model_len` of a config that leaves them out are the longest prompt and answer.
     """
 
@@ -63,8 +55,6 @@ class Batch:
     actor_forward_micro_batch_size: Size | None = None
     ref_forward_micro_batch_size: Size | None = None
     epochs: Size = 1  # passes over the answers of one iteration
-    # the keys DISPATCH; None: upstream's default
-    dispatch: Mapping[str, Size | None] = key(None, default_factory=dict)
     guarantee_order: bool = True
     seq_length: Size = key("megatron.seq_length", 2560)
     max_model_len: Size = key("generate_config.max_model_len", 2560)

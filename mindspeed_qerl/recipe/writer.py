@@ -32,8 +32,6 @@ def to_config(recipe: Recipe) -> dict[str, Any]:
         for field in kind.__pydantic_fields__:
             if key := key_of(kind, field):
                 _put(config, key, getattr(getattr(recipe, name), field))
-    for name, size in recipe.batch.dispatch.items():
-        _put(config, f"rl_config.{name}", size)
     return config
 
 

@@ -91,13 +91,11 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
     assert told["rl_config"]["hccl_buffersize"] == 256 and told["actor_config"]["lora_r"] == 8
 
 
-def test_layer_lists_and_dispatch_sizes(raw):
+def test_layer_lists(raw):
     raw["megatron_training"]["num_layer_list"] = "20,28"
     raw["actor_config"]["pipeline_model_parallel_size"] = 2
-    raw["rl_config"]["actor_update_dispatch_size"] = 16
     plan = plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"])
-    assert plan.layers == (20, 28) and plan.batch.dispatch["actor_update_dispatch_size"] == 16
-    assert plan.batch.dispatch["ref_dispatch_size"] is None
+    assert plan.layers == (20, 28)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,7 @@ MODEL = ["--model", "qwen3_30b_a3b", "--ranks"]
 
 
 def sizes(plan):
-    return tuple(
-        getattr(plan.layout, name) for name in ("tp", "pp", "cp", "ep", "infer_tp", "infer_ep")
-    )
+    return tuple(getattr(plan.layout, name) for name in ("tp", "pp", "ep", "infer_tp", "infer_ep"))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +33,7 @@ def test_exactly_the_training_layouts_that_can_run(shape, world):
     """Every combination of sizes up to the ranks, judged by dealing: those for which some inference
     layout can run are listed.
     """
-    listed = {sizes(entry.plan)[:4] for entry in legal_layouts(shape, world)}
+    listed = {sizes(entry.plan)[:3] for entry in legal_layouts(shape, world)}
     span = range(1, world + 1)
     possible = set()
     for tp, pp, ep in product(span, span, span if shape.moe else (1,)):
@@ -43,7 +41,7 @@ def test_exactly_the_training_layouts_that_can_run(shape, world):
             for infer_tp, infer_ep in product(span, span if shape.moe else (1,)):
                 layout = Layout(world, tp=tp, pp=pp, ep=ep, infer_tp=infer_tp, infer_ep=infer_ep)
                 if infer_tp * infer_ep <= world and can_run(new_plan(shape, layout)):
-                    possible.add((tp, pp, 1, ep))
+                    possible.add((tp, pp, ep))
                     break
     assert listed == possible and listed
 
@@ -51,10 +49,10 @@ def test_exactly_the_training_layouts_that_can_run(shape, world):
 @pytest.mark.parametrize(
     "shape, world, best",
     [
-        (QWEN3, 16, (1, 1, 1, 16, 1, 16)),
-        (QWEN3, 12, (1, 3, 1, 4, 1, 4)),
-        (QWEN15, 16, (1, 1, 1, 4, 1, 4)),
-        (DENSE, 8, (1, 1, 1, 1, 1, 1)),
+        (QWEN3, 16, (1, 1, 16, 1, 16)),
+        (QWEN3, 12, (1, 3, 4, 1, 4)),
+        (QWEN15, 16, (1, 1, 4, 1, 4)),
+        (DENSE, 8, (1, 1, 1, 1, 1)),
     ],
 )
 def test_the_first_choice(shape, world, best):
@@ -69,7 +67,7 @@ def test_groups_across_nodes_come_last_and_are_named():
     ranked = legal_layouts(QWEN3, 16, ranks_per_node=8)
     across = ["across nodes" in " ".join(reasons(entry)) for entry in ranked if entry.fits]
     assert across == sorted(across) and any(across) and not across[0]
-    assert sizes(ranked[0].plan)[:4] == (1, 1, 1, 8)
+    assert sizes(ranked[0].plan)[:3] == (1, 1, 8)
 
 
 @pytest.mark.parametrize(

@@ -74,20 +74,13 @@ def sampled(draw: random.Random) -> Plan:
     """Plans that upstream's checks say yes and no to."""
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
     world = draw.choice([4, 8, 12, 16])
-    tp, pp, cp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(4))
+    tp, pp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(3))
     n, prompts = draw.choice([2, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
-    share = max(1, prompts * n // world)
-    sizes = [None, None, None, n, share, 2 * n, prompts * n, 7]
-    dispatch = {
-        f"{name}_dispatch_size": draw.choice(sizes) if draw.random() < 0.3 else None
-        for name in ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")
-    }
     batch = Batch(
         prompts,
         draw.choice([prompts, prompts // 2 or 1]),
         n,
         draw.choice([1, 1, 2, 3]),
-        dispatch=dispatch,
         guarantee_order=False,
         seq_length=draw.choice([512, 1024]),
         max_model_len=draw.choice([1024, 1024, 768]),
@@ -100,10 +93,8 @@ def sampled(draw: random.Random) -> Plan:
         world,
         tp=tp,
         pp=pp,
-        cp=cp,
         ep=draw.choice([1, 2, 4]) if shape.moe else 1,
         infer_tp=infer_tp,
-        infer_pp=draw.choice([1] * 9 + [2]),
         infer_ep=draw.choice([1, 2, 4]) if shape.moe else 1,
         ranks_per_node=draw.choice([16, 4]),
     )
@@ -165,11 +156,9 @@ for p in json.load(open(sys.argv[1])):
         setattr(rl, key, p[key if key in p else "samples_per_prompt"])
     rl.actor_resource, rl.verifier_weight = Of(num_npus=p["world"]), [1.0]
     rl.mini_batch_size = p["mini_batch_size"] * p["samples_per_prompt"]
-    vars(rl).update(p["dispatch"])
-    vars(generate).update(infer_tensor_parallel_size=p["infer_tp"], infer_pipeline_parallel_size=p["infer_pp"],
-                          max_model_len=p["max_model_len"])
+    vars(generate).update(infer_tensor_parallel_size=p["infer_tp"], max_model_len=p["max_model_len"])
     vars(actor).update(tensor_model_parallel_size=p["tp"], pipeline_model_parallel_size=p["pp"],
-                       context_parallel_size=p["cp"], stage="ray_grpo",
+                       stage="ray_grpo",
                        lora_target_modules=["linear_qkv"] if p["lora"] else None,
                        **{key: p[key] for key in ("seq_length", "global_batch_size", "micro_batch_size",
                                                 "reset_attention_mask", "no_pad_to_seq_lengths")})
@@ -231,7 +220,7 @@ json.dump(said, open(sys.argv[2], "w"))
 
 def trained(draw: random.Random) -> Plan:
     """Plans whose training side Megatron says yes and no to: odd numbers of heads, layers and
-    experts, virtual pipelines, lists of layers, context parallelism of three kinds.
+    experts, virtual pipelines, lists of layers.
     """
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"])]
     heads, layers = draw.choice([4, 8, 12, 16, 24, 28, 32]), draw.choice([4, 6, 8, 12, 24, 28, 30])
@@ -246,17 +235,15 @@ def trained(draw: random.Random) -> Plan:
         num_experts_per_tok=4 if shape.moe else 0,
         vocab_size=draw.choice([1000, 151_936, 152_064]),
     )
-    tp, pp, cp = (draw.choice([1, 1, 1, 2, 2, 3, 4, 8]) for _ in range(3))
-    cp = draw.choice([1, cp])
+    tp, pp = (draw.choice([1, 1, 1, 2, 2, 3, 4, 8]) for _ in range(2))
     ep = draw.choice([1, 1, 2, 3, 4, 8]) if shape.moe or draw.random() < 0.1 else 1
-    filled = tp * pp * cp * draw.choice([1, 1, 2, 3, 4]) * draw.choice([1, ep])
+    filled = tp * pp * draw.choice([1, 1, 2, 3, 4]) * draw.choice([1, ep])
     stages = draw.choice([pp, pp, pp, pp, 3])
     given = draw.random() < 0.15 and stages <= layers
     layout = Layout(
         draw.choice([filled, filled, filled, 1, 6, 12, 16, 24]),
         tp=tp,
         pp=pp,
-        cp=cp,
         ep=ep,
         num_layer_list=(layers // stages,) * (stages - 1)
         + (layers // stages + draw.choice([0, layers % stages]),)
@@ -265,9 +252,6 @@ def trained(draw: random.Random) -> Plan:
         layers_per_virtual_stage=draw.choice([1, 1, 2, 3])
         if draw.random() < (0.3 if pp > 1 else 0.1) and (not given or draw.random() < 0.2)
         else None,
-        cp_algorithm=draw.choice(
-            ["ulysses_cp_algo", "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"]
-        ),
         sequence_parallel=draw.random() < (0.9 if shape.moe and tp > 1 else 0.4),
         tp_extend_ep=shape.moe and draw.random() < 0.8,
     )
@@ -300,8 +284,6 @@ def arguments(plan: Plan) -> dict:
         "world_size": it.world,
         "tensor_model_parallel_size": it.tp,
         "pipeline_model_parallel_size": it.pp,
-        "context_parallel_size": it.cp,
-        "context_parallel_algo": it.cp_algorithm,
         "expert_model_parallel_size": it.ep,
         "moe_tp_extend_ep": it.tp_extend_ep,
         "sequence_parallel": it.sequence_parallel,
