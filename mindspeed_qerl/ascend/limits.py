@@ -279,9 +279,6 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     reasons = {
         "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),
-        "num_layers_per_virtual_pipeline_stage: a forward pass goes through one chunk's layers": (
-            layout.layers_per_virtual_stage
-        ),
         "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
         "in its cache": recipe.npu.enable_prefix_caching,
     }

@@ -32,20 +32,6 @@ def _joined(layers: Iterable[int]) -> str:
     return ",".join(map(str, layers))
 
 
-def virtual_stages(plan: Plan) -> Broken:
-    layout = plan.layout
-    layers = layout.layers_per_virtual_stage
-    if not layers:
-        return None
-    if layout.pp == 1 or layout.num_layer_list:
-        return (
-            f"num_layers_per_virtual_pipeline_stage {layers} needs PP above 1 (it is {layout.pp}) "
-            "and no num_layer_list"
-        )
-    stage = plan.shape.num_hidden_layers // layout.pp
-    return indivisible("layers a stage", stage, f"{layers} layers a virtual stage", layers)
-
-
 TRAINING = [
     Rule(
         "ranks_fill_training_groups",
@@ -110,29 +96,6 @@ TRAINING = [
         "layer_list_sums_to_the_layers",
         "MindSpeed-LLM mindspeed_llm/training/arguments.py:1159",
         layer_list_sums_to_the_layers,
-    ),
-    Rule("virtual_stages", "Megatron-LM megatron/training/arguments.py:461", virtual_stages),
-    Rule(
-        "virtual_stages_are_several",
-        "MindSpeed mindspeed/features_manager/megatron_basic/megatron_basic.py:22",
-        lambda plan: (
-            (plan.layout.layers_per_virtual_stage or 0) * plan.layout.pp
-            == plan.shape.num_hidden_layers
-            and f"num_layers_per_virtual_pipeline_stage {plan.layout.layers_per_virtual_stage} x PP "
-            f"{plan.layout.pp} are all {plan.shape.num_hidden_layers} layers, one virtual stage a "
-            "stage: leave it out"
-        ),
-    ),
-    Rule(
-        "shared_backbone_has_one_chunk",
-        "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
-        lambda plan: (
-            plan.share_backbone
-            and plan.layout.layers_per_virtual_stage is not None
-            and f"share_backbone with num_layers_per_virtual_pipeline_stage "
-            f"{plan.layout.layers_per_virtual_stage}: only the first chunk's adapters would be off for "
-            "the reference"
-        ),
     ),
     Rule(
         "shared_backbone_has_adapters",

@@ -22,7 +22,6 @@ class Layout:
     infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
     ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
     num_layer_list: LayerList = key("megatron.num_layer_list", ())
-    layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")
     sequence_parallel: bool = key("megatron.sequence_parallel", False)
     tp_extend_ep: bool = key("megatron.moe_tp_extend_ep", False)
     enable_expert_parallel: bool = key("generate_config.enable_expert_parallel", False)  # vLLM's

@@ -336,7 +336,7 @@ class Npu:
 @part
 class Rehearsal:
     """Try a config for NPUs here (docs/ascend.md): a narrow model made below `models`; the
-    fewest `layers` are one on each stage, or two of its virtual stages.
+    fewest `layers` are one on each stage.
     """
 
     section: ClassVar[str] = "rehearsal"

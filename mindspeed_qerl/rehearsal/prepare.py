@@ -83,8 +83,7 @@ def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
         return layers
     if layers == "all":
         return plan.shape.num_hidden_layers
-    virtual = plan.layout.layers_per_virtual_stage
-    return plan.layout.pp * (2 * virtual if virtual else 1)
+    return plan.layout.pp
 
 
 def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:

@@ -73,18 +73,6 @@ EXAMPLES = {
         plan(DENSE, pp=2, num_layer_list=(14, 13)),
         "num_layer_list 14,13 sums to 27, the model has 28 layers",
     ),
-    "virtual_stages": (
-        replace(plan(DENSE, pp=2, layers_per_virtual_stage=5), share_backbone=False),
-        "14 layers a stage cannot be divided by 5",
-    ),
-    "virtual_stages_are_several": (
-        replace(plan(DENSE, pp=2, layers_per_virtual_stage=14), share_backbone=False),
-        "14 x PP 2 are all 28 layers",
-    ),
-    "shared_backbone_has_one_chunk": (
-        plan(DENSE, pp=2, layers_per_virtual_stage=7),
-        "only the first chunk's adapters",
-    ),
     "shared_backbone_has_adapters": (replace(plan(DENSE), lora=False), "share_backbone needs LoRA"),
     "dense_model_without_ep": (plan(DENSE, ep=2, infer_ep=2), "EP 2 with a dense model"),
     "experts_are_whole": (

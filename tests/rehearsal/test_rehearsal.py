@@ -238,8 +238,6 @@ def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
 def test_the_fewest_layers_are_one_on_each_stage(composed, name, asked, layers):
     plan = plan_to_rehearse(*read(composed(name)))
     assert layers_to_rehearse(plan, asked) == layers
-    virtual = replace(plan, layout=replace(plan.layout, layers_per_virtual_stage=2))
-    assert layers_to_rehearse(virtual, "fewest") == 4 * plan.layout.pp
 
 
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -220,7 +220,7 @@ json.dump(said, open(sys.argv[2], "w"))
 
 def trained(draw: random.Random) -> Plan:
     """Plans whose training side Megatron says yes and no to: odd numbers of heads, layers and
-    experts, virtual pipelines, lists of layers.
+    experts, lists of layers.
     """
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"])]
     heads, layers = draw.choice([4, 8, 12, 16, 24, 28, 32]), draw.choice([4, 6, 8, 12, 24, 28, 30])
@@ -249,9 +249,6 @@ def trained(draw: random.Random) -> Plan:
         + (layers // stages + draw.choice([0, layers % stages]),)
         if given
         else (),
-        layers_per_virtual_stage=draw.choice([1, 1, 2, 3])
-        if draw.random() < (0.3 if pp > 1 else 0.1) and (not given or draw.random() < 0.2)
-        else None,
         sequence_parallel=draw.random() < (0.9 if shape.moe and tp > 1 else 0.4),
         tp_extend_ep=shape.moe and draw.random() < 0.8,
     )
@@ -288,7 +285,6 @@ def arguments(plan: Plan) -> dict:
         "moe_tp_extend_ep": it.tp_extend_ep,
         "sequence_parallel": it.sequence_parallel,
         "num_layer_list": ",".join(map(str, it.num_layer_list)) or None,
-        "num_layers_per_virtual_pipeline_stage": it.layers_per_virtual_stage,
         "num_layers": shape.num_hidden_layers,
         "num_attention_heads": shape.num_attention_heads,
         "num_query_groups": shape.num_key_value_heads,
