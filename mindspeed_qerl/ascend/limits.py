@@ -275,7 +275,6 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     mode = recipe.algorithm.routing_replay
     if mode == "none":
         return
-    layout = recipe.layout
     reasons = {
         "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),

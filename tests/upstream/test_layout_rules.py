@@ -20,9 +20,7 @@ from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, TRAINING, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
 
-FROM_VALIDATE_RL_ARGS = {rule.name for rule in RULES if "validate_config.py:" in rule.source} - {
-    "context_parallel_algorithm"
-}
+FROM_VALIDATE_RL_ARGS = {rule.name for rule in RULES if "validate_config.py:" in rule.source}
 FROM_CONTAINER = {
     "infer_groups_hold_whole_training_groups",
     "experts_are_whole",
@@ -41,10 +39,6 @@ UNSEEN = {
     "vocabulary_by_tp": (None, "the embedding, when it is built"),
     "vocabulary_is_vllms": (None, "the weight sync, when it puts Megatron's rows into vLLM's"),
     "shared_backbone_has_adapters": (None, "validate_rl_args"),
-    "shared_backbone_has_one_chunk": (
-        None,
-        "nobody: the reference keeps the adapters of the other chunks",
-    ),
     "experts_are_whole": (None, "nobody: vLLM's experts stay zero"),
     "experts_by_training_ranks": (
         lambda plan: not plan.layout.tp_extend_ep and not plan.shape.num_experts % plan.layout.ep,
