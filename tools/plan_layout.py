@@ -8,7 +8,6 @@ weights are needed. Memory and time are estimates, never measured on an NPU.
 
 import argparse
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +34,6 @@ from mindspeed_qerl.recipe.types import Recipe
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
 SIZES = ("tp", "pp", "ep", "infer_tp", "infer_ep")  # keys of --check
-GSM8K_PROBLEMS = 1319  # of the test file, where a config takes all
 EXAMPLES = """exit status: 0 legal, or layouts exist; 1 illegal or refused, or none exists for NPUs;
 2 wrong arguments
 
@@ -107,7 +105,7 @@ def main() -> int:
     try:
         check_arguments(args)
         width = args.ranks_per_node or NODE
-        terms = Terms(Work(*args.tokens, GSM8K_PROBLEMS), HARDWARE[args.hardware])
+        terms = Terms(Work(*args.tokens), HARDWARE[args.hardware])
         if args.config_name:
             recipe, faults = recipe_of(args.config_name, args.overrides)
             path = Path(recipe.model.path)
@@ -221,11 +219,8 @@ def judge_config(recipe: Recipe, plan: Plan, memory_gb: float, terms: Terms) -> 
     """
     if show_faults(plan):
         return True
-    evaluation = recipe.evaluation
-    problems = (evaluation.n_problems or GSM8K_PROBLEMS) * evaluation.samples_per_problem
-    work = replace(terms.work, problems=problems, every=evaluation.every)
     memory = estimate(plan, settings_of(recipe, memory_gb))
-    show_legal(memory, replace(terms, work=work), recipe.run.train_iters)
+    show_legal(memory, terms, recipe.run.train_iters)
     return False
 
 

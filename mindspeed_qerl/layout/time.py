@@ -38,7 +38,6 @@ HARDWARE = {
 LAUNCH = (20e-6, 80e-6)  # seconds of the host for one
 BACKWARD = 2  # times the operations of a forward pass
 MERGED = 60  # bytes that a die reads and writes to merge a weight and round it (lora/rounding.py)
-PROOF_EVERY = 50  # iterations (run.prove_every), of a proof that compares with two syncs
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
 # of TP and of experts in a layer's forward pass, as `groups` has them
@@ -50,15 +49,11 @@ COUNTED = yaml.safe_load(LAUNCHES.read_text())
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of the mean prompt, the mean answer and the longest answer of an iteration; problems
-    of an evaluation (0: none), each `every` iterations.
-    """
+    """Tokens of the mean prompt, the mean answer and the longest answer of an iteration."""
 
     prompt: float = 120
     answer: float = 300
     longest: float = 900
-    problems: int = 0
-    every: int = 10
 
 
 @dataclass(frozen=True)
@@ -89,12 +84,13 @@ class Phase:
 
 
 def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
-    """The phases of an iteration of a plan that fits, of its slowest rank."""
+    """The phases of an iteration of a plan that fits, of its slowest rank; evaluations and the proof
+    that adapters arrived, which come every few iterations, are not in it.
+    """
     rank = _Rank(memory, terms)
-    work = terms.work
     phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
     if memory.plan.lora:
-        phases += [rank.merging(), rank.proof()]
+        phases.append(rank.merging())
     batch = memory.plan.batch
     if memory.plan.has_reference:
         sizes = batch.ref_forward, batch.ref_max_packing_token_size
@@ -102,10 +98,7 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     if memory.plan.has_old_logprobs:
         sizes = batch.actor_forward, batch.actor_max_packing_token_size
         phases.append(rank.logprobs("old log-probs", *sizes))
-    phases.append(rank.update())
-    if work.problems:
-        phases.append(rank.evaluation())
-    return phases
+    return [*phases, rank.update()]
 
 
 def total(phases: Sequence[Phase]) -> tuple[float, float]:
@@ -211,16 +204,6 @@ class _Rank:
     def rollout(self) -> list[Phase]:
         answers = self.plan.batch.answers / self.plan.layout.infer_dp
         return [self._prefill(answers), self._decode(answers)]
-
-    def evaluation(self) -> Phase:
-        """An iteration's share of it."""
-        problems = self.work.problems / self.plan.layout.infer_dp
-        every = self.work.every
-        prefill = self._prefill(problems)
-        decode = self._decode(problems)
-        launches = (prefill.launches + decode.launches) / every
-        device = (prefill.device + decode.device) / every
-        return Phase("evaluation", launches, device, alone=decode.alone / every)
 
     def _prefill(self, answers: float) -> Phase:
         plan = self.plan
@@ -381,12 +364,3 @@ class _Rank:
         device = self._seconds("training", 0, moved, 0, sent) + 2 * copied / COPIED
         device += self._merging
         return Phase("sync", plan.shape.num_hidden_layers * self._launches["sync"][0], device)
-
-    def proof(self) -> Phase:
-        """An iteration's share of a proof: two syncs, of which the first one's weights wait on the
-        host.
-        """
-        sync = self.sync()
-        weights = sum(rollout_weights(self.plan)) * BF16
-        device = 2 * sync.device + 2 * weights / COPIED
-        return Phase("proof", 2 * sync.launches / PROOF_EVERY, device / PROOF_EVERY)
