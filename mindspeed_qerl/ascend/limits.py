@@ -25,7 +25,7 @@ from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import beyond_positions, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
-from mindspeed_qerl.layout.sizes import SHARED_INPUTS, unfilled
+from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe, Selection
@@ -127,7 +127,7 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     try:
         plan = plan_of(recipe)
         yield from layout_faults(plan)
-        yield from unfilled_blocks(recipe, plan.shape)
+        yield from unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
         if file.is_file():
             yield from beyond_positions(plan, folder)
     except ConfigError as error:
@@ -217,14 +217,6 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     yield from _cannot_capture(recipe)
     yield from _cannot_replay(recipe)
     yield from checks.unknown_rewards(verifiers)
-
-
-def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
-    """Faults of rollout_quantization with the widths of a model: a rank rounds its own part, of
-    experts whole ones.
-    """
-    shared = [name for name in SHARED_INPUTS if name != "moe_intermediate_size"]
-    yield from unfilled(recipe.quantization.format, shape, recipe.layout.infer_tp, shared)
 
 
 def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:

@@ -21,13 +21,6 @@ if not CONFIGS.is_dir():
     CONFIGS = PACKAGE.parent / "configs"  # of a checkout
 
 
-# 040 is 32 and 1:30 is 90; 07 is 7 in both
-OTHER_NUMBERS = {
-    "octal": re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]+"),
-    "base 60": re.compile(r"[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"),
-}
-
-
 def compose(
     name: str, overrides: Iterable[str] = (), config_dir: str | None = None
 ) -> dict[str, Any]:
@@ -45,8 +38,6 @@ def compose(
     with _hydra(name, config_dir) as folders:
         words = _hydra_overrides(name, overrides, folders)
         config = composed(name, words)
-        for file in _files(name, words, folders):
-            _check_numbers(file)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     return _with_paths(resolved)
 
@@ -86,19 +77,6 @@ def _files(name: str, words: list[str], folders: list[Path]) -> list[Path]:
         places = [folder / f"{part}.yaml" for folder in folders]
         files += [file for file in places if file.is_file()][:1]
     return list(dict.fromkeys(files))
-
-
-def _check_numbers(file: Path) -> None:
-    """ConfigError for a number that YAML 1.1, which Hydra reads, takes for another one."""
-    for token in yaml.scan(file.read_text()):
-        if not (isinstance(token, yaml.ScalarToken) and token.plain):
-            continue
-        for system, pattern in OTHER_NUMBERS.items():
-            if pattern.fullmatch(token.value):
-                raise ConfigError(
-                    f"{file}:{token.start_mark.line + 1}: YAML reads {token.value} as {system}: "
-                    f"write a decimal number, or a text in quotes: '{token.value}'"
-                )
 
 
 def _folders(config_dir: str | None) -> list[Path]:

@@ -5,11 +5,12 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from mindspeed_qerl.ascend.limits import faults_of_values, unfilled_blocks
+from mindspeed_qerl.ascend.limits import faults_of_values
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
+from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.rehearsal.model import make_model, narrow
@@ -36,7 +37,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.faults += faults_of_values(recipe)
     layers = 0
     if plan:
-        found.faults += unfilled_blocks(recipe, plan.shape)
+        found.faults += unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
         layers = layers_to_rehearse(plan, settings.layers)
     if not recipe.lora.targets:
         key = "megatron_training.lora_target_modules"
