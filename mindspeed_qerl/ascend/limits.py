@@ -67,7 +67,7 @@ def needed_cpus(recipe: Recipe) -> int:
 
 def vllm_dp_size(recipe: Recipe) -> int:
     """VLLM_DP_SIZE: upstream's ranks of one expert parallel group serve their own prompts."""
-    return recipe.layout.infer_ep if recipe.layout.enable_expert_parallel else 1
+    return recipe.layout.infer_ep if recipe.model.arguments.get("num_experts") else 1
 
 
 def epoch_steps(recipe: Recipe) -> int:

@@ -48,16 +48,10 @@ def new_plan(
     lora: bool = True,
     prompts: int = 64,
 ) -> Plan:
-    """A plan with the switches that the layout asks for (sequence parallelism with TP, whole
-    experts, vLLM's expert parallelism), without a reference; unless a batch is given, PACKED with
-    the global batch nearest to `prompts` that divides.
+    """A plan with sequence parallelism where the layout has TP, without a reference; unless a batch
+    is given, PACKED with the global batch nearest to `prompts` that divides.
     """
-    layout = replace(
-        layout,
-        sequence_parallel=layout.tp > 1,
-        tp_extend_ep=shape.moe,
-        enable_expert_parallel=shape.moe,
-    )
+    layout = replace(layout, sequence_parallel=layout.tp > 1)
     plan = Plan(shape, layout, batch or PACKED, lora, share_backbone=lora, has_reference=False)
     return plan if batch else fit_batch(plan, prompts)
 

@@ -121,16 +121,6 @@ TRAINING = [
         "MindSpeed mindspeed/features_manager/moe/tp_extend_ep.py:22",
         multiple("experts", "shape.num_experts", "layout.tp", "layout.ep"),
     ),
-    Rule(  # the sync knows experts in no other form
-        "experts_are_whole",
-        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:189",
-        lambda plan: (
-            plan.shape.moe
-            and not plan.layout.tp_extend_ep
-            and "moe_tp_extend_ep = False must be True for a mixture of experts: without it vLLM's "
-            "experts stay zero, or the first sync fails"
-        ),
-    ),
     Rule(
         "experts_need_sequence_parallelism",
         "Megatron-LM megatron/core/transformer/moe/moe_layer.py:133",
@@ -147,7 +137,6 @@ TRAINING = [
         "MindSpeed mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/token_dispatcher.py:154",
         lambda plan: (
             plan.shape.moe
-            and plan.layout.tp_extend_ep
             and not plan.lora
             and plan.layout.tp * plan.layout.ep == 1
             and "TP 1 x EP 1 without LoRA: MindSpeed's TP-to-EP dispatcher needs at least 2 ranks"
@@ -161,13 +150,15 @@ TRAINING = [
 def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
     """The sync cuts the experts of a training rank into shares, and never joins those of two."""
     layout = plan.layout
-    training = layout.ep
+    training = layout.tp * layout.ep
     infer = layout.infer_tp * layout.infer_ep
-    if layout.tp_extend_ep:
-        training *= layout.tp
-    return infer % training > 0 and (
-        f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
-        f"training's TP {layout.tp} x EP {layout.ep} = {training}"
+    return (
+        plan.shape.moe
+        and infer % training > 0
+        and (
+            f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
+            f"training's TP {layout.tp} x EP {layout.ep} = {training}"
+        )
     )
 
 
@@ -238,18 +229,6 @@ ROLLOUT = [
             and plan.layout.infer_tp * plan.layout.infer_ep == 1
             and "infer TP 1 x EP 1 with a mixture of experts: the first weight sync fails; at least 2 "
             "ranks must share vLLM's experts"
-        ),
-    ),
-    Rule(
-        "infer_experts_are_whole",
-        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:140",
-        lambda plan: (
-            plan.shape.moe
-            and plan.layout.infer_tp * plan.layout.infer_ep > 1
-            and not plan.layout.enable_expert_parallel
-            and "enable_expert_parallel must be true for a mixture of experts with infer TP "
-            f"{plan.layout.infer_tp} x EP {plan.layout.infer_ep}: the sync deals whole experts to "
-            "vLLM's ranks"
         ),
     ),
     Rule(  # where tokens go to experts by MC2 or all-to-all; vLLM answers on

@@ -23,8 +23,6 @@ class Layout:
     ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
     num_layer_list: LayerList = key("megatron.num_layer_list", ())
     sequence_parallel: bool = key("megatron.sequence_parallel", False)
-    tp_extend_ep: bool = key("megatron.moe_tp_extend_ep", False)
-    enable_expert_parallel: bool = key("generate_config.enable_expert_parallel", False)  # vLLM's
 
     @property
     def dp(self) -> int:

@@ -67,7 +67,7 @@ def test_each_family_is_accepted(raw, family):
         (
             "actor_config.moe_tp_extend_ep",
             False,
-            "moe_tp_extend_ep = False must be True for a mixture of experts",
+            "moe_tp_extend_ep = False must be True with num_experts: without it",
         ),
         (
             "model.tiny.moe_token_dispatcher_type",
@@ -87,7 +87,7 @@ def test_each_family_is_accepted(raw, family):
         (
             "generate_config.enable_expert_parallel",
             False,
-            "enable_expert_parallel must be true for a mixture of experts",
+            "enable_expert_parallel = False must be True with num_experts: the sync",
         ),
         (
             "megatron_training.data_path",

@@ -75,10 +75,6 @@ EXAMPLES = {
     ),
     "shared_backbone_has_adapters": (replace(plan(DENSE), lora=False), "share_backbone needs LoRA"),
     "dense_model_without_ep": (plan(DENSE, ep=2, infer_ep=2), "EP 2 with a dense model"),
-    "experts_are_whole": (
-        replace(plan(ep=4), layout=replace(plan(ep=4).layout, tp_extend_ep=False)),
-        "moe_tp_extend_ep = False must be True",
-    ),
     "experts_need_sequence_parallelism": (
         replace(plan(tp=4, ep=4), layout=replace(plan(tp=4, ep=4).layout, sequence_parallel=False)),
         "must be true for a mixture of experts with tensor_model_parallel_size = 4",
@@ -130,10 +126,6 @@ EXAMPLES = {
     "infer_experts_are_spread": (
         plan(ep=1, infer_ep=1),
         "the first weight sync fails; at least 2 ranks",
-    ),
-    "infer_experts_are_whole": (
-        replace(plan(), layout=replace(plan().layout, enable_expert_parallel=False)),
-        "enable_expert_parallel must be true",
     ),
     "shared_expert_is_summed": (
         plan(QWEN15, world=12, tp=4, ep=3, infer_tp=2, infer_ep=6),

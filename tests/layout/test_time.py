@@ -59,8 +59,6 @@ class Published:
         layout = replace(
             self.layout,
             sequence_parallel=self.layout.tp > 1,
-            tp_extend_ep=shape.moe,
-            enable_expert_parallel=shape.moe,
         )
         plan = Plan(shape, layout, self.batch, False, False, kl_in_reward=self.recomputes)
         settings = Settings(gpu_memory_utilization=0.8, max_num_seqs=self.sequences)

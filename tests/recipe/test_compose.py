@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, text_of_config
-from mindspeed_qerl.recipe.overrides import PATHS, at
+from mindspeed_qerl.recipe.compose import CONFIGS, PATHS, at, combinations, compose, text_of_config
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
 from tests.tasks.gsm8k.tool import run_program

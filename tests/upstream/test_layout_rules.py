@@ -23,7 +23,6 @@ from mindspeed_qerl.recipe.types import Batch, Layout
 FROM_VALIDATE_RL_ARGS = {rule.name for rule in RULES if "validate_config.py:" in rule.source}
 FROM_CONTAINER = {
     "infer_groups_hold_whole_training_groups",
-    "experts_are_whole",
     "tensor_parallel_sizes_divide",
     "stages_hold_whole_infer_tp_groups",
     "layers_by_pp",
@@ -39,11 +38,6 @@ UNSEEN = {
     "vocabulary_by_tp": (None, "the embedding, when it is built"),
     "vocabulary_is_vllms": (None, "the weight sync, when it puts Megatron's rows into vLLM's"),
     "shared_backbone_has_adapters": (None, "validate_rl_args"),
-    "experts_are_whole": (None, "nobody: vLLM's experts stay zero"),
-    "experts_by_training_ranks": (
-        lambda plan: not plan.layout.tp_extend_ep and not plan.shape.num_experts % plan.layout.ep,
-        "experts_are_whole, which such a plan breaks too",
-    ),
     "experts_need_sequence_parallelism": (
         lambda plan: plan.layout.ep == 1,
         "the layers with experts, when they run",
@@ -92,11 +86,8 @@ def sampled(draw: random.Random) -> Plan:
         infer_ep=draw.choice([1, 2, 4]) if shape.moe else 1,
         ranks_per_node=draw.choice([16, 4]),
     )
-    plan = replace(
-        new_plan(shape, layout, batch), share_backbone=draw.random() < 0.5, lora=draw.random() < 0.9
-    )
     return replace(
-        plan, layout=replace(plan.layout, tp_extend_ep=shape.moe and draw.random() < 0.8)
+        new_plan(shape, layout, batch), share_backbone=draw.random() < 0.5, lora=draw.random() < 0.9
     )
 
 
@@ -182,9 +173,9 @@ from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleV
 module.new_group = lambda ranks: None
 said = []
 for p in json.load(open(sys.argv[1])):
-    ep = p["tp"] * p["ep"] if p["tp_extend_ep"] else p["ep"]
+    ep = p["tp"] * p["ep"] if p["experts"] else p["ep"]
     it = Of(_infer_pp_size=1, _infer_ep_size=p["infer_ep"] * p["infer_tp"], _ep_size=ep,
-            moe_tp_extend_ep=p["tp_extend_ep"], _pp_size=p["pp"], _tp_size=p["tp"], _infer_tp_size=p["infer_tp"],
+            moe_tp_extend_ep=bool(p["experts"]), _pp_size=p["pp"], _tp_size=p["tp"], _infer_tp_size=p["infer_tp"],
             _world_size=p["world"],
             _num_hidden_layers=p["layers"], _rank=-1,
             parallel_state=Of(get_tensor_model_parallel_group=lambda: None))
@@ -205,9 +196,6 @@ json.dump(said, open(sys.argv[2], "w"))
         plan
         for plan in (sampled(draw) for _ in range(3000))
         if plan.layout.world % (plan.layout.tp * plan.layout.pp) == 0
-        # the container lets a mixture without moe_tp_extend_ep pass at EP 1, and copies no experts
-        # then (:189): our rule refuses it
-        and not (plan.shape.moe and not plan.layout.tp_extend_ep and plan.layout.ep == 1)
     ]
     compare(plans, ask(program, map(plain, plans), upstream, tmp_path), FROM_CONTAINER)
 
@@ -244,7 +232,6 @@ def trained(draw: random.Random) -> Plan:
         if given
         else (),
         sequence_parallel=draw.random() < (0.9 if shape.moe and tp > 1 else 0.4),
-        tp_extend_ep=shape.moe and draw.random() < 0.8,
     )
     batch = Batch(
         draw.choice([12, 24, 60, 64]),
@@ -276,7 +263,7 @@ def arguments(plan: Plan) -> dict:
         "tensor_model_parallel_size": it.tp,
         "pipeline_model_parallel_size": it.pp,
         "expert_model_parallel_size": it.ep,
-        "moe_tp_extend_ep": it.tp_extend_ep,
+        "moe_tp_extend_ep": plan.shape.moe,
         "sequence_parallel": it.sequence_parallel,
         "num_layer_list": ",".join(map(str, it.num_layer_list)) or None,
         "num_layers": shape.num_hidden_layers,
