@@ -264,21 +264,6 @@ def test_variables_that_cannot_be(script, variables, rule, machine):
     assert len(said.splitlines()) == 1
 
 
-def test_a_node_tells_the_commit_of_a_path_of_any_kind(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FOLDER)
-    from wait_for_npus import look_here
-
-    root = tmp_path / "it's; touch x"
-    root.mkdir()
-    assert look_here(str(root))[0] == "no commit"
-    for words in (
-        ["init", "-q"],
-        ["-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", "--allow-empty"],
-    ):
-        subprocess.run(["git", "-C", str(root), *words], check=True)
-    assert re.fullmatch(r"commit [0-9a-f]{7,}", look_here(str(root))[0])
-
-
 def test_ray_of_its_own_by_its_address_and_a_port_that_can_be(machine):
     own = {"RAY_ADDRESS": "local", "RAY_PORT": "65534"}
     result = launch({**machine, **own}, ONE_NODE, "--dry-run")

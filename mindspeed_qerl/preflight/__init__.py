@@ -69,7 +69,7 @@ def preflight(
     case = replace(case_of(raw, name, nodes), machine=machine)
     if case.on_npus:
         print(
-            "preflight: asking npu-smi, CANN and Ray at once, for at most 20 s; then importing "
+            "preflight: asking npu-smi, CANN and Ray, each for at most 20 s; then importing "
             "what a worker imports, if it is here, for at most 120 s ...",
             file=sys.stderr,
             flush=True,

@@ -1,12 +1,11 @@
 """How many NPUs each part of the machine sees, from the hardware up to Ray, and which part loses
-some. npu-smi, CANN and Ray are asked at once, each with a time limit.
+some. npu-smi, CANN and Ray are asked, each with a time limit.
 """
 
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -74,16 +73,16 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     """Ask each part of the machine; Ray unless one is started for the run."""
     answers: dict[str, Any] = {}
     faults: dict[str, ProbeError] = {}
-    futures: dict[str, Future] = {}
     whole = {name: value for name, value in machine.environment.items() if name != LIST}
-    with ThreadPoolExecutor() as pool:  # what hangs is waited for once
-        futures["npu-smi"] = pool.submit(_npu_smi, machine)
-        futures["CANN"] = pool.submit(_answer, machine, CANN_PROBE, environment=whole)
-        if not own_ray:
-            futures["Ray"] = pool.submit(_cluster, machine)
-    for name, future in futures.items():
+    asks: dict[str, Callable[[Machine], Any]] = {
+        "npu-smi": _npu_smi,
+        "CANN": partial(_answer, code=CANN_PROBE, environment=whole),
+    }
+    if not own_ray:
+        asks["Ray"] = _cluster
+    for name, ask in asks.items():
         try:
-            answers[name] = future.result()
+            answers[name] = ask(machine)
         except ProbeError as error:
             faults[name] = error
     nodes = machine.glob("/dev/davinci[0-9]*")
@@ -97,9 +96,9 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     if LIST in machine.environment:
         given = machine.environment[LIST]
         visible = given.split(",") if given else []
-    acl = answers.get("CANN", 0)
+    counted = answers.get("CANN", 0)
     cluster = answers.get("Ray")
-    return Seen(dies, processes, numbers, acl, visible, cluster, faults)
+    return Seen(dies, processes, numbers, counted, visible, cluster, faults)
 
 
 def _npu_smi(machine: Machine) -> tuple[list[Die], dict[int, list[str]]]:

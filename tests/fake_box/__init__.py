@@ -66,16 +66,12 @@ class Box:
 
     dies: int = 16
     kind: str = "910C"  # 910C: two chips a card, with Phy-ID; 910B1 to 910B4 (A2): one, without
-    lost: tuple[int, ...] = ()  # gone altogether: not in npu-smi, /dev or acl
     mapped: int | None = None  # device nodes that the container has; None: all
     acl: int | None = None  # what acl counts; None: the device nodes
     acl_error: int = 0  # of acl.rt.get_device_count, such as 507033
     sick: Mapping[int, str] = field(
         default_factory=dict
     )  # die -> health word of npu-smi: Warning, Alarm, Critical
-    used: Mapping[int, int] = field(
-        default_factory=dict
-    )  # die -> MB of HBM that processes of others hold
     smi: str = "works"  # or missing, hangs, or the words with which it fails
     cann: str | None = "8.5.0"  # None: no CANN
     driver: str | None = "25.5.0"
@@ -90,7 +86,6 @@ class Box:
     raises: Mapping[str, str] = field(
         default_factory=dict
     )  # module of a stand-in -> Python, run when it is imported
-    hbm: int = 65536  # MB of a die
     upstream: str | None = (
         None  # folder of the five checkouts; None: stand-ins, which are the pins inside the box
     )
@@ -109,8 +104,7 @@ class Box:
     @property
     def nodes(self):
         """Numbers of /dev/davinci*."""
-        mapped = range(self.dies if self.mapped is None else self.mapped)
-        return [die for die in mapped if die not in self.lost]
+        return range(self.dies if self.mapped is None else self.mapped)
 
 
 @functools.cache
@@ -317,13 +311,7 @@ def _npu_smi(box):
         return "#!/bin/sh\nexec sleep infinity\n"
     if box.smi != "works":
         return f"#!/bin/sh\ncat <<'EOF'\n{box.smi}\nEOF\nexit 255\n"
-    shown = table(
-        box.kind,
-        [die for die in range(box.dies) if die not in box.lost],
-        box.sick,
-        box.used,
-        box.hbm,
-    )
+    shown = table(box.kind, range(box.dies), box.sick, {})
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
 
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,7 +12,6 @@ from mindspeed_qerl.layout.planner import legal_layouts, new_plan, reasons
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.time import idle_share, stage_work
 from mindspeed_qerl.recipe.types import Batch, Layout
-from tests import ROOT
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 from tests.tasks.gsm8k.tool import run_tool
 
@@ -220,22 +217,6 @@ def test_no_layout_is_explained():
 def test_a_wrong_command_line(arguments, message):
     result = plan_layout(*arguments)
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        ["tools/plan_layout.py", *MODEL, "16", "--top", "500"],
-        ["cli/train_grpo.py", "--config-name", CONFIG, "--help"],
-        ["cli/train_grpo.py", "--config-name", CONFIG, "--cfg", "job"],
-    ],
-)
-def test_a_reader_that_stops_reading(program):
-    command = [sys.executable, *program]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
 
 
 def test_when_nothing_fits_the_nearest_to_fitting_is_first():
