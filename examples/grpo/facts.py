@@ -169,7 +169,7 @@ def network(address: str) -> dict[str, str]:
 
 
 def check_for_npus(case: Case, name: str) -> None:
-    if case.upstream:
+    if engine_of(case.recipe).UPSTREAM:
         return
     engine = case.recipe.engine
     if not engine_of(read_recipe(compose(name))).UPSTREAM:

@@ -138,44 +138,20 @@ class Case:
     # What a row of the table may need:
 
     @property
-    def upstream(self) -> bool:
-        return engine_of(self.recipe).UPSTREAM
-
-    @property
-    def on_npus(self) -> bool:
-        """True if the run would use NPUs: its engine does, and they are not emulated."""
-        return self.upstream and not self.recipe.emulate_npu
-
-    @property
     def npus_here(self) -> bool:
-        """True if it would, and any part of this machine sees one."""
-        return self.on_npus and any((self.seen.dies, self.seen.mapped, self.seen.acl))
+        """True if any part of this machine sees an NPU."""
+        return any((self.seen.dies, self.seen.mapped, self.seen.acl))
 
     @property
     def mixture(self) -> bool:
-        """True if a model with experts would run on NPUs."""
-        return self.on_npus and bool(self.recipe.model.arguments.get("num_experts"))
-
-    @property
-    def model_given(self) -> bool:
-        """True if the config's own model is used: a rehearsal makes one."""
-        return not self.recipe.rehearsal.enabled
-
-    @property
-    def upstream_rules(self) -> bool:
-        """True if upstream's rules of layouts hold, as for a rehearsal too."""
-        return self.upstream or self.recipe.rehearsal.enabled
-
-    @property
-    def reads_rows(self) -> bool:
-        """True if training reads rows, and not packed files."""
-        return not self.upstream
+        """True if the model has experts."""
+        return bool(self.recipe.model.arguments.get("num_experts"))
 
     @property
     def base_to_convert(self) -> bool:
         """True if base weights are given and not converted yet."""
         load = self.recipe.model.load
-        return bool(self.upstream and load and not (Path(load) / TRACKER).is_file())
+        return bool(load and not (Path(load) / TRACKER).is_file())
 
     @property
     def legal(self) -> Plan | None:

@@ -30,7 +30,7 @@ from mindspeed_qerl.preflight.case import (
 )
 from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
-from mindspeed_qerl.tasks.rows import Row, read_rows
+from mindspeed_qerl.tasks.rows import read_rows
 
 CONVERT = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
 NEARLY = 0.95  # of a computed size: what is below it is another file
@@ -51,7 +51,7 @@ def keys(case: Case) -> Iterator[Check]:
 
 def _has_own_line(fault: Fault, case: Case) -> bool:
     if fault.rule == "layout":
-        return case.upstream and case.plan is not None
+        return case.plan is not None
     return fault.rule == "model" or fault.key in FILES
 
 
@@ -127,11 +127,11 @@ def tokenizer(case: Case) -> Check:
 
 
 def weights(case: Case) -> Check:
-    """All files that the model's index names, of the size of this model: failed while the run or
-    the conversion of the base weights reads them, else a warning.
+    """All files that the model's index names, of the size of this model: failed while the
+    conversion of the base weights reads them, else a warning.
     """
     folder = Path(case.recipe.model.path)
-    verdict = failed if case.base_to_convert or not case.upstream else warning
+    verdict = failed if case.base_to_convert else warning
     assert case.plan
     least = NEARLY * BF16 * model_parameters(case.plan.shape)
     try:
@@ -186,12 +186,10 @@ def rows(case: Case) -> Check:
     former are those kept beside a packed file, or the training file's, which NPUs do not read.
     """
     task = case.recipe.task
-    train: list[Row] = []
     try:
         test = read_rows(task.test_file)
-        if case.upstream:
-            train = read_packed_rows(task.data_path) or []
-        if not train and (case.reads_rows or Path(task.train_file).is_file()):
+        train = read_packed_rows(task.data_path) or []
+        if not train and Path(task.train_file).is_file():
             train = read_rows(task.train_file)
     except (OSError, ValueError) as error:
         return failed(str(error), f"{CONVERT}{quoted(Path(task.test_file).parent)}")
@@ -260,14 +258,12 @@ ROWS = [
         "keys and values",
         keys,
         "Change the config, or override the key on the command line",
-        "model_given",
         refused=True,
     ),
     Question(
         "layout",
         layout,
         "python tools/plan_layout.py --config-name NAME    # the rules and their lines upstream",
-        "upstream_rules",
         refused=True,
     ),
     Question(
@@ -275,7 +271,7 @@ ROWS = [
         memory,
         "python tools/plan_layout.py --config-name NAME --memory-gb GB    # every part, and "
         "what else fits",
-        "upstream legal",
+        "legal",
     ),
 ]
 
@@ -285,32 +281,29 @@ MODEL = [
         config_json,
         "Put the Hugging Face model that the YAML describes there, or: export MODELS=DIR    "
         "# the folder that it is in",
-        "model_given",
         refused=True,
     ),
     Question(
         "vocabulary",
         vocabulary,
         "++model.NAME.padded_vocab_size=N    # an override of the config",
-        "upstream",
     ),
     Question(
         "tokenizer",
         tokenizer,
         "Download the model's whole directory (git lfs pull)\n"
         "Take an instruct or chat model, or add its chat_template.jinja",
-        "model_given",
     ),
     Question(
         "weights",
         weights,
         "Download the model's whole directory (git lfs pull)",
-        "model_given plan",
+        "plan",
     ),
 ]
 
 DATA = [
-    Question("training files", training_files, needs="upstream"),
+    Question("training files", training_files),
     Question("test rows", rows),
 ]
 
@@ -319,6 +312,6 @@ CHECKPOINTS = [
         "base weights",
         base_weights,
         "The conversion: python tools/preflight.py --config-name NAME --print-conversion",
-        "upstream plan",
+        "plan",
     )
 ]

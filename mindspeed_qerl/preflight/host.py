@@ -1,5 +1,5 @@
 """The host: CPUs, limits, memory, disks; addresses of nodes and of Ray, the host's own name, and
-HCCL's ports, against those that are taken now and those that the kernel may draw.
+HCCL's ports.
 """
 
 import re
@@ -187,29 +187,7 @@ def hccl_ports(case: Case) -> Check | None:
     taken = ", ".join(str(port) for port in ours if not case.machine.may_listen(port=port))
     if taken:
         return failed(f"{words}: {taken} taken")
-    drawn, kept = (
-        _spans(case.machine.read(f"/proc/sys/net/ipv4/ip_local_{name}"))
-        for name in ("port_range", "reserved_ports")
-    )
-    if set(ours) & drawn - kept:
-        return warning(
-            f"{words} are free, and inside net.ipv4.ip_local_port_range: any connection of this "
-            "machine may draw one before HCCL listens",
-            f"sysctl -w net.ipv4.ip_local_reserved_ports={base}-{ours[-1]}",
-        )
     return passed(f"{words} are free")
-
-
-def _spans(text: str) -> set[int]:
-    """The ports of a text's spans, each a first and a last one, or of its single ones.
-
-    >>> sorted(_spans("60000-60002,7")), sorted(_spans("8 9"))
-    ([7, 60000, 60001, 60002], [8, 9])
-    """
-    ports = set()
-    for first, last in re.findall(r"(\d+)(?:[-\s]+(\d+))?", text):
-        ports |= set(range(int(first), int(last or first) + 1))
-    return ports
 
 
 ROWS = [
@@ -224,14 +202,13 @@ ROWS = [
         ),
         "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the "
         "container's --cpuset-cpus",
-        "on_npus",
     ),
     Question(
         "host memory",
         host_memory,
         "Raise the container's --memory, end what holds the memory (ps -eo pid,rss,args "
         "--sort -rss | head), or use fewer ranks here",
-        "on_npus legal",
+        "legal",
     ),
     Question(
         "open files",
@@ -242,14 +219,12 @@ ROWS = [
             words="ulimit -n is {:,}; Ray's and HCCL's connections may need {:,}",
         ),
         "ulimit -n 32768    # in the shell that starts the run",
-        "upstream",
     ),
     Question(
         "user",
         user,
         'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, '
         "or as root",
-        "on_npus",
     ),
     Question(
         "/dev/shm",
@@ -261,7 +236,6 @@ ROWS = [
             words="{:,} bytes free; below {:,} Ray keeps its objects on the disk",
         ),
         "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm",
-        "on_npus",
     ),
     Question(
         "/tmp",
@@ -275,14 +249,13 @@ ROWS = [
             "OutOfDiskError",
         ),
         "du -xh -d 2 /tmp | sort -h | tail    # what fills it? Or another disk for it: -v DIR:/tmp",
-        "upstream",
     ),
     Question("run.root", run_root, "run.root=DIR    # an override of the config"),
     Question(
         "disk for the run",
         run_disk,
         "run.root=DIR, or a larger megatron_training.save_interval    # overrides of the config",
-        "upstream legal",
+        "legal",
     ),
     Question(
         "disk for the base",
@@ -295,13 +268,11 @@ ROWS = [
         hccl_ports,
         "ss -ltnp | grep PORT    # whose?\n"
         "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # others",
-        "on_npus",
     ),
     Question(
         "host name",
         host_name,
         "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
         "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
-        "on_npus",
     ),
 ]

@@ -22,7 +22,6 @@ from mindspeed_qerl.preflight.case import (
     failed,
     gigabytes,
     passed,
-    skipped,
     warning,
 )
 from mindspeed_qerl.preflight.host import fault_of_ray_address
@@ -158,8 +157,6 @@ def _answer(
 
 def ranks(case: Case) -> Check:
     """The number of each part, and the first of them that loses some."""
-    if not case.on_npus:
-        return skipped(f"engine={case.recipe.engine}, emulate_npu={case.recipe.emulate_npu}")
     if not case.npus_here:
         return failed(
             f"{case.npus} NPUs are asked for, this machine has none; all else is checked",

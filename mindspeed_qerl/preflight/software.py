@@ -140,12 +140,11 @@ def pinned(
     pin: str,
     unfit: str | None = None,
     why: str = "upstream does not go with it",
-    needs: str = "upstream",
 ) -> Question:
     """Asks for a distribution that has a pin (`version`)."""
     verdict = partial(version, name=name, pin=pin, unfit=unfit, why=why)
     fix = f"pip install {name}=={pin}    # docs/ascend.md, Install"
-    return Question(name, verdict, fix, needs)
+    return Question(name, verdict, fix)
 
 
 def sources(case: Case) -> Iterator[Check]:
@@ -208,27 +207,24 @@ CANN = [
         "driver",
         driver,
         "Driver and firmware 25.5.0 on the host (docs/ascend.md)",
-        "on_npus",
     ),
     Question(
         "compilers",
         compilers,
         "apt install build-essential python3.11-dev\n"
         "pip install pybind11 ninja    # pybind11 for the python3 of PATH",
-        "on_npus",
     ),
     Question(
         "MindSpeed's operators",
         operators,
         "rm -r FOLDER_OF_THE_LOCK\n"
         "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run",
-        "on_npus",
     ),
 ]
 
 ROWS = [
     pinned("torch", "2.7.1", unfit=""),
-    pinned("torch_npu", "2.7.1", unfit="", needs="on_npus"),
+    pinned("torch_npu", "2.7.1", unfit=""),
     pinned("vllm", "0.11.0", unfit=""),
     pinned("ray", "2.53.0"),
     pinned("transformers", "4.57.1"),
@@ -237,7 +233,6 @@ ROWS = [
         "1.26.4",
         unfit="2",
         why='with numpy 2 CANN\'s compiler ends the first set_device, "error code is 500001"',
-        needs="on_npus",
     ),
     pinned("peft", "0.7.1"),
     pinned("tensordict", "0.8.1"),
@@ -249,7 +244,6 @@ ROWS = [
         "PYTHONPATH=$PWD/MindSpeed-RL:$PWD/MindSpeed-LLM:$PWD/MindSpeed:$PWD/Megatron-LM:$PYT"
         "HONPATH    # where they were cloned\n"
         "git checkout PIN    # python tools/check_upstream.py has each pin, and what changed",
-        "upstream",
         refused=True,
     ),
     Question(

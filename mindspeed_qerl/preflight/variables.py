@@ -34,7 +34,9 @@ def value(case: Case, variable: str, pattern: str, why: str, state: str) -> Chec
     return Check(state, f"{given!r} in the shell: {why}")
 
 
-def harmful(state: str, needs: str, variables: Mapping[str, tuple[str, str]]) -> Iterator[Question]:
+def harmful(
+    state: str, variables: Mapping[str, tuple[str, str]], needs: str = ""
+) -> Iterator[Question]:
     """Asks for variables, {name: (regular expression, why)}, of which the shell should have no such
     value.
     """
@@ -164,9 +166,9 @@ DOUBTFUL = {
 }
 
 ROWS = [
-    Question("variables", of_engine, "unset NAME", "upstream"),
-    *harmful(FAILED, "on_npus", FATAL),
-    *harmful(FAILED, "mixture", FATAL_WITH_EXPERTS),
-    *harmful(WARNING, "on_npus", DOUBTFUL),
-    Question("network interfaces", network, "", "on_npus"),
+    Question("variables", of_engine, "unset NAME"),
+    *harmful(FAILED, FATAL),
+    *harmful(FAILED, FATAL_WITH_EXPERTS, "mixture"),
+    *harmful(WARNING, DOUBTFUL),
+    Question("network interfaces", network),
 ]

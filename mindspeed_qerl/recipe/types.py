@@ -30,9 +30,7 @@ LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo", "dppo_tv", "dppo_kl")
 
 @part
 class Model:
-    """The Hugging Face directory that vLLM loads, and `arguments`: what Megatron is told of the
-    model.
-    """
+    """The directory that vLLM loads, and `arguments`: what Megatron is told of the model."""
 
     path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
@@ -203,9 +201,7 @@ class Optimizer:
 
 @part
 class Sampling:
-    """Describes how training answers are sampled: from the whole distribution, which is trained, so
-    without top_p and such.
-    """
+    """Describes how training answers are sampled: from the whole distribution, without top_p."""
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
     temperature: Float = key("sampling_config.temperature", 1.0, gt=0)

@@ -80,7 +80,6 @@ POOR = Box(
     disk="10000000000",
     files={
         "/etc/hosts": f"127.0.0.1 localhost\n10.9.9.9 {os.uname().nodename}\n",
-        "/proc/sys/net/ipv4/ip_local_port_range": "1024 65535\n",
     },
 )
 OF_POOR = {
@@ -88,7 +87,6 @@ OF_POOR = {
     "/dev/shm": (WARNING, "Ray keeps its objects on the disk"),
     "disk for the run": (FAILED, "10.0 GB free"),
     "host name": (WARNING, "the name of no address"),
-    "ports of HCCL": (WARNING, "inside net.ipv4.ip_local_port_range"),
     "open files": (WARNING, "ulimit -n is 1,024"),
 }
 FULL_CGROUP = {"memory.max": f"{400 * GB}", "memory.current": f"{380 * GB}"}

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
-from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.preflight import FAILED, PASSED, WARNING
 from tests.preflight.conftest import (
     ATB,
     CANN,
@@ -30,8 +30,6 @@ FEW = {"CANN": WARNING, "Ray": WARNING}
 VERSION = {"CANN's version": WARNING}
 OTHER = {"variables": WARNING}  # than the engine would set
 PORTS = "ports of HCCL"
-DRAWN = "/proc/sys/net/ipv4/ip_local_port_range"
-KEPT = "/proc/sys/net/ipv4/ip_local_reserved_ports"
 
 
 def shell(**variables):
@@ -85,14 +83,6 @@ CASES = [
         FAILED,
         "12345 to 12376: 12370 taken",
         {"npu-smi": WARNING},
-    ),
-    ({"files": {DRAWN: "1024\t65535\n", KEPT: "12345-12359\n"}}, PORTS, WARNING, "", {}),
-    (
-        {"files": {DRAWN: "1024\t65535\n", KEPT: "80,12345-12360\n"}},
-        PORTS,
-        PASSED,
-        "",
-        {},
     ),
     (dict(left=0.049), "/tmp", FAILED, "4.9% of its disk are free; below 5 % Ray", {}),
     (dict(left=0.06), "/tmp", WARNING, "6.0% of its disk are free", {}),
@@ -297,32 +287,12 @@ def test_no_npu_at_all(ready):
         assert checks[name].state == PASSED
 
 
-def test_emulated_npus(ready):
-    box = Box(**NO_NPU, hangs=("ray", "npu"))
-    checks = look({**ready, "emulate_npu": True}, box)
-    assert not_passed(checks) == {"ranks": SKIPPED} and not box.asked
-    assert "host memory" not in checks and "base weights" in checks
-
-
-def test_a_rehearsal(ready):
-    """Of a config for NPUs: its layout and its data count, the model and the weights are its own."""
-    raw = {**ready, "engine": "local", "rehearsal": {"enabled": True}}
-    box = Box(**NO_NPU, reports=[], hangs=("ray", "npu"))
-    checks = look(raw, box)
-    assert not_passed(checks) == {"ranks": SKIPPED}
-    assert checks["layout"].state == checks["training rows"].state == PASSED
-    raw["actor_config"]["expert_model_parallel_size"] = 3
-    failed = {check.group for check in look(raw, box).values() if check.state == FAILED}
-    assert failed == {"config"}
-
-
-def test_the_local_engine(tmp_path):
-    key = f"megatron_training.tokenizer_name_or_path={tmp_path}"
-    raw = compose("grpo_tiny_moe_cpu", [key, f"task.test_file={tmp_path}/no.parquet"])
-    checks = look(raw, Box(**NO_NPU, reports=[], hangs=("ray", "npu")))
-    states = not_passed(checks)
-    assert states["config.json"] == states["test rows"] == FAILED and states["ranks"] == SKIPPED
-    assert not {"base weights", "layout", "torch"} & checks.keys()
+@pytest.mark.parametrize(
+    "change", [{"emulate_npu": True}, {"engine": "local"}, {"rehearsal": {"enabled": True}}]
+)
+def test_a_run_without_npus_needs_no_preflight(ready, change):
+    with pytest.raises(ConfigError, match="uses no NPU: the preflight is for those that do"):
+        look({**ready, **change})
 
 
 def test_imports_of_a_worker(ready):
