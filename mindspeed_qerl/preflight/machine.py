@@ -17,8 +17,6 @@ from pathlib import Path
 
 import psutil
 
-from mindspeed_qerl.ascend.contract import Report, check, installed
-
 CGROUPS = "/sys/fs/cgroup"  # where a container sees its own, of version 2 or 1
 # limit, use, and what of it is cached of files
 MEMORY_FILES = (
@@ -100,10 +98,6 @@ class Machine:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             return None
-
-    def upstream(self) -> list[Report]:
-        """Each repository of upstream that is installed here, beside ascend/contract.yaml."""
-        return check(installed())
 
     def disk_free(self, path: str | Path) -> int:
         """Bytes free where `path` is, or where it would be made."""

@@ -1,14 +1,12 @@
 """CANN, NNAL and the driver, and what is compiled on the machine: Megatron's dataset helpers at the
 start, MindSpeed's operators at the first step (where one worker cannot, the others wait for it);
-installed versions, upstream's sources, and whether a worker could import what it imports.
+installed versions, and whether a worker could import what it imports.
 """
 
 import re
 import sys
-from collections.abc import Iterator
 from functools import partial
 
-from mindspeed_qerl.ascend.contract import PINS
 from mindspeed_qerl.ascend.imports import PROBE, way_out
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.emulation import CANN_VERSIONS
@@ -147,24 +145,6 @@ def pinned(
     return Question(name, verdict, fix)
 
 
-def sources(case: Case) -> Iterator[Check]:
-    """Which versions of upstream are here, and whether all that the engine relies on is unchanged
-    in them (contract.py).
-    """
-    missing = {pin.title for pin in PINS.values()}
-    for report in case.machine.upstream():
-        title = report.pin.title
-        missing.discard(title)
-        verdict = passed
-        if report.changed:
-            verdict = failed
-        elif not report.at_pin:
-            verdict = warning
-        yield verdict(str(report), name=title)
-    if missing:
-        yield failed(f"cannot be imported here: {', '.join(sorted(missing))}")
-
-
 def imports(case: Case) -> Check:
     """The imports of ascend/imports.py in a process with the environment of a worker, which is the
     shell's and what the engine sets. It opens no die.
@@ -237,15 +217,6 @@ ROWS = [
     pinned("peft", "0.7.1"),
     pinned("tensordict", "0.8.1"),
     pinned("hydra-core", "1.3.2"),
-    Question(
-        "upstream's sources",
-        sources,
-        "export "
-        "PYTHONPATH=$PWD/MindSpeed-RL:$PWD/MindSpeed-LLM:$PWD/MindSpeed:$PWD/Megatron-LM:$PYT"
-        "HONPATH    # where they were cloned\n"
-        "git checkout PIN    # python tools/check_upstream.py has each pin, and what changed",
-        refused=True,
-    ),
     Question(
         "imports of a worker",
         imports,

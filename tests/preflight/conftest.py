@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend.contract import PINS, Report
 from mindspeed_qerl.preflight import CHECKS, FAILED, PASSED, TABLE, preflight
 from mindspeed_qerl.preflight.machine import ProbeError
 from mindspeed_qerl.recipe.compose import compose
@@ -41,11 +40,6 @@ def npu_smi(count, health=None, used=None):
     return table("910C", range(count), health or {}, used or {})
 
 
-def at_the_pin(package):
-    pin = PINS[package]
-    return Report(pin, Path("/upstream") / pin.title, pin.content, [])
-
-
 @dataclass
 class Box:
     """A machine in data: by default a healthy 910C box of 16 dies. Sizes in bytes."""
@@ -72,7 +66,6 @@ class Box:
     imported: str = "imported in 31 s\n"  # what the imports of a worker say
     cann: str = "version=8.5.0"
     packages: dict[str, str | None] = field(default_factory=dict)  # other than PACKAGES
-    reports: list[Report] = field(default_factory=lambda: [at_the_pin(package) for package in PINS])
 
     def __post_init__(self):
         self.environment |= self.shell
@@ -109,9 +102,6 @@ class Box:
 
     def version(self, distribution):
         return {**PACKAGES, **self.packages}.get(distribution)
-
-    def upstream(self):
-        return self.reports
 
     def disk_free(self, path):
         return self.shm if str(path) == "/dev/shm" else self.disk
