@@ -31,16 +31,8 @@ from tests import ROOT
 from tests.fake_box.npu_smi import table
 
 HERE = Path(__file__).parent
-UNSHARE = [
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--mount",
-    "--net",
-    "--pid",
-    "--fork",
-    "--kill-child",
-]
+ASCEND = "/usr/local/Ascend"
+UNSHARE = "unshare --user --map-root-user --mount --net --pid --fork --kill-child".split()
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
 # distribution -> pinned version
@@ -135,20 +127,9 @@ def start(box, command, folder, environment=None, sourced=False, within=(), **op
     """
     plan = _make(box, folder)
     if sourced:
-        source = "".join(
-            f"source {file}; "
-            for file in (
-                "/usr/local/Ascend/cann/set_env.sh",
-                "/usr/local/Ascend/nnal/atb/set_env.sh",
-            )
-        )
-        command = [
-            "bash",
-            "-c",
-            f'{source}export LD_PRELOAD=$JEMALLOC; exec "$@"',
-            "bash",
-            *command,
-        ]
+        script = f"source {ASCEND}/cann/set_env.sh; source {ASCEND}/nnal/atb/set_env.sh; "
+        script += 'export LD_PRELOAD=$JEMALLOC; exec "$@"'
+        command = ["bash", "-c", script, "bash", *command]
     (folder / "plan.json").write_text(json.dumps({**plan, "command": list(command)}))
     unshare = [word for word in UNSHARE if box.network or word != "--net"]
     options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": _many_files, **options}
