@@ -177,36 +177,22 @@ def _part(kind: Any, values: Values, faults: list[Fault]) -> Any:
 
 def _fill_in(parts: dict[str, Any], values: Values) -> None:
     """Give keys that are left out the value that follows from another part's."""
-    sampling = parts["sampling"]
-    selection = parts["selection"]
+
+    def follow(name: str, **follows: Any) -> None:
+        part = parts[name]
+        for left_out, value in follows.items():
+            if values.get(str(key_of(type(part), left_out)))[1] is None:
+                part = replace(part, **{left_out: value})
+        parts[name] = part
+
     prompts = parts["batch"].global_batch_size
-    selection = parts["selection"] = _followed(
-        selection,
-        values,
-        filter_groups_train_batch_size=prompts,
-        rollout_max_tokens=sampling.max_tokens,
-    )
-    if selection.filter_groups_enable:
-        prompts = selection.filter_groups_train_batch_size
-    parts["batch"] = _followed(
-        parts["batch"],
-        values,
-        mini_batch_size=prompts,
-        seq_length=sampling.longest,
-        max_model_len=sampling.longest,
-    )
-    parts["algorithm"] = _followed(
-        parts["algorithm"], values, loss_scale_factor=float(sampling.max_tokens)
-    )
-
-
-def _followed(part: Any, values: Values, **follows: Any) -> Any:
-    """`part` with the values of `follows` whose keys are left out."""
-    for name, value in follows.items():
-        key = key_of(type(part), name)
-        if key is not None and values.get(key)[1] is None:
-            part = replace(part, **{name: value})
-    return part
+    longest = parts["sampling"].longest
+    tokens = parts["sampling"].max_tokens
+    follow("selection", filter_groups_train_batch_size=prompts, rollout_max_tokens=tokens)
+    if parts["selection"].filter_groups_enable:
+        prompts = parts["selection"].filter_groups_train_batch_size
+    follow("batch", mini_batch_size=prompts, seq_length=longest, max_model_len=longest)
+    follow("algorithm", loss_scale_factor=float(tokens))
 
 
 # ---- noise ----
