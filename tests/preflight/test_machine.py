@@ -117,10 +117,6 @@ def of_files(template, monkeypatch):
             "tokenizer_name_or_path is missing",
         ),
         ((NAME, "actor_config.load=null", "--print-conversion"), "actor_config.load is not set"),
-        (
-            (NAME, "actor_config.expert_model_parallel_size=8", "--print-conversion"),
-            r"tp1-pp1-ep16 is named after another layout .* EP 8.*load=\S+/Qwen3-30B-A3B-tp1-pp1-ep8$",
-        ),
     ],
 )
 def test_what_is_refused_before_anything_is_checked(of_files, tool, capsys, arguments, said):
