@@ -234,9 +234,7 @@ def _make(box, folder):
     files = {"/proc/meminfo": _meminfo(box), "/etc/hosts": hosts, **box.files}
     if box.upstream is None:
         _imported(box, folder)
-        files[str(contract.TABLE)] = _stand_ins(
-            folder, "vllm_ascend.vllm_ascend_C" not in box.raises
-        )
+        _stand_ins(folder, "vllm_ascend.vllm_ascend_C" not in box.raises)
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{suffix}").touch()
     if box.installed:
@@ -378,19 +376,12 @@ def _imported(box, folder):
 
 
 def _stand_ins(folder, operators):
-    """A repository of few files for each of upstream's, and a contract.yaml of which they are the
-    pins. operators: those of vllm-ascend can be imported, though their file is empty.
+    """A package for each of upstream's repositories. operators: those of vllm-ascend can be
+    imported, though their file is empty.
     """
-    pins = {}
+    loaded = "import sys\nsys.modules['vllm_ascend.vllm_ascend_C'] = sys\n"
     for package, pin in contract.PINS.items():
         module = folder / "upstream" / pin.title / package
         (module / "core").mkdir(parents=True)
-        (module / "__init__.py").write_text(
-            f'"""A stand-in for {pin.title}."""\n'
-            + (
-                "import sys\nsys.modules['vllm_ascend.vllm_ascend_C'] = sys\n"
-                * (operators and package == "vllm_ascend")
-            )
-        )
-        pins[package] = {**asdict(pin), "content": contract.content_of(module)}
-    return yaml.safe_dump({"pins": pins, "files": {}})
+        code = loaded if operators and package == "vllm_ascend" else ""
+        (module / "__init__.py").write_text(code)
