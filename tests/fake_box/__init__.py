@@ -23,8 +23,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import yaml
-
 from mindspeed_qerl.ascend import contract
 from mindspeed_qerl.preflight import TABLE
 from tests import ROOT
