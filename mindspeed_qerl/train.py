@@ -9,10 +9,11 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.common.files import whole_checkpoints
-from mindspeed_qerl.engines import data_files, engine_of, examine_for_engine, trainer_of
+from mindspeed_qerl.engines import data_files, engine_of, trainer_of
 from mindspeed_qerl.engines.noise import lost_noise
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import LOSS_MODES, Recipe
+from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.runs.description import label_of
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
@@ -40,9 +41,10 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
             from mindspeed_qerl.rehearsal.prepare import prepare
 
             recipe, found = prepare(recipe, found)
-        recipe = _with_run_to_resume(recipe, name)
+        config = to_config(recipe) if rehearsed else raw
+        recipe = _with_run_to_resume(recipe, name, config)
         if not rehearsed:
-            examine_for_engine(recipe, found)
+            found.faults += engine_of(recipe).validate(recipe)
         found.raise_faults()
         if recipe.algorithm.loss_mode not in LOSS_MODES:
             from mindspeed_qerl.algorithm.losses import try_policy_loss  # torch: seconds
@@ -57,7 +59,7 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         found_in_data = check_task(recipe.task, rows)
         found_in_data.raise_faults()
         found.warnings += [*found_in_data.warnings, *lost_noise(rehearsed or recipe)]
-        directory, after = _directory(recipe, name, label_of(overrides))
+        directory, after = _directory(recipe, config, name, label_of(overrides))
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -65,14 +67,16 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
     return _train(recipe, found, name, directory, after, rehearsed)
 
 
-def _directory(recipe: Recipe, name: str, label: str) -> tuple[RunDirectory, int | None]:
+def _directory(
+    recipe: Recipe, config: dict[str, Any], name: str, label: str
+) -> tuple[RunDirectory, int | None]:
     """The run's directory, and the step that it resumes after (None: a new run); ValueError or
     OSError if refused.
     """
     section = recipe.run
     engine = engine_of(recipe)
     contents: dict[str, Any] = {
-        "config": dict(recipe.sections),
+        "config": config,
         "command": sys.argv,
         "data_files": data_files(recipe),
         "versions": engine.versions(),
@@ -132,7 +136,7 @@ def _train(
     return 0
 
 
-def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
+def _with_run_to_resume(recipe: Recipe, name: str, config: dict[str, Any]) -> Recipe:
     """`recipe` with, for `run.resume: auto`, the newest run of this config that has a checkpoint
     and did not finish, or none if there is none.
     """
@@ -140,7 +144,7 @@ def _with_run_to_resume(recipe: Recipe, name: str) -> Recipe:
         return recipe
     run = RunDirectory.unfinished(
         Path(recipe.run.root) / (recipe.run.name or name),
-        config=dict(recipe.sections),
+        config=config,
         may_change=engine_of(recipe).MAY_CHANGE,
     )
     path = str(run.path) if run else None

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, start, why_not
-from tests.fake_box.cases import HCCN
 from tests.fake_box.nodes import Launcher
 from tests.fake_box.prepared import prepare
 
@@ -119,7 +118,7 @@ def launch(machine, box, script, folder, *arguments):
     [
         (EIGHT, SEVEN, "grpo_qwen25_7b_gsm8k_8npu"),
         (
-            Box(dies=8, without=("ip",), etc={"hccn.conf": HCCN}, address="10.0.0.1"),
+            Box(dies=8, without=("ip",), address="10.0.0.1"),
             TWO_NODES,
             "grpo_qwen3_30b_a3b_gsm8k_2x8npu",
         ),

@@ -1,7 +1,6 @@
 """The command line: usage, help, names of keys, any Python, an installation."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -10,13 +9,9 @@ import zipfile
 import pytest
 import yaml
 
-from mindspeed_qerl import train as program
 from mindspeed_qerl.common import entry
-from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.compare import run as compared
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.recipe.compose import CONFIGS, combinations, compose, list_of_keys
-from mindspeed_qerl.runs import report
-from mindspeed_qerl.runs.directory import RunDirectory
 from tests import ROOT
 
 TINY = "grpo_tiny_moe_cpu"
@@ -192,12 +187,6 @@ def test_own_configs_lie_in_the_current_folder_or_where_config_dir_says(tmp_path
         compose("mine", (), "nowhere")
 
 
-def test_many_known_names_are_not_listed():
-    many = [f"name{number}" for number in range(30)]
-    assert unknown("thing", "name", many) == "unknown thing 'name', did you mean 'name9'?"
-    assert unknown("thing", "zzz", many[:3]) == "unknown thing 'zzz'. Known: name0, name1, name2"
-
-
 def entries():
     """Every file and module that can be started, and prints."""
     for file in [ROOT / "cli" / "train_grpo.py", *TOOLS]:
@@ -283,22 +272,6 @@ def test_a_bad_value_of_an_option_is_named_in_words(words, fault):
 def test_what_cannot_be_is_named_with_its_key_before_anything_starts(override, message):
     done = train("--config-name", TINY, *override.split())
     assert done.returncode == 2 and message in done.stderr and not (ROOT / "runs" / "a").exists()
-
-
-def test_a_command_that_is_printed_can_be_pasted_into_a_shell(tmp_path, monkeypatch, capsys):
-    made = {"config": {}, "command": [], "seed": 1, "data_files": {}}
-    done = RunDirectory.create(tmp_path / "it's a folder", "run", **made)
-    done.finish()
-
-    def fails(run):
-        raise ValueError("a damaged row")
-
-    monkeypatch.setattr(report, "write_report", fails)
-    program._report(done)
-    assert shlex.split(capsys.readouterr().err)[-1] == str(done.path)
-    [fault] = compared._faults(done, {"megatron_training.train_iters": 0}, [], {}, "a b")
-    words = ["tools/evaluate.py", "--run", str(done.path), "--name", "a b"]
-    assert shlex.split(fault.partition(" with ")[2]) == words
 
 
 # ---- any Python, any folder ----

@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, why_not
-from tests.fake_box.cases import NODE
 from tests.fake_box.network import UNREACHABLE, joined, why_no_cable
 from tests.fake_box.nodes import CONFIG, Nodes
 from tests.fake_box.prepared import prepare
 
 REASON = why_not() or why_no_cable()
 pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(REASON), reason=REASON)]
-EIGHT = Box(dies=8, network=False, etc=NODE.etc)
+EIGHT = Box(dies=8, network=False)
 PYTHON = f"""#!/usr/bin/env bash
 [[ "$*" != *preflight.py* || -z ${{NO_PREFLIGHT:-}} ]] || exit 0
 [[ "$*" != *train_grpo.py* ]] || exec {sys.executable} "$TRAINING"
@@ -204,15 +203,6 @@ def test_another_token(nodes, tmp_path):
     )
     assert nodes.end(0) == 1
     nodes.end(1)
-
-
-def test_sixteen_dies_are_visible_on_each(nodes):
-    for rank in (0, 1):
-        nodes.start(rank, Box(dies=16, network=False, etc=NODE.etc))
-    for rank in (0, 1):
-        assert nodes.end(rank) == 1
-        assert "this node shows 16 to CANN" in nodes.said(rank)
-        assert "export ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 " in nodes.said(rank)
 
 
 def test_other_code_on_the_second_node(nodes):

@@ -22,8 +22,7 @@ if __name__ == "__main__":  # a file of a checkout
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, SKIPPED, headline, preflight, print_table
-from mindspeed_qerl.preflight.case import case_of
-from mindspeed_qerl.preflight.files import conversion
+from mindspeed_qerl.preflight.case import case_of, conversion
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.recipe.compose import compose
 
@@ -98,7 +97,7 @@ def main() -> int:
             accepted = [*([earlier] if isinstance(earlier, str) else earlier), *args.accept]
             raw["run"] = {**raw["run"], "accepted_checks": accepted}
         if args.print_conversion:
-            print(shlex.join(conversion(case_of(raw, name, args.nodes, args.own_ray))))
+            print(shlex.join(conversion(case_of(raw, name, args.nodes))))
             return 0
         checks = preflight(raw, name, Machine(), args.nodes, args.own_ray)
     except ConfigError as error:

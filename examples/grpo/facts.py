@@ -7,7 +7,9 @@ layout cannot exist, or whose base weights would be converted into the folder of
 """
 
 import argparse
+import ipaddress
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -29,9 +31,8 @@ from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.preflight.case import Case, case_of
-from mindspeed_qerl.preflight.files import conversion
-from mindspeed_qerl.preflight.network import fault_of_address, fault_of_ray_address
+from mindspeed_qerl.preflight.case import Case, case_of, conversion
+from mindspeed_qerl.preflight.host import fault_of_ray_address
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 
@@ -62,6 +63,33 @@ def main() -> int:
     return 0
 
 
+def fault_of_address(name: str, value: str, nodes: int) -> str:
+    """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can.
+    Upstream's servers listen at tcp://ADDRESS, which takes no IPv6. MASTER_ADDR may be a name: only
+    Ray connects to it.
+
+    >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
+    'NODE_ADDR=fd00::5 must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no spaces, no name'
+    """
+    host = re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value)
+    if name == "MASTER_ADDR" and host:
+        if value != "localhost":
+            return ""
+        value = "127.0.0.1"
+    try:
+        address = ipaddress.IPv4Address(value)
+    except ValueError:
+        return (
+            f"{name}={value} must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no "
+            "spaces, no name"
+        )
+    if address.is_unspecified or address.is_multicast:
+        return f"{name}={value} is the address of no machine"
+    if nodes > 1 and address.is_loopback:
+        return f"{name}={value} is this machine's own: the other node needs one that both reach"
+    return ""
+
+
 def check_addresses(args: argparse.Namespace) -> None:
     """ConfigError unless nodes can have these addresses, and Ray be joined at RAY_ADDRESS."""
     ray = os.environ.get("RAY_ADDRESS", "")
@@ -80,7 +108,7 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
     """What the launcher needs to know, and the words of the conversion of base weights, none if
     they are there or there are none.
     """
-    case = case_of(compose(name, overrides), name, nodes, own_ray=True)
+    case = case_of(compose(name, overrides), name, nodes)
     check_for_npus(case, name)
     if case.unread:
         raise ConfigError(*case.unread)
@@ -103,7 +131,25 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
     check_layout(case, case.npus // nodes, overrides)
     if not facts["load"] or (Path(facts["load"]) / TRACKER).is_file():
         return facts, []
-    return facts, conversion(case)
+    words = conversion(case)
+    check_name(facts["load"], case)
+    return facts, words
+
+
+def check_name(load: str, case: Case) -> None:
+    """ConfigError if the folder of the converted weights is named after another layout."""
+    layout = case.recipe.layout
+    sizes = (layout.tp, layout.pp, layout.ep)
+    named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
+    if named and any(size and int(size) != own for size, own in zip(named.groups(), sizes)):
+        own = f"{load[: named.start()]}-tp{layout.tp}-pp{layout.pp}"
+        if named[3]:
+            own += f"-ep{layout.ep}"
+        raise ConfigError(
+            f"actor_config.load = {load} is named after another layout than the config's TP "
+            f"{layout.tp} PP {layout.pp} EP {layout.ep}, and a folder holds the weights of one: "
+            f"set actor_config.load={own}"
+        )
 
 
 def network(address: str) -> dict[str, str]:
@@ -123,7 +169,7 @@ def network(address: str) -> dict[str, str]:
 
 
 def check_for_npus(case: Case, name: str) -> None:
-    if case.upstream:
+    if engine_of(case.recipe).UPSTREAM:
         return
     engine = case.recipe.engine
     if not engine_of(read_recipe(compose(name))).UPSTREAM:

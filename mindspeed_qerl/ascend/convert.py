@@ -44,7 +44,6 @@ def conversion_command(recipe: Recipe) -> list[str]:
         "--target-pipeline-parallel-size": layout.pp,
         "--target-expert-parallel-size": family.experts and layout.ep,
         "--num-layer-list": ",".join(map(str, layout.num_layer_list)),
-        "--num-layers-per-virtual-pipeline-stage": layout.layers_per_virtual_stage,
         "--load-dir": source,
         "--save-dir": target,
         "--tokenizer-model": None if v2 else f"{source}/tokenizer.json",

@@ -25,9 +25,8 @@ from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import beyond_positions, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
-from mindspeed_qerl.layout.sizes import SHARED_INPUTS, unfilled
+from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.compose import CONFIGS
-from mindspeed_qerl.recipe.keys import Values
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe, Selection
 from mindspeed_qerl.recipe.writer import to_config
@@ -68,7 +67,7 @@ def needed_cpus(recipe: Recipe) -> int:
 
 def vllm_dp_size(recipe: Recipe) -> int:
     """VLLM_DP_SIZE: upstream's ranks of one expert parallel group serve their own prompts."""
-    return recipe.layout.infer_ep if recipe.layout.enable_expert_parallel else 1
+    return recipe.layout.infer_ep if recipe.model.arguments.get("num_experts") else 1
 
 
 def epoch_steps(recipe: Recipe) -> int:
@@ -118,12 +117,8 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     folder = recipe.model.path
     key = "megatron_training.tokenizer_name_or_path"
     file = Path(folder) / "config.json"
-    values = Values(recipe.sections)
     try:
-        for fault in compare_with_model(recipe.model.arguments, read_config(file), str(file)):
-            if fault.key != str(file):
-                fault = replace(fault, key=values.get(f"megatron.{fault.key}")[0])
-            yield fault
+        yield from compare_with_model(recipe.model.arguments, read_config(file), str(file))
     except ConfigError as error:
         message = (
             f"{key} = {folder!r}: no readable config.json of a Hugging Face model there ({error})"
@@ -132,7 +127,7 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     try:
         plan = plan_of(recipe)
         yield from layout_faults(plan)
-        yield from unfilled_blocks(recipe, plan.shape)
+        yield from unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
         if file.is_file():
             yield from beyond_positions(plan, folder)
     except ConfigError as error:
@@ -179,12 +174,9 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     prompts = recipe.batch.global_batch_size
     format = recipe.quantization.format
     is_moe = recipe.model.arguments.get("num_experts")
-    values = Values(recipe.sections)
-    lora_alpha, alpha = values.get("megatron.lora_alpha")
-    _, flash_attention = values.get("megatron.use_flash_attn")
     cases = (
         (
-            recipe.batch.use_remove_padding and not flash_attention,
+            recipe.batch.use_remove_padding and not recipe.model.arguments.get("use_flash_attn"),
             "rl_config.use_remove_padding",
             "needs megatron_training.use_flash_attn: true, the only attention for packed answers",
         ),
@@ -214,9 +206,9 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             "= 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, which is off in RL",
         ),
         (
-            alpha is not None and not isinstance(alpha, int),
-            lora_alpha,
-            f"= {alpha!r} must be written without a point, for MindSpeed-LLM's --lora-alpha",
+            recipe.lora.alpha % 1 > 0,
+            "actor_config.lora_alpha",
+            f"= {recipe.lora.alpha} must be a whole number, for MindSpeed-LLM's --lora-alpha",
         ),
     )
     for is_wrong, key, reason in cases:
@@ -227,17 +219,8 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     yield from checks.unknown_rewards(verifiers)
 
 
-def unfilled_blocks(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
-    """Faults of rollout_quantization with the widths of a model: a rank rounds its own part, of
-    experts whole ones.
-    """
-    shared = [name for name in SHARED_INPUTS if name != "moe_intermediate_size"]
-    yield from unfilled(recipe.quantization.format, shape, recipe.layout.infer_tp, shared)
-
-
 def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
     """Faults of keys that upstream takes one by one and not together."""
-    values = Values(recipe.sections)
     optimizer = recipe.optimizer
     epochs = recipe.batch.epochs
     if recipe.run.resume and not recipe.model.load:
@@ -245,8 +228,8 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
         message = f"run.resume needs {key}, the base weights: checkpoints hold the adapters only"
         yield Fault("conflict", message, key)
     if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
-        style, _ = values.get("megatron.lr_decay_style")
-        warmup, _ = values.get("megatron.lr_warmup_fraction")
+        style = "actor_config.lr_decay_style"
+        warmup = "actor_config.lr_warmup_fraction"
         message = (
             f"rl_config.epochs = {epochs} with {style} = {optimizer.lr_decay_style!r} and {warmup} "
             f"= {optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
@@ -284,18 +267,11 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     mode = recipe.algorithm.routing_replay
     if mode == "none":
         return
-    layout = recipe.layout
-    values = Values(recipe.sections)
-    _, caching = values.get("generate_config.enable_prefix_caching")
     reasons = {
         "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),
-        "context_parallel_size above 1: a rank has parts of a sequence": layout.cp > 1,
-        "num_layers_per_virtual_pipeline_stage: a forward pass goes through one chunk's layers": (
-            layout.layers_per_virtual_stage
-        ),
         "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
-        "in its cache": caching,
+        "in its cache": recipe.npu.enable_prefix_caching,
     }
     for reason, applies in reasons.items():
         if applies:
@@ -340,11 +316,7 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
         "padded_vocab_size": shape.vocab_size,
         "max_position_embeddings": shape.max_position_embeddings,
     }
-    values = Values(recipe.sections)
-    actor = values.section("actor_config")
-    training = values.section("megatron_training")
-    told = {key: value for key, value in told.items() if value is not None and key not in actor}
-    sections = {**recipe.sections, "megatron_training": {**training, **told}}
+    told = {key: value for key, value in told.items() if value is not None}
     optimizer = recipe.optimizer
     layers = optimizer.recompute_num_layers and min(
         optimizer.recompute_num_layers, shape.num_hidden_layers
@@ -352,7 +324,6 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
     packed = pack_rows(rows[:2000], model_dir / "data" / "train", model_dir)
     return replace(
         recipe,
-        sections=sections,
         model=replace(recipe.model, load=None, arguments={**recipe.model.arguments, **told}),
         optimizer=replace(optimizer, recompute_num_layers=layers),
         run=replace(recipe.run, save_interval=recipe.run.train_iters),

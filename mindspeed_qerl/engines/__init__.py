@@ -8,7 +8,6 @@ from typing import Any, Protocol
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.keys import ENGINES
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
@@ -87,16 +86,7 @@ def examine(raw: Mapping[str, Any]) -> tuple[Recipe, Found]:
     """
     recipe, found = read(raw)
     try:
-        examine_for_engine(recipe, found)
+        found.faults += engine_of(recipe).validate(recipe)
     except ConfigError as error:
         found.faults += error.faults
     return recipe, found
-
-
-def examine_for_engine(recipe: Recipe, found: Found) -> None:
-    """Add to `found` what the engine makes of a recipe that was read; ConfigError if there is no
-    such engine.
-    """
-    engine = engine_of(recipe)
-    refused, found.unused = keys.check(recipe.sections, recipe.engine)
-    found.faults += [*refused, *engine.validate(recipe)]

@@ -19,7 +19,7 @@ def compare_with_model(
     arguments: Mapping[str, Any], hf_config: Mapping[str, Any], source: str = "config.json"
 ) -> list[Fault]:
     """Faults where the model that Megatron is told of is not the one that vLLM loads: `key` is
-    Megatron's argument, or `source`. No value of either raises.
+    Megatron's argument in the named model, or `source`. No value of either raises.
 
     Args:
         arguments: Megatron's, of the named model and the sections merged; one that is left out
@@ -58,7 +58,8 @@ def compare_with_model(
             f"{says}, but the {family.model_type} model of {source} has {value!r}: Megatron and "
             "vLLM would run different models"
         )
-        faults.append(Fault("model", message, key, f"Set {key}: {json.dumps(value)}"))
+        place = f"model.{arguments.get('model')}.{key}"
+        faults.append(Fault("model", message, place, f"Set {key}: {json.dumps(value)}"))
     return faults
 
 

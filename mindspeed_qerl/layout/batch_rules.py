@@ -1,77 +1,9 @@
 """What upstream demands of a batch, a rule a row: how a plan's answers are dealt to ranks."""
 
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rule import Broken, Rule, indivisible, multiple
+from mindspeed_qerl.layout.rule import Broken, Rule, multiple
 
 PROMPTS = ("prompts of global_batch_size", "batch.global_batch_size")
-
-
-def dispatch_divides_the_answers(plan: Plan) -> Broken:
-    sizes = plan.batch.dispatch.items()
-    answers = plan.batch.answers
-    faults = [f"{key} {size}" for key, size in sizes if size and answers % size]
-    return bool(faults) and (
-        f"{answers} answers of an iteration cannot be divided by {', '.join(faults)}"
-    )
-
-
-def dispatch_is_at_most_a_share(plan: Plan) -> Broken:
-    """A share is of vLLM's replicas for the rollout, of training's ranks for the others."""
-    faults = []
-    for name in ("actor_logprob", "ref", "actor_update", "actor_rollout"):
-        count = max(plan.layout.infer_dp, 1) if name == "actor_rollout" else plan.dp
-        size = plan.dispatch(name)
-        share = plan.batch.answers // count
-        if size > share:
-            faults.append(
-                f"{name}_dispatch_size {size} is above the {share} answers of each of {count} ranks"
-            )
-    return "; ".join(faults)
-
-
-def rollout_share_by_dispatch(plan: Plan) -> Broken:
-    size = plan.dispatch("actor_rollout")
-    what = "answers of a vLLM replica"
-    prompts = plan.batch.global_batch_size // max(plan.layout.infer_dp, 1)
-    share = prompts * plan.batch.samples_per_prompt
-    by = f"actor_rollout_dispatch_size {size}"
-    return size > 0 and indivisible(what, share, by, size)
-
-
-def whole_prompts_are_dispatched(plan: Plan) -> Broken:
-    answers = plan.batch.samples_per_prompt
-    for name in ("actor_rollout", "reward"):
-        size = plan.dispatch(name)
-        if size % answers:
-            return (
-                f"{name}_dispatch_size {size}: not a multiple of the {answers} answers of a prompt"
-            )
-    return None
-
-
-def update_takes_a_mini_batch(plan: Plan) -> Broken:
-    size = plan.dispatch("actor_update")
-    mini = plan.batch.mini_answers / plan.dp
-    return 0 < size < mini and (
-        f"actor_update_dispatch_size {size} is below the {mini:g} answers of a rank's mini-batch"
-    )
-
-
-def update_takes_every_answer(plan: Plan) -> Broken:
-    """With guarantee_order each rank is dealt that many answers once; without, ranks would differ
-    in their number of updates, and wait for ever.
-    """
-    size = plan.dispatch("actor_update")
-    share = plan.share
-    if not 0 < size < share:
-        return None
-    by = f"actor_update_dispatch_size {size}"
-    if plan.batch.guarantee_order:
-        return (
-            f"{by} with guarantee_order: only {size} of the {share} answers of each rank would be "
-            "trained on"
-        )
-    return indivisible("answers of a training rank", share, by, size)
 
 
 def dynamic_batches_take_an_answer(plan: Plan) -> Broken:
@@ -134,36 +66,6 @@ BATCH = [
             "batch.micro_batch_size",
             when=lambda plan: plan.mini_share < plan.share,
         ),
-    ),
-    Rule(
-        "dispatch_divides_the_answers",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:312",
-        dispatch_divides_the_answers,
-    ),
-    Rule(
-        "dispatch_is_at_most_a_share",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:377",
-        dispatch_is_at_most_a_share,
-    ),
-    Rule(
-        "rollout_share_by_dispatch",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:192",
-        rollout_share_by_dispatch,
-    ),
-    Rule(
-        "whole_prompts_are_dispatched",
-        "MindSpeed-RL mindspeed_rl/trainer/utils/transfer_dock.py:436",
-        whole_prompts_are_dispatched,
-    ),
-    Rule(
-        "update_takes_a_mini_batch",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:367",
-        update_takes_a_mini_batch,
-    ),
-    Rule(
-        "update_takes_every_answer",
-        "MindSpeed-RL mindspeed_rl/workers/actor_hybrid_worker.py:306",
-        update_takes_every_answer,
     ),
     Rule(
         "removed_padding_resets_the_mask",

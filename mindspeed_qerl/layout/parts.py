@@ -125,7 +125,7 @@ def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Par
     dp = 1
     expert_dp = 1
     if settings.distributed_optimizer:
-        dp = layout.dp * layout.cp
+        dp = layout.dp
         expert_dp = layout.expert_dp
     total = dense + experts
     numbers = f"{total / 1e6:.1f} x 10^6"
@@ -153,7 +153,7 @@ def communicators(plan: Plan) -> list[str]:
         "world": layout.world,
         "TP": layout.tp,
         "PP": layout.pp,
-        "DP": layout.dp * layout.cp,
+        "DP": layout.dp,
         "EP": layout.tp * layout.ep * moe,
         "expert DP": layout.expert_dp * moe,
         "vLLM TP": layout.infer_tp,
@@ -209,7 +209,7 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     batch = plan.batch
     layers = plan.layers[stage]
     hidden = plan.shape.hidden_size
-    tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length) // layout.cp
+    tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length)
     in_flight = min(layout.pp - stage, plan.micro_batches)
     recomputed = 0
     if settings.recompute:
@@ -231,7 +231,7 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
 
 def forward(plan: Plan, stage: int) -> list[Part]:
     """Activations of the passes for log-probs."""
-    tokens = min(plan.batch.forward_tokens, plan.share * plan.batch.seq_length) // plan.layout.cp
+    tokens = min(plan.batch.forward_tokens, plan.share * plan.batch.seq_length)
     layer = layer_activations(plan, tokens, EXPERT_LOAD)
     how = f"log-probs: {tokens} tokens"
     return [

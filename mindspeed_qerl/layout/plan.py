@@ -71,10 +71,6 @@ class Plan:
         """Returns the micro-batches of an update, if all answers are as long as they may be."""
         return max(1, self.mini_share * self.batch.seq_length // self.batch.update_tokens)
 
-    def dispatch(self, name: str) -> int:
-        """Answers that a worker is sent at once; 0: upstream's default."""
-        return self.batch.dispatch.get(f"{name}_dispatch_size") or 0
-
 
 def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int = 16) -> Plan:
     """The plan of a recipe.

@@ -13,7 +13,6 @@ Broken = str | Literal[False] | None  # one sentence with the numbers; else noth
 LABELS = {
     "layout.tp": "TP {}",
     "layout.pp": "PP {}",
-    "layout.cp": "CP {}",
     "layout.ep": "EP {}",
     "layout.infer_tp": "infer TP {}",
     "layout.infer_ep": "EP {}",

@@ -32,25 +32,11 @@ def _joined(layers: Iterable[int]) -> str:
     return ",".join(map(str, layers))
 
 
-def virtual_stages(plan: Plan) -> Broken:
-    layout = plan.layout
-    layers = layout.layers_per_virtual_stage
-    if not layers:
-        return None
-    if layout.pp == 1 or layout.num_layer_list:
-        return (
-            f"num_layers_per_virtual_pipeline_stage {layers} needs PP above 1 (it is {layout.pp}) "
-            "and no num_layer_list"
-        )
-    stage = plan.shape.num_hidden_layers // layout.pp
-    return indivisible("layers a stage", stage, f"{layers} layers a virtual stage", layers)
-
-
 TRAINING = [
     Rule(
         "ranks_fill_training_groups",
         "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:82",
-        multiple("ranks", "layout.world", "layout.tp", "layout.pp", "layout.cp"),
+        multiple("ranks", "layout.world", "layout.tp", "layout.pp"),
     ),
     Rule(
         "ranks_fill_expert_groups",
@@ -111,29 +97,6 @@ TRAINING = [
         "MindSpeed-LLM mindspeed_llm/training/arguments.py:1159",
         layer_list_sums_to_the_layers,
     ),
-    Rule("virtual_stages", "Megatron-LM megatron/training/arguments.py:461", virtual_stages),
-    Rule(
-        "virtual_stages_are_several",
-        "MindSpeed mindspeed/features_manager/megatron_basic/megatron_basic.py:22",
-        lambda plan: (
-            (plan.layout.layers_per_virtual_stage or 0) * plan.layout.pp
-            == plan.shape.num_hidden_layers
-            and f"num_layers_per_virtual_pipeline_stage {plan.layout.layers_per_virtual_stage} x PP "
-            f"{plan.layout.pp} are all {plan.shape.num_hidden_layers} layers, one virtual stage a "
-            "stage: leave it out"
-        ),
-    ),
-    Rule(
-        "shared_backbone_has_one_chunk",
-        "MindSpeed-RL mindspeed_rl/workers/integrated_worker.py:171",
-        lambda plan: (
-            plan.share_backbone
-            and plan.layout.layers_per_virtual_stage is not None
-            and f"share_backbone with num_layers_per_virtual_pipeline_stage "
-            f"{plan.layout.layers_per_virtual_stage}: only the first chunk's adapters would be off for "
-            "the reference"
-        ),
-    ),
     Rule(
         "shared_backbone_has_adapters",
         "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:288",
@@ -141,40 +104,6 @@ TRAINING = [
             plan.share_backbone
             and not plan.lora
             and "share_backbone needs LoRA: the reference is the model without its adapters"
-        ),
-    ),
-    Rule(
-        "context_parallel_heads",
-        "MindSpeed mindspeed/features_manager/context_parallel/ulysses_context_parallel.py:32",
-        multiple(
-            "attention heads",
-            "shape.num_attention_heads",
-            "layout.tp",
-            "layout.cp",
-            when=lambda plan: plan.layout.cp > 1 and plan.layout.cp_algorithm == "ulysses_cp_algo",
-        ),
-    ),
-    Rule(
-        "context_parallel_chunks",
-        "Megatron-LM megatron/training/arguments.py:684",
-        lambda plan: (
-            plan.layout.cp > 1
-            and indivisible(
-                "tokens of seq_length",
-                plan.batch.seq_length,
-                f"2 x CP {plan.layout.cp} = {2 * plan.layout.cp}",
-                2 * plan.layout.cp,
-            )
-        ),
-    ),
-    Rule(
-        "context_parallel_algorithm",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:56",
-        lambda plan: (
-            plan.layout.cp > 1
-            and plan.layout.cp_algorithm not in ("ulysses_cp_algo", "megatron_cp_algo")
-            and f"CP {plan.layout.cp} with {plan.layout.cp_algorithm}: upstream has ulysses_cp_algo "
-            "and megatron_cp_algo"
         ),
     ),
     Rule(
@@ -192,16 +121,6 @@ TRAINING = [
         "MindSpeed mindspeed/features_manager/moe/tp_extend_ep.py:22",
         multiple("experts", "shape.num_experts", "layout.tp", "layout.ep"),
     ),
-    Rule(  # the sync knows experts in no other form
-        "experts_are_whole",
-        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:189",
-        lambda plan: (
-            plan.shape.moe
-            and not plan.layout.tp_extend_ep
-            and "moe_tp_extend_ep = False must be True for a mixture of experts: without it vLLM's "
-            "experts stay zero, or the first sync fails"
-        ),
-    ),
     Rule(
         "experts_need_sequence_parallelism",
         "Megatron-LM megatron/core/transformer/moe/moe_layer.py:133",
@@ -218,7 +137,6 @@ TRAINING = [
         "MindSpeed mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/token_dispatcher.py:154",
         lambda plan: (
             plan.shape.moe
-            and plan.layout.tp_extend_ep
             and not plan.lora
             and plan.layout.tp * plan.layout.ep == 1
             and "TP 1 x EP 1 without LoRA: MindSpeed's TP-to-EP dispatcher needs at least 2 ranks"
@@ -232,13 +150,15 @@ TRAINING = [
 def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
     """The sync cuts the experts of a training rank into shares, and never joins those of two."""
     layout = plan.layout
-    training = layout.ep
+    training = layout.tp * layout.ep
     infer = layout.infer_tp * layout.infer_ep
-    if layout.tp_extend_ep:
-        training *= layout.tp
-    return infer % training > 0 and (
-        f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
-        f"training's TP {layout.tp} x EP {layout.ep} = {training}"
+    return (
+        plan.shape.moe
+        and infer % training > 0
+        and (
+            f"infer TP {layout.infer_tp} x EP {layout.infer_ep} = {infer} is no multiple of "
+            f"training's TP {layout.tp} x EP {layout.ep} = {training}"
+        )
     )
 
 
@@ -251,11 +171,6 @@ def stages_hold_whole_infer_tp_groups(plan: Plan) -> Broken:
 
 
 ROLLOUT = [
-    Rule(
-        "no_infer_pipeline",
-        "MindSpeed-RL mindspeed_rl/config_cls/validate_config.py:169",
-        lambda plan: plan.layout.infer_pp > 1 and f"infer PP {plan.layout.infer_pp} must be 1",
-    ),
     Rule(  # a rank left over would be in no expert group
         "ranks_fill_infer_groups",
         "MindSpeed-RL mindspeed_rl/models/rollout/vllm_adapter/vllm_parallel_state.py:267",
@@ -314,18 +229,6 @@ ROLLOUT = [
             and plan.layout.infer_tp * plan.layout.infer_ep == 1
             and "infer TP 1 x EP 1 with a mixture of experts: the first weight sync fails; at least 2 "
             "ranks must share vLLM's experts"
-        ),
-    ),
-    Rule(
-        "infer_experts_are_whole",
-        "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:140",
-        lambda plan: (
-            plan.shape.moe
-            and plan.layout.infer_tp * plan.layout.infer_ep > 1
-            and not plan.layout.enable_expert_parallel
-            and "enable_expert_parallel must be true for a mixture of experts with infer TP "
-            f"{plan.layout.infer_tp} x EP {plan.layout.infer_ep}: the sync deals whole experts to "
-            "vLLM's ranks"
         ),
     ),
     Rule(  # where tokens go to experts by MC2 or all-to-all; vLLM answers on

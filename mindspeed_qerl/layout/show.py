@@ -1,8 +1,6 @@
-"""Layouts, rules and memory for people: tables, and as JSON."""
+"""Layouts, rules and memory for people: tables."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -12,10 +10,10 @@ from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import MOMENTS, Memory
 from mindspeed_qerl.layout.parts import GB, Part
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.planner import notes, reasons
+from mindspeed_qerl.layout.planner import notes
 from mindspeed_qerl.layout.rules import Violation
 from mindspeed_qerl.layout.sizes import model_parameters
-from mindspeed_qerl.layout.time import Terms, idle_share, iteration, total
+from mindspeed_qerl.layout.time import LAUNCH, Terms, idle_share, iteration, total
 from mindspeed_qerl.recipe.types import Layout
 
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
@@ -48,7 +46,7 @@ def sizes_line(plan: Plan) -> str:
     """The sizes of the layout."""
     layout = plan.layout
     return (
-        f"TP {layout.tp}, PP {layout.pp}, CP {layout.cp}, EP {layout.ep}, DP {layout.dp}; vLLM TP "
+        f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}; vLLM TP "
         f"{layout.infer_tp} x EP {layout.infer_ep}"
     )
 
@@ -86,7 +84,7 @@ def print_layouts(console: Console, ranked: Sequence[Memory], terms: Terms) -> N
             layout.dp,
             f"{layout.infer_tp}x{layout.infer_ep}",
             plan.batch.global_batch_size,
-            span(total(iteration(memory, terms), terms)),
+            span(total(iteration(memory, terms))),
             f"{max(sizes['update'], sizes['log-probs']):.0f}",
             f"{sizes['weight sync']:.0f}",
             f"{sizes['rollout']:.0f}",
@@ -134,20 +132,20 @@ def span(seconds: Iterable[float]) -> str:
 def print_time(console: Console, memory: Memory, terms: Terms, iterations: int | None) -> None:
     """Seconds of an iteration of the slowest rank, phase by phase, and hours of all."""
     phases = iteration(memory, terms)
-    sums = total(phases, terms)
+    sums = total(phases)
     table = _table_of_sums("seconds of an iteration", "sum")
     table.add_column("launches", justify="right")
     table.add_column("the die", justify="right", footer=f"{sum(p.device for p in phases):.1f}")
     table.add_column("with the host", justify="right", footer=span(sums))
     table.add_column("")
     for phase in phases:
-        seconds = total([phase], terms)
+        seconds = total([phase])
         bar = "█" * round(40 * sum(seconds) / sum(sums))
         cells = (f"{phase.launches:,.0f}", f"{phase.device:.1f}", span(seconds), bar)
         table.add_row(phase.name, *cells)
     console.print(table)
     work = terms.work
-    microseconds = [seconds * 1e6 for seconds in terms.launch]
+    microseconds = [seconds * 1e6 for seconds in LAUNCH]
     words = f"{work.prompt:g} tokens a prompt, {work.answer:g} an answer, {work.longest:g} the "
     words += f"longest; a launch costs the host {span(microseconds)} us"
     if iterations:
@@ -155,30 +153,6 @@ def print_time(console: Console, memory: Memory, terms: Terms, iterations: int |
         words += f". {iterations} iterations: {span(hours)} hours"
     words += ". Launches were counted, the rest is computed; nothing was measured on an NPU."
     console.print(words, highlight=False)
-
-
-def time_dict(memory: Memory, terms: Terms) -> dict[str, dict[str, Any]]:
-    """Seconds of each phase, for JSON."""
-    found = {}
-    for phase in iteration(memory, terms):
-        found[phase.name] = vars(phase) | {"seconds": total([phase], terms)}
-    return found
-
-
-def print_scale(console: Console, best: Sequence[Memory], terms: Terms) -> None:
-    """The best layout of each number of ranks: how its time and what it trains grow."""
-    names = ("ranks", "nodes", "layout", "prompts", "seconds", "tokens/s a rank")
-    table = Table(*(Column(name, justify="right") for name in names), box=box.SIMPLE_HEAD)
-    for memory in best:
-        plan = memory.plan
-        seconds = total(iteration(memory, terms), terms)
-        tokens = plan.batch.answers * (terms.work.prompt + terms.work.answer) / plan.layout.world
-        rates = (tokens / seconds[1], tokens / seconds[0])
-        cells = (plan.layout.world, plan.layout.nodes, sizes_line(plan))
-        table.add_row(
-            *map(str, cells), str(plan.batch.global_batch_size), span(seconds), span(rates)
-        )
-    console.print(table)
 
 
 def faults_table(faults: Iterable[Violation]) -> Table:
@@ -190,25 +164,3 @@ def faults_table(faults: Iterable[Violation]) -> Table:
         repository, path = fault.source.split(" ")
         table.add_row(fault.message, f"{repository} {path.rpartition('/')[2]}")
     return table
-
-
-# ---- JSON ----
-
-
-def plan_dict(plan: Plan) -> dict[str, Any]:
-    """The numbers of a plan."""
-    return {**vars(plan.layout), "batch": vars(plan.batch)}
-
-
-def memory_dict(memory: Memory) -> dict[str, Any]:
-    """The memory of the fullest rank, bytes."""
-    return {
-        "gpu_memory_utilization": memory.settings.gpu_memory_utilization,
-        "fits": memory.fits,
-        "totals": {moment: memory.total(moment) for moment in MOMENTS},
-        "parts": {moment: list(map(asdict, parts)) for moment, parts in memory.moments.items()},
-        "kv_token": memory.kv_token,
-        "answers_at_once": memory.answers_at_once,
-        "answers_needed": memory.answers_needed,
-        "reasons": reasons(memory),
-    }

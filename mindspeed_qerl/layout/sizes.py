@@ -2,7 +2,7 @@
 decoding that are captured, and the widths that the blocks of quantized rollouts fill.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.families import ModelShape, family_of
@@ -12,12 +12,12 @@ from mindspeed_qerl.layout.plan import Plan
 LARGEST = 512
 # inputs that share a scale (quantization/formats.py)
 BLOCKS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
-PADDED = {"fp8": 128}  # the same; the last block of a whole tensor may be shorter
-# Of layers whose inputs tensor parallel ranks share: o_proj, and each down_proj.
+# Inputs of layers, and those of which tensor parallel ranks round a part each: of o_proj and of each
+# down_proj but the experts', which are whole.
+WHOLE_INPUTS = ("hidden_size", "moe_intermediate_size")
 SHARED_INPUTS = (
     "num_attention_heads x head_dim",
     "intermediate_size",
-    "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
 
@@ -92,30 +92,21 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return [*powers, largest]
 
 
-def unfilled(format: str, shape: ModelShape, tp: int, shared: Collection[str]) -> Iterator[Fault]:
-    """Faults of a format with a model whose layers its blocks do not fill.
-
-    Args:
-        tp: the engine's tensor parallel size. shared: the inputs of which each rank rounds its own
-            part.
+def unfilled(format: str, shape: ModelShape, tp: int) -> Iterator[Fault]:
+    """Faults of a format with a model whose layers its blocks do not fill, on each of `tp` ranks of
+    the rollout engine.
     """
     key = "rollout_quantization.format"
-    if (block := (BLOCKS | PADDED).get(format)) is None:
+    if format not in BLOCKS:
         return
     of_heads = shape.num_attention_heads * shape.head_dim
-    for name in ("hidden_size", *SHARED_INPUTS):
+    for name in (*WHOLE_INPUTS, *SHARED_INPUTS):
         width = getattr(shape, name, of_heads)
-        if width % block and format in BLOCKS:
+        ranks = tp if name in SHARED_INPUTS else 1
+        if width % (BLOCKS[format] * ranks):
+            of_ranks = f" over infer TP {tp}" if ranks > 1 else ""
             message = (
-                f"{key} = {format!r}: the model's {name} = {width} is no multiple of its blocks of "
-                f"{block} inputs; int8_w8a8 and fp8 take any width"
+                f"{key} = {format!r}: the model's {name} = {width}{of_ranks} is no multiple of its "
+                f"blocks of {BLOCKS[format]} inputs; int8_w8a8 and fp8 take any width"
             )
-        elif name in shared and tp > 1 and width % (block * tp):
-            message = (
-                f"{key} = {format!r} with generate_config.infer_tensor_parallel_size = {tp}: a "
-                f"rank's part of the model's {name} = {width} is no multiple of its blocks of "
-                f"{block} inputs; set a smaller size"
-            )
-        else:
-            continue
-        yield Fault("unsupported", message, key)
+            yield Fault("unsupported", message, key)

@@ -6,7 +6,7 @@ them, or what the die needs to compute, read and send, whichever is more. What a
 host is not published for a 910C, and is a range.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -38,7 +38,6 @@ HARDWARE = {
 LAUNCH = (20e-6, 80e-6)  # seconds of the host for one
 BACKWARD = 2  # times the operations of a forward pass
 MERGED = 60  # bytes that a die reads and writes to merge a weight and round it (lora/rounding.py)
-PROOF_EVERY = 50  # iterations (run.prove_every), of a proof that compares with two syncs
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
 # of TP and of experts in a layer's forward pass, as `groups` has them
@@ -50,15 +49,11 @@ COUNTED = yaml.safe_load(LAUNCHES.read_text())
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens of the mean prompt, the mean answer and the longest answer of an iteration; problems
-    of an evaluation (0: none), each `every` iterations.
-    """
+    """Tokens of the mean prompt, the mean answer and the longest answer of an iteration."""
 
     prompt: float = 120
     answer: float = 300
     longest: float = 900
-    problems: int = 0
-    every: int = 10
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,6 @@ class Terms:
 
     work: Work = Work()
     between: float = HARDWARE["910C"]
-    launch: tuple[float, float] = LAUNCH
 
 
 DEFAULT = Terms()
@@ -90,12 +84,13 @@ class Phase:
 
 
 def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
-    """The phases of an iteration of a plan that fits, of its slowest rank."""
+    """The phases of an iteration of a plan that fits, of its slowest rank; evaluations and the proof
+    that adapters arrived, which come every few iterations, are not in it.
+    """
     rank = _Rank(memory, terms)
-    work = terms.work
     phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
     if memory.plan.lora:
-        phases += [rank.merging(), rank.proof()]
+        phases.append(rank.merging())
     batch = memory.plan.batch
     if memory.plan.has_reference:
         sizes = batch.ref_forward, batch.ref_max_packing_token_size
@@ -103,36 +98,13 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     if memory.plan.has_old_logprobs:
         sizes = batch.actor_forward, batch.actor_max_packing_token_size
         phases.append(rank.logprobs("old log-probs", *sizes))
-    phases.append(rank.update())
-    if work.problems:
-        phases.append(rank.evaluation())
-    return phases
+    return [*phases, rank.update()]
 
 
-def total(phases: Iterable[Phase], terms: Terms) -> tuple[float, float]:
+def total(phases: Sequence[Phase]) -> tuple[float, float]:
     """Least and most seconds of all phases."""
-    phases = list(phases)
-    low, high = (sum(phase.seconds(launch) for phase in phases) for launch in terms.launch)
+    low, high = (sum(phase.seconds(launch) for phase in phases) for launch in LAUNCH)
     return low, high
-
-
-def launch_of(memory: Memory, terms: Terms, rollout: float) -> float:
-    """Seconds of the host for a launch, of a run whose rollouts took so many; ValueError if the die
-    alone takes as long, or decoding was captured.
-    """
-    if not memory.settings.enforce_eager:
-        raise ValueError(
-            "with decode graphs the die sets the time, not its launches: a run with "
-            "generate_config.enforce_eager=true tells"
-        )
-    phases = [phase for phase in iteration(memory, terms) if phase.name in ("prefill", "decode")]
-    device = sum(phase.device for phase in phases)
-    if rollout <= device:
-        raise ValueError(
-            f"a rollout of {rollout:.1f} s is no longer than the die's own {device:.1f} s, so that "
-            "it does not tell what a launch costs"
-        )
-    return rollout / sum(phase.launches for phase in phases)
 
 
 def token_flops(shape: ModelShape, context: float) -> float:
@@ -198,34 +170,43 @@ def groups(plan: Plan) -> dict[str, dict[str, int]]:
 class _Rank:
     def __init__(self, memory: Memory, terms: Terms):
         self.memory = memory
+        self.settings = memory.settings
         self.plan = memory.plan
+        self.shape = memory.plan.shape
         self.work = terms.work
         self.between = terms.between
-        self.shape = memory.plan.shape
-        self._launches = COUNTED[self.shape.model_type]
+
+    def _network(self, sizes: Iterable[int]) -> float:
+        """Bytes a second that groups of these sizes send."""
+        width = self.plan.layout.node_width
+        is_across = any(width % size for size in sizes)
+        return NETWORK_SHARE * (self.between if is_across else NETWORK)
 
     def _seconds(
-        self, side: str, flops: float, bytes: float, collectives: float, sent: float
+        self, side: str, flops: float, bytes: float, layers: float, tokens: float, passes: float
     ) -> float:
-        """Returns the seconds of the die in training or in the rollout; it computes and sends one
-        after the other.
+        """Returns the seconds of the die in training or in the rollout, which computes and reads,
+        and then sends the hidden states of `tokens` tokens in each of `layers` layers, in so many
+        passes.
         """
-        computing = flops / FLOPS / SHARES[side]
-        reading = bytes / READ
-        width = self.plan.layout.node_width
-        is_across = any(width % size for size in groups(self.plan)[side].values())
-        network = self.between if is_across else NETWORK
-        sending = collectives * LATENCY + sent / network / NETWORK_SHARE
-        return max(computing, reading) + sending
+        computing = max(flops / FLOPS / SHARES[side], bytes / READ)
+        collectives = layers * layer_collectives(self.plan, side)
+        sent = tokens * self.shape.hidden_size * BF16
+        network = self._network(groups(self.plan)[side].values())
+        return computing + collectives * (passes * LATENCY + sent / network)
 
-    def _launches_of(self, kind: str, tp: int) -> tuple[int, int]:
-        """Returns the launches of a step of vLLM's or of a micro-batch: in a layer, and outside the
-        layers.
+    def _launched(self, kind: str, layers: int, tp: int) -> tuple[int, int]:
+        """Returns the launches of a step of vLLM's or of a micro-batch: in the layers, and outside
+        them.
         """
-        layer, outside = self._launches[kind]
+        layer, outside = COUNTED[self.shape.model_type][kind]
         if tp > 1:
             layer += COUNTED["tensor_parallel"].get(kind, 0)
-        return layer, outside
+        return layers * layer, outside
+
+    def _flops(self, context: float) -> float:
+        """Counts the operations of one token's forward pass with the output layer."""
+        return token_flops(self.shape, context) + 2 * self.shape.hidden_size * self.shape.vocab_size
 
     # ---- vLLM ----
 
@@ -233,59 +214,39 @@ class _Rank:
         answers = self.plan.batch.answers / self.plan.layout.infer_dp
         return [self._prefill(answers), self._decode(answers)]
 
-    def evaluation(self) -> Phase:
-        """An iteration's share of it."""
-        problems = self.work.problems / self.plan.layout.infer_dp
-        every = self.work.every
-        prefill = self._prefill(problems)
-        decode = self._decode(problems)
-        launches = (prefill.launches + decode.launches) / every
-        device = (prefill.device + decode.device) / every
-        return Phase("evaluation", launches, device, alone=decode.alone / every)
-
     def _prefill(self, answers: float) -> Phase:
-        plan = self.plan
-        shape = self.shape
+        layers = self.shape.num_hidden_layers
         tp = self.plan.layout.infer_tp
         tokens = answers * self.work.prompt
-        passes = ceil(tokens / plan.batch.max_num_batched_tokens)
-        flops = tokens * token_flops(shape, self.work.prompt / 2) / tp
-        collectives = shape.num_hidden_layers * layer_collectives(plan, "rollout")
-        sent = collectives * tokens * shape.hidden_size * BF16
-        weights = passes * sum(rollout_weights(plan)) * BF16
-        device = self._seconds("rollout", flops, weights, passes * collectives, sent)
-        layer, outside = self._launches_of("prefill", tp)
-        launches = shape.num_hidden_layers * layer + outside
-        return Phase("prefill", passes * launches, device)
+        passes = ceil(tokens / self.plan.batch.max_num_batched_tokens)
+        flops = tokens * token_flops(self.shape, self.work.prompt / 2) / tp
+        weights = passes * sum(rollout_weights(self.plan)) * BF16
+        device = self._seconds("rollout", flops, weights, layers, tokens, passes)
+        return Phase("prefill", passes * sum(self._launched("prefill", layers, tp)), device)
 
     def _decode(self, answers: float) -> Phase:
         """As many steps as the longest answer has tokens, and those that answers wait for a place
         of the others; in the mean step as many sequences as there are tokens for.
         """
-        plan = self.plan
-        shape = self.shape
+        layers = self.shape.num_hidden_layers
         tp = self.plan.layout.infer_tp
-        tokens = self.work.prompt + self.work.longest
-        most = int(self.memory.kv_cache / self.memory.kv_token / tokens)
-        most = min(self.memory.settings.max_num_seqs, most)
+        kv_token = self.memory.kv_token
+        most = int(self.memory.kv_cache / kv_token / (self.work.prompt + self.work.longest))
+        most = min(self.settings.max_num_seqs, most)
         waiting = max(answers - most, 0)
         steps = self.work.longest + waiting * self.work.answer / max(most, 1)
         alive = answers * self.work.answer / steps
         context = self.work.prompt + self.work.answer / 2
-        dense, experts = rollout_weights(plan)
-        bytes = dense + experts * self._experts_met(alive)
-        bytes = bytes * BF16 + alive * context * self.memory.kv_token
-        flops = token_flops(shape, context) + 2 * shape.hidden_size * shape.vocab_size
-        flops *= alive / tp
-        collectives = shape.num_hidden_layers * layer_collectives(plan, "rollout")
-        sent = collectives * alive * shape.hidden_size * BF16
-        step = self._seconds("rollout", flops, bytes, collectives, sent)
-        kind = "decode" if self.memory.settings.enforce_eager or most > LARGEST else "graph"
+        dense, experts = rollout_weights(self.plan)
+        weights = dense + experts * self._experts_met(alive)
+        bytes = weights * BF16 + alive * context * kv_token
+        flops = self._flops(context) * alive / tp
+        step = self._seconds("rollout", flops, bytes, layers, alive, 1)
+        kind = "decode" if self.settings.enforce_eager or most > LARGEST else "graph"
         # what samples and prepares the next step; each sequence draws by a seed of its own
-        layer, outside = self._launches_of(kind, tp)
+        inside, outside = self._launched(kind, layers, tp)
         alone = outside + alive
-        launches = shape.num_hidden_layers * layer + alone
-        return Phase("decode", steps * launches, steps * step, alone=steps * alone)
+        return Phase("decode", steps * (inside + alone), steps * step, alone=steps * alone)
 
     def _experts_met(self, alive: float) -> float:
         """Share of a rank's experts that the tokens of its group choose in a step."""
@@ -297,57 +258,49 @@ class _Rank:
 
     # ---- training ----
 
-    @property
-    def _tokens(self) -> float:
-        """Returns the tokens of an answer with its prompt."""
-        return self.work.prompt + self.work.answer
-
-    def _micro_batches(self, answers: int, tokens: int) -> float:
-        """Counts those of a rank's answers of an iteration: of so many answers, or so many tokens."""
-        if self.plan.batch.use_dynamic_bsz:
-            return ceil(self.plan.share * self._tokens / tokens)
-        return self.plan.share / answers
-
-    def _device(self, passes: float, micro_batches: float) -> float:
-        """Seconds of the die of `passes` times the forward pass over a rank's answers."""
+    def _over_answers(
+        self, name: str, launches: float, passes: float, answers: int, tokens: int, epochs: int = 1
+    ) -> Phase:
+        """`passes` times the forward pass over a rank's answers of an iteration, in micro-batches of
+        so many answers, or so many tokens, each of so many launches; with what a rank waits for its
+        pipeline.
+        """
         plan = self.plan
-        shape = self.shape
-        layout = self.plan.layout
-        tokens = plan.share * self._tokens
-        layers = max(plan.layers)
-        flops = token_flops(shape, self._tokens / 2) + 2 * shape.hidden_size * shape.vocab_size
-        flops *= passes * tokens / layout.tp / layout.cp / layout.pp
-        collectives = passes * layers * layer_collectives(plan)
-        sent = collectives * tokens / layout.tp * shape.hidden_size * BF16
-        return self._seconds("training", flops, 0, collectives * micro_batches, sent)
+        layout = plan.layout
+        length = self.work.prompt + self.work.answer
+        share = plan.share * length
+        micro_batches: float = plan.share / answers
+        if plan.batch.use_dynamic_bsz:
+            micro_batches = ceil(share / tokens)
+        micro_batches *= epochs
+        passes *= epochs
+        flops = self._flops(length / 2) * passes * share / layout.tp / layout.pp
+        layers = passes * max(plan.layers)
+        device = self._seconds("training", flops, 0, layers, share / layout.tp, micro_batches)
+        busy = 1 - idle_share(plan, micro_batches)
+        return Phase(name, micro_batches * launches / busy, device / busy)
 
     def logprobs(self, name: str, answers: int, tokens: int) -> Phase:
         """A forward pass over all answers, so many answers or tokens a micro-batch."""
-        micro_batches = self._micro_batches(answers, tokens)
-        layer, outside = self._launches_of("forward", self.plan.layout.tp)
-        launches = micro_batches * (max(self.plan.layers) * layer + outside)
-        device = self._device(1, micro_batches)
-        return self._waiting(name, launches, device, micro_batches)
+        launches = self._launched("forward", max(self.plan.layers), self.plan.layout.tp)
+        return self._over_answers(name, sum(launches), 1, answers, tokens)
 
     def update(self) -> Phase:
         """Computes an update; of a frozen weight the backward pass has no gradient, only its
         input's.
         """
         plan = self.plan
-        settings = self.memory.settings
-        batch = self.plan.batch
+        batch = plan.batch
+        tp = plan.layout.tp
         layers = max(plan.layers)
         recomputed = 0
-        if settings.recompute:
-            recomputed = min(settings.recompute_num_layers or layers, layers)
-        tokens = batch.update_max_packing_token_size
-        micro_batches = batch.epochs * self._micro_batches(batch.micro_batch_size, tokens)
-        layer, outside = self._launches_of("update", plan.layout.tp)
-        forward, _ = self._launches_of("forward", plan.layout.tp)
-        launches = layers * layer - (layers - recomputed) * forward + outside
+        if self.settings.recompute:
+            recomputed = min(self.settings.recompute_num_layers or layers, layers)
+        kept, _ = self._launched("forward", layers - recomputed, tp)
+        launches = sum(self._launched("update", layers, tp)) - kept
         passes = 1 + recomputed / layers + BACKWARD - plan.lora
-        device = self._device(batch.epochs * passes, micro_batches)
-        phase = self._waiting("update", micro_batches * launches, device, micro_batches)
+        sizes = batch.micro_batch_size, batch.update_max_packing_token_size
+        phase = self._over_answers("update", launches, passes, *sizes, batch.epochs)
         return replace(phase, more=self._reduction())
 
     @property
@@ -358,56 +311,36 @@ class _Rank:
 
     def merging(self) -> Phase:
         """Once an update what the adapted layers multiply with."""
-        layers = max(self.plan.layers)
-        launches = self._updates * layers * self._launches["merge"][0]
-        return Phase("merging", launches, self._updates * self._merging)
+        launches, _ = self._launched("merge", max(self.plan.layers), 1)
+        return Phase("merging", self._updates * launches, self._updates * self._merging)
 
     @property
     def _merging(self) -> float:
         """Seconds of the die to merge each adapted weight once."""
-        plan = self.plan
-        settings = self.memory.settings
-        weights = max(adapted_weights(plan, settings, stage) for stage in range(plan.layout.pp))
-        return weights * MERGED / READ
+        stages = range(self.plan.layout.pp)
+        weights = [adapted_weights(self.plan, self.settings, stage) for stage in stages]
+        return max(weights) * MERGED / READ
 
     def _reduction(self) -> float:
         """Seconds to sum the gradients of all ranks, of one update."""
-        plan = self.plan
-        if plan.layout.world == 1:
-            return 0.0
-        _, gradients, _ = trained(plan, self.memory.settings, self.memory.stage)
-        network = NETWORK if plan.layout.nodes == 1 else self.between
-        return self._updates * 2 * gradients.bytes / network / NETWORK_SHARE
-
-    def _waiting(self, name: str, launches: float, device: float, micro_batches: float) -> Phase:
-        """With what a rank waits for its pipeline."""
-        busy = 1 - idle_share(self.plan, micro_batches)
-        return Phase(name, launches / busy, device / busy)
+        world = self.plan.layout.world
+        _, gradients, _ = trained(self.plan, self.settings, self.memory.stage)
+        return (world > 1) * self._updates * 2 * gradients.bytes / self._network([world])
 
     # ---- from training to vLLM ----
 
     def sync(self) -> Phase:
         """Merged weights into vLLM's memory, and what is offloaded to the host and back."""
         plan = self.plan
-        settings = self.memory.settings
+        settings = self.settings
         training = max(sum(training_weights(plan, stage)) for stage in range(plan.layout.pp))
         rollout = sum(rollout_weights(plan))
-        moved = (training + 2 * rollout) * BF16
-        sent = abs(rollout - training) * BF16
         adapters, gradients, optimizer = trained(plan, settings, self.memory.stage)
         weights = adapters if plan.lora else [Part("weights", training * BF16, "")]
         copied = size_of(weights) * settings.offload_train_param
         copied += gradients.bytes * settings.offload_train_grad
         copied += optimizer.bytes * settings.offload_train_optimizer
-        device = self._seconds("training", 0, moved, 0, sent) + 2 * copied / COPIED
-        device += self._merging
-        return Phase("sync", plan.shape.num_hidden_layers * self._launches["sync"][0], device)
-
-    def proof(self) -> Phase:
-        """An iteration's share of a proof: two syncs, of which the first one's weights wait on the
-        host.
-        """
-        sync = self.sync()
-        weights = sum(rollout_weights(self.plan)) * BF16
-        device = 2 * sync.device + 2 * weights / COPIED
-        return Phase("proof", 2 * sync.launches / PROOF_EVERY, device / PROOF_EVERY)
+        device = (training + 2 * rollout) * BF16 / READ + 2 * copied / COPIED + self._merging
+        device += abs(rollout - training) * BF16 / self._network(groups(plan)["training"].values())
+        launches, _ = self._launched("sync", self.shape.num_hidden_layers, 1)
+        return Phase("sync", launches, device)

@@ -171,7 +171,7 @@ def _model_faults(recipe: Recipe) -> Iterator[Fault]:
     plan = Plan(shape, recipe.layout, recipe.batch, padded_vocab_size=shape.vocab_size)
     yield from layout_faults(plan, LAYOUT_RULES)
     yield from beyond_positions(plan, path)
-    yield from unfilled(recipe.quantization.format, shape, 1, ())
+    yield from unfilled(recipe.quantization.format, shape, 1)
 
 
 def refused(file: Path, shape: ModelShape) -> list[str]:

@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindspeed_qerl.common.errors import unknown
+from mindspeed_qerl.common.errors import ConfigError, unknown
+from mindspeed_qerl.engines import engine_of
+from mindspeed_qerl.preflight import files, host, npus, software, variables
 from mindspeed_qerl.preflight.case import (
     ACCEPTED,
     FAILED,
@@ -33,9 +35,8 @@ from mindspeed_qerl.preflight.case import (
     failed,
     plain,
 )
-from mindspeed_qerl.preflight.checks import CHECKS, TABLE
 from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.probes import see_npus
+from mindspeed_qerl.preflight.npus import see_npus
 
 STYLES = {
     FAILED: "bold red",
@@ -44,6 +45,18 @@ STYLES = {
     PASSED: "green",
     SKIPPED: "dim",
 }
+# Every check, by group, in the order in which they are printed.
+CHECKS = {
+    "NPUs": npus.ROWS,
+    "host": [*host.ROWS, *variables.LIBRARIES, *software.CANN],
+    "environment": variables.ROWS,
+    "versions": software.ROWS,
+    "config": files.ROWS,
+    "model": files.MODEL,
+    "data": files.DATA,
+    "checkpoints": files.CHECKPOINTS,
+}
+TABLE = [row for rows in CHECKS.values() for row in rows]
 # Checks that may fail (run.accepted_checks): not what the engine refuses by itself.
 ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
 
@@ -53,16 +66,23 @@ def preflight(
 ) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
     a failed line, never an error. What may take long is said before it does, on stderr.
+    ConfigError for a run without NPUs.
     """
-    case = replace(case_of(raw, name, nodes, own_ray), machine=machine)
-    if case.on_npus:
-        print(
-            "preflight: asking npu-smi, CANN and Ray at once, for at most 20 s; then importing "
-            "what a worker imports, if it is here, for at most 120 s ...",
-            file=sys.stderr,
-            flush=True,
+    case = replace(case_of(raw, name, nodes), machine=machine)
+    recipe = case.recipe
+    if not engine_of(recipe).UPSTREAM or recipe.emulate_npu or recipe.rehearsal.enabled:
+        raise ConfigError(
+            f"{name} with engine = {recipe.engine}, emulate_npu = {recipe.emulate_npu} and "
+            f"rehearsal.enabled = {recipe.rehearsal.enabled} uses no NPU: the preflight is for "
+            "those that do, any other run checks itself when it starts"
         )
-        case = replace(case, seen=see_npus(machine, own_ray))
+    print(
+        "preflight: asking npu-smi, CANN and Ray, each for at most 20 s; then importing "
+        "what a worker imports, if it is here, for at most 120 s ...",
+        file=sys.stderr,
+        flush=True,
+    )
+    case = replace(case, seen=see_npus(machine, own_ray))
     checks: list[Check] = []
     for group, rows in CHECKS.items():
         for row in rows:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of, examine
@@ -120,9 +121,9 @@ class Seen:
 @dataclass(frozen=True)
 class Case:
     """Describes what is to be launched on `machine`: the recipe of config `name`, and what the
-    engine's own check found. `nodes` share its NPUs equally; `own_ray`: a Ray is started for it,
-    none is joined. `unread` are the faults of values that a layout depends on, in whose place
-    `recipe` has defaults: then there is no `plan`, nor without a model.
+    engine's own check found. `nodes` share its NPUs equally. `unread` are the faults of values that
+    a layout depends on, in whose place `recipe` has defaults: then there is no `plan`, nor without
+    a model.
     """
 
     recipe: Recipe
@@ -131,50 +132,26 @@ class Case:
     plan: Plan | None
     name: str
     nodes: int
-    own_ray: bool
     machine: Machine = field(default_factory=Machine)
     seen: Seen = Seen()
 
     # What a row of the table may need:
 
     @property
-    def upstream(self) -> bool:
-        return engine_of(self.recipe).UPSTREAM
-
-    @property
-    def on_npus(self) -> bool:
-        """True if the run would use NPUs: its engine does, and they are not emulated."""
-        return self.upstream and not self.recipe.emulate_npu
-
-    @property
     def npus_here(self) -> bool:
-        """True if it would, and any part of this machine sees one."""
-        return self.on_npus and any((self.seen.dies, self.seen.mapped, self.seen.acl))
+        """True if any part of this machine sees an NPU."""
+        return any((self.seen.dies, self.seen.mapped, self.seen.acl))
 
     @property
-    def several_nodes(self) -> bool:
-        return self.on_npus and self.nodes > 1
-
-    @property
-    def model_given(self) -> bool:
-        """True if the config's own model is used: a rehearsal makes one."""
-        return not self.recipe.rehearsal.enabled
-
-    @property
-    def upstream_rules(self) -> bool:
-        """True if upstream's rules of layouts hold, as for a rehearsal too."""
-        return self.upstream or self.recipe.rehearsal.enabled
-
-    @property
-    def reads_rows(self) -> bool:
-        """True if training reads rows, and not packed files."""
-        return not self.upstream
+    def mixture(self) -> bool:
+        """True if the model has experts."""
+        return bool(self.recipe.model.arguments.get("num_experts"))
 
     @property
     def base_to_convert(self) -> bool:
         """True if base weights are given and not converted yet."""
         load = self.recipe.model.load
-        return bool(self.upstream and load and not (Path(load) / TRACKER).is_file())
+        return bool(load and not (Path(load) / TRACKER).is_file())
 
     @property
     def legal(self) -> Plan | None:
@@ -205,7 +182,6 @@ class Question:
     """One check: its line in the table.
 
     Attributes:
-        ask: what it asks, for docs/troubleshooting.md.
         verdict: answers for a case with one line, several, or None where there is nothing to say.
         fix: what to do where it fails or warns, unless the verdict knows better.
         needs: properties of `Case` without one of which the check is left out.
@@ -213,14 +189,13 @@ class Question:
     """
 
     name: str
-    ask: str
     verdict: Callable[[Case], Check | Iterable[Check] | None]
     fix: str = ""
     needs: str = ""
     refused: bool = False
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int, own_ray: bool) -> Case:
+def case_of(raw: Mapping[str, Any], name: str, nodes: int) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     recipe, examined = examine(raw)
     engine_of(recipe)
@@ -234,7 +209,24 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int, own_ray: bool) -> Cas
     if not unread:
         with suppress(ConfigError):  # of the model: the engine's check has said so
             plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
-    return Case(recipe, tuple(examined.faults), unread, plan, name, nodes, own_ray)
+    return Case(recipe, tuple(examined.faults), unread, plan, name, nodes)
+
+
+def conversion(case: Case) -> list[str]:
+    """The command that converts the base weights, as words.
+
+    Raises:
+        ConfigError: the layout breaks a rule, or there is no such command.
+    """
+    if case.plan is None:
+        raise ConfigError(*(case.unread or case.faults))
+    rules = [rule.message for rule in broken(case.plan)]
+    if rules:
+        raise ConfigError(
+            f"no conversion for a layout that cannot exist: {'; '.join(rules)}. What can: "
+            f"python tools/plan_layout.py --model {case.recipe.model.path} --ranks {case.npus}"
+        )
+    return conversion_command(case.recipe)
 
 
 def plain(name: str) -> str:

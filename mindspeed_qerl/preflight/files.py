@@ -1,20 +1,18 @@
-"""The files that a run reads: the model's, training and test data, and the base weights in
-Megatron's format.
+"""The config: its keys, its layout and memory; and the files that a run reads: the model's, training
+and test data, and the base weights in Megatron's format.
 """
 
-import re
 import shlex
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from zipfile import is_zipfile
 
-from mindspeed_qerl.ascend.convert import conversion_command
-from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.common.files import TRACKER, rank_folders
 from mindspeed_qerl.families.checkpoint import whole_files
 from mindspeed_qerl.families.fingerprint import is_pointer
+from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.sizes import model_parameters, training_weights
@@ -22,6 +20,7 @@ from mindspeed_qerl.preflight.case import (
     Case,
     Check,
     Question,
+    conversion,
     enough,
     failed,
     gigabytes,
@@ -31,9 +30,88 @@ from mindspeed_qerl.preflight.case import (
 )
 from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
-from mindspeed_qerl.tasks.rows import Row, read_rows
+from mindspeed_qerl.tasks.rows import read_rows
 
+CONVERT = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
 NEARLY = 0.95  # of a computed size: what is below it is another file
+# Keys of files that have checks of their own.
+FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
+
+
+def keys(case: Case) -> Iterator[Check]:
+    """Yields what the engine's own check says, but for the layout, the model and the files, which
+    have lines of their own.
+    """
+    faults = [fault for fault in case.faults if not _has_own_line(fault, case)]
+    for fault in faults:
+        yield failed(fault.message, fault.fix, fault.key or fault.rule)
+    if not faults:
+        yield passed(f"accepted by engine {case.recipe.engine}")
+
+
+def _has_own_line(fault: Fault, case: Case) -> bool:
+    if fault.rule == "layout":
+        return case.plan is not None
+    return fault.rule == "model" or fault.key in FILES
+
+
+def layout(case: Case) -> Iterator[Check]:
+    """Checks upstream's rules for layout and batch, training and rollout."""
+    if case.plan is None:
+        yield skipped("the values above make no layout")
+        return
+    for rule in broken(case.plan):
+        yield failed(rule.message, name=rule.rule.replace("_", " "))
+    if case.legal:
+        plan = case.plan.layout
+        yield passed(
+            f"legal: TP {plan.tp} PP {plan.pp} EP {plan.ep} DP {plan.dp}, vLLM TP {plan.infer_tp} "
+            f"EP {plan.infer_ep}"
+        )
+
+
+def memory(case: Case) -> Check:
+    """The estimate of layout/memory.py, against the smallest die's: 64 GB, or less by npu-smi (a
+    910B4, a slice).
+    """
+    assert case.legal
+    settings = settings_of(case.recipe)
+    sizes = [die.total * 2**20 / 1e9 for die in case.seen.dies]
+    smallest = min([settings.memory_gb, *sizes])
+    held = estimate(case.legal, replace(settings, memory_gb=smallest))
+    die = "the smallest die has" if sizes else "a die is assumed to have"
+    words = f"{die} {gigabytes(smallest * 1e9)}; estimated, never measured: "
+    if held.fits:
+        return passed(f"{words}at most {gigabytes(held.peak)} outside the rollout")
+    return failed(words + "; ".join(held.faults))
+
+
+def config_json(case: Case) -> Check:
+    """Checks whether config.json is there, can be built, and describes the model that Megatron is
+    told of.
+    """
+    fixes = {fault.message: fault.fix for fault in case.faults if fault.rule == "model"}
+    if fixes:
+        return failed("; ".join(fixes), "\n".join(filter(None, fixes.values())))
+    return passed("it can be built, and the config agrees with it")
+
+
+def vocabulary(case: Case) -> Check | None:
+    """Without padded_vocab_size Megatron takes the tokenizer's own number of tokens (Megatron-LM
+    tokenizer.py:103).
+    """
+    if case.recipe.npu.padded_vocab_size is not None or case.plan is None:
+        return None
+    name = case.recipe.model.arguments.get("model")
+    rows = case.plan.vllm_rows
+    return failed(
+        "padded_vocab_size is left out: Megatron would take the tokenizer's own number of tokens, "
+        f"and vLLM's embedding has {rows:,} rows",
+        f"++model.{name}.padded_vocab_size={rows}    # an override of the config",
+    )
+
+
+# ---- files ----
 
 
 def tokenizer(case: Case) -> Check:
@@ -49,11 +127,11 @@ def tokenizer(case: Case) -> Check:
 
 
 def weights(case: Case) -> Check:
-    """All files that the model's index names, of the size of this model: failed while the run or
-    the conversion of the base weights reads them, else a warning.
+    """All files that the model's index names, of the size of this model: failed while the
+    conversion of the base weights reads them, else a warning.
     """
     folder = Path(case.recipe.model.path)
-    verdict = failed if case.base_to_convert or not case.upstream else warning
+    verdict = failed if case.base_to_convert else warning
     assert case.plan
     least = NEARLY * BF16 * model_parameters(case.plan.shape)
     try:
@@ -68,36 +146,29 @@ def weights(case: Case) -> Check:
     return passed(f"all files, {gigabytes(size)}")
 
 
-def _packed(case: Case) -> tuple[Any, Any, Any]:
-    """Tokens of each prompt, all token ids, tokens of each label, of the packed files that
-    upstream's trainer reads; OSError or ValueError where they cannot be read.
-    """
-    prefix = case.recipe.task.data_path
-    lengths, tokens = read_packed(f"{prefix}_packed_input_ids_document")
-    labels, _ = read_packed(f"{prefix}_packed_labels_document")
-    if len(lengths) != len(labels):
-        raise ValueError(f"{len(lengths):,} prompts and {len(labels):,} labels")
-    return lengths, tokens, labels
-
-
 def training_files(case: Case) -> Check:
-    """Upstream keeps prompts that are shorter than max_prompt_length (indexed_dataset.py:545)."""
+    """Checks the packed files that upstream's trainer reads. It keeps prompts that are shorter than
+    max_prompt_length (indexed_dataset.py:545).
+    """
     recipe = case.recipe
-    fix = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
-    fix += f"{quoted(Path(recipe.task.data_path).parent)} --format mindspeed --tokenizer "
+    prefix = recipe.task.data_path
+    fix = f"{CONVERT}{quoted(Path(prefix).parent)} --format mindspeed --tokenizer "
     fix += f"{recipe.model.path} --max-prompt-length {recipe.sampling.max_prompt_length}"
     try:
-        lengths, tokens, labels = _packed(case)
+        lengths, tokens = read_packed(f"{prefix}_packed_input_ids_document")
+        labels, _ = read_packed(f"{prefix}_packed_labels_document")
     except FileNotFoundError as error:
         return failed(f"no file {error.filename}", fix)
     except (OSError, ValueError) as error:
         return failed(str(error), fix)
+    if len(lengths) != len(labels):
+        return failed(f"{len(lengths):,} prompts and {len(labels):,} labels", fix)
     empty = int((labels == 0).sum())
-    largest = int(tokens.max(initial=0))
     if empty:
         words = f"{empty:,} of {len(labels):,} labels are empty: nothing to verify against"
         return failed(words, fix)
     vocabulary = recipe.npu.padded_vocab_size
+    largest = int(tokens.max(initial=0))
     if vocabulary and largest >= vocabulary:
         words = f"token ids up to {largest:,}; padded_vocab_size is {vocabulary:,}"
         return failed(f"{words}: another model's tokenizer", fix)
@@ -110,53 +181,25 @@ def training_files(case: Case) -> Check:
     return enough(kept, recipe.batch.global_batch_size, len(lengths), words, fix)
 
 
-def overlap(case: Case) -> Check:
-    """Checks whether what is trained on is what is tested with: the training file's questions, or
-    those kept beside a packed file, against the test file's; and how many prompts a packed file
-    has.
+def rows(case: Case) -> Check:
+    """Checks the rows that are trained on and tested with, as a run does (tasks/checks.py); the
+    former are those kept beside a packed file, or the training file's, which NPUs do not read.
     """
     task = case.recipe.task
-    packed = 0
-    train = _rows(task.train_file)
-    test = _rows(task.test_file)
-    if case.upstream:
-        with suppress(OSError, ValueError):
-            packed = len(_packed(case)[0])
-            train = read_packed_rows(task.data_path) or train
-    if not test or not (train or packed):
-        return skipped("one of them is missing above")
-    verdict = warning if task.allow_overlap else failed
-    shared = check_rows(train, test, ()).faults
-    if shared:
-        return verdict(shared[0].message)
-    words = f"{packed:,} packed prompts, {len(train):,} training rows, {len(test):,} test rows"
-    if packed in (0, len(train)) or not train:
-        return passed(f"{words}; no question is in both files")
-    if packed != len(test):
-        verdict = warning
-    return verdict(f"{words}: they are not of one conversion")
-
-
-def _rows(file: str) -> list[Row]:
     try:
-        return read_rows(file)
-    except (OSError, ValueError):
-        return []
-
-
-def converted(case: Case, key: str) -> Check:
-    file = getattr(case.recipe.task, key)
-    try:
-        rows = read_rows(file)
+        test = read_rows(task.test_file)
+        train = read_packed_rows(task.data_path) or []
+        if not train and Path(task.train_file).is_file():
+            train = read_rows(task.train_file)
     except (OSError, ValueError) as error:
-        folder = Path(file).parent
-        model = Path(case.recipe.model.path)
-        fix = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {quoted(folder)}"
-        if folder.parent == model:  # of the quickstart, or of the studies
-            deep = " --deep" * (model.name == "steps_qwen3_moe")
-            fix = f"python tools/make_tiny_model.py --output {quoted(model)}{deep}"
-        return failed(str(error), fix)
-    return passed(f"{len(rows):,} in {Path(file).name}, each with a prompt and an answer")
+        return failed(str(error), f"{CONVERT}{quoted(Path(task.test_file).parent)}")
+    found = check_rows(train, test, task.verifier_function, task.allow_overlap)
+    if found.faults:
+        words = [fault.message for fault in found.faults]
+        return failed("; ".join(words), "\n".join(fault.fix for fault in found.faults))
+    if found.warnings:
+        return warning("; ".join(found.warnings), "Convert the data again, unless it is meant")
+    return passed(f"{len(train):,} training rows, {len(test):,} test rows, no question in both")
 
 
 def quoted(path: object) -> str:
@@ -166,39 +209,6 @@ def quoted(path: object) -> str:
     "'/data/my models'"
     """
     return shlex.quote(str(path))
-
-
-def conversion(case: Case) -> list[str]:
-    """The command that converts the base weights, as words.
-
-    Raises:
-        ConfigError: the layout breaks a rule, `load` is named after another one, or there is no
-            such command.
-    """
-    if case.plan is None:
-        raise ConfigError(*(case.unread or case.faults))
-    load = case.recipe.model.load
-    layout = case.plan.layout
-    if not load:
-        return conversion_command(case.recipe)  # says so
-    rules = [rule.message for rule in broken(case.plan)]
-    if rules:
-        raise ConfigError(
-            f"no conversion for a layout that cannot exist: {'; '.join(rules)}. The nearest that "
-            f"can: python tools/plan_layout.py --config-name {case.name}, with the same overrides"
-        )
-    sizes = (layout.tp, layout.pp, layout.ep)
-    named = re.search(r"-tp(\d+)-pp(\d+)(?:-ep(\d+))?/*$", load)
-    if named and any(size and int(size) != own for size, own in zip(named.groups(), sizes)):
-        own = f"{load[: named.start()]}-tp{layout.tp}-pp{layout.pp}"
-        if named[3]:
-            own += f"-ep{layout.ep}"
-        raise ConfigError(
-            f"actor_config.load = {load} is named after another layout than the config's TP "
-            f"{layout.tp} PP {layout.pp} EP {layout.ep}, and a folder holds the weights of one: "
-            f"set actor_config.load={own}"
-        )
-    return conversion_command(case.recipe)
 
 
 def base_weights(case: Case) -> Check:
@@ -243,61 +253,65 @@ def base_weights(case: Case) -> Check:
     return passed(f"{wanted}, which are there")
 
 
+ROWS = [
+    Question(
+        "keys and values",
+        keys,
+        "Change the config, or override the key on the command line",
+        refused=True,
+    ),
+    Question(
+        "layout",
+        layout,
+        "python tools/plan_layout.py --config-name NAME    # the rules and their lines upstream",
+        refused=True,
+    ),
+    Question(
+        "memory of an NPU",
+        memory,
+        "python tools/plan_layout.py --config-name NAME --memory-gb GB    # every part, and "
+        "what else fits",
+        "legal",
+    ),
+]
+
 MODEL = [
     Question(
+        "config.json",
+        config_json,
+        "Put the Hugging Face model that the YAML describes there, or: export MODELS=DIR    "
+        "# the folder that it is in",
+        refused=True,
+    ),
+    Question(
+        "vocabulary",
+        vocabulary,
+        "++model.NAME.padded_vocab_size=N    # an override of the config",
+    ),
+    Question(
         "tokenizer",
-        "Is there a tokenizer, with a chat template if one is needed?",
         tokenizer,
         "Download the model's whole directory (git lfs pull)\n"
         "Take an instruct or chat model, or add its chat_template.jinja",
-        "model_given",
     ),
     Question(
         "weights",
-        "Are the weight files of the index there, whole, and of this model?",
         weights,
         "Download the model's whole directory (git lfs pull)",
-        "model_given plan",
+        "plan",
     ),
 ]
 
 DATA = [
-    Question(
-        "training rows",
-        "Can the training file be read?",
-        partial(converted, key="train_file"),
-        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR",
-        "reads_rows",
-    ),
-    Question(
-        "training files",
-        "Are packed prompts and labels there, as many of both, none empty, of the model's "
-        "vocabulary and shorter than max_prompt_length?",
-        training_files,
-        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR --format mindspeed "
-        "--tokenizer MODEL",
-        "upstream",
-    ),
-    Question(
-        "test rows",
-        "Can the test file be read?",
-        partial(converted, key="test_file"),
-        "python tools/convert_gsm8k.py --input openai/gsm8k --output DIR",
-    ),
-    Question(
-        "train and test",
-        "Is no test question trained on?",
-        overlap,
-        "Convert the data again, or if it is meant: task.allow_overlap=true    # an override",
-    ),
+    Question("training files", training_files),
+    Question("test rows", rows),
 ]
 
 CHECKPOINTS = [
     Question(
         "base weights",
-        "Is there one whole file of this model for each rank of the layout?",
         base_weights,
         "The conversion: python tools/preflight.py --config-name NAME --print-conversion",
-        "upstream plan",
+        "plan",
     )
 ]

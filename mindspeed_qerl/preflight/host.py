@@ -1,13 +1,17 @@
-"""The host: CPUs, limits, memory, disks."""
+"""The host: CPUs, limits, memory, disks; addresses of nodes and of Ray, the host's own name, and
+HCCL's ports.
+"""
 
+import re
+import socket
 from collections.abc import Callable
 from functools import partial
 
-from mindspeed_qerl.ascend.limits import needed_cpus
+from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import ADAMW, BF16, Settings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.sizes import model_parameters, training_weights
+from mindspeed_qerl.layout.sizes import training_weights
 from mindspeed_qerl.preflight.case import (
     Case,
     Check,
@@ -39,33 +43,15 @@ def at_least(
     return enough(have, least, need, words.format(have, need))
 
 
-def cpus(case: Case) -> Check:
-    """CPUs that upstream reserves, against those that the running Ray has."""
-    need = needed_cpus(case.recipe)
-    cluster = case.seen.ray
-    words = f"{case.npus} NPUs and Ray's other tasks reserve {need} logical CPUs"
-    if cluster is None:
-        return passed(f"{words}: places, not threads; the Ray of the run is told to have them")
-    free = int(cluster["available"].get("CPU", 0))
-    return enough(free, need, need, f"{words}; the running Ray has {free} free")
-
-
 def user(case: Case) -> Check:
-    """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else), and
-    CANN's compiler writes kernel_meta into the folder that Ray was started in (issue 2748).
-    """
+    """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else)."""
     name = case.machine.user()
     if name is None:
         return warning(
             "the user of this process has no name in /etc/passwd: HCCL was seen to end with "
             '"HcclGetRootInfo ... error code is 19"'
         )
-    if not case.machine.writable("."):
-        return warning(
-            "this folder cannot be written: CANN's compiler writes kernel_meta into the one that "
-            'Ray is started in ("Failed to init tbe")'
-        )
-    return passed(f"{name}, and this folder can be written")
+    return passed(name)
 
 
 def run_root(case: Case) -> Check | None:
@@ -140,41 +126,73 @@ def host_memory(case: Case) -> Check:
     )
 
 
-def conversion_memory(case: Case) -> Check:
-    """The converter holds the weights, and up to as much again in their new form
-    (convert_hf2mg.py).
+# ---- the network ----
+
+
+PORTS = range(1024, 65536)
+# of the launcher's Ray (examples/grpo/launch.sh): its head, its dashboard agent, its workers
+RAY_PORTS = {6380, 6381, 52365, *range(20002, 30000)}
+BASE = "HCCL_IF_BASE_PORT"
+
+
+def fault_of_ray_address(address: str) -> str:
+    """Why no run can join Ray there; "" if it is in a form in which one may: HOST:PORT, in which an
+    IPv6 address has brackets.
+
+    >>> [bool(fault_of_ray_address(a)) for a in ("10.0.0.1:6379", "[fd00::5]:6379", "ray://x:1")]
+    [False, False, True]
     """
-    plan = case.legal
-    (free, limit) = case.machine.memory()
-    assert plan
-    weights = BF16 * model_parameters(plan.shape)
-    return enough(
-        free,
-        weights,
-        2 * weights,
-        f"the converter holds {gigabytes(weights)} of weights, and up to as much again in their "
-        f"new form; {gigabytes(free)} are left ({limit})",
+    if re.fullmatch(r"([\w.-]+|\[[\w.:]+\]):\d{1,5}", address, re.ASCII):
+        return ""
+    return (
+        f"{address!r} is none that a run can join: it must be HOST:PORT of Ray's head, such as "
+        "10.0.0.1:6379 or [fd00::5]:6379, auto, or local for a Ray of the run's own. Ray's client "
+        "cannot do what upstream asks of Ray"
     )
 
 
-def panic_on_oom(case: Case) -> Check | None:
-    if case.machine.read("/proc/sys/vm/panic_on_oom").strip() in ("", "0"):
+def host_name(case: Case) -> Check | None:
+    """Gloo binds to the address that the host's name has, unless an interface is named (verl issue
+    849, vllm issue 7074); half an hour later c10d gives up.
+    """
+    name = socket.gethostname()
+    if case.machine.environment.get("GLOO_SOCKET_IFNAME") or case.machine.may_listen(name):
         return None
-    return warning("the whole machine reboots when host memory runs out")
+    return warning(
+        f"{name} is the name of no address that a network interface here has: gloo and c10d "
+        "connect to it, and wait for half an hour"
+    )
+
+
+def hccl_ports(case: Case) -> Check | None:
+    """HCCL listens on one port a rank from HCCL_IF_BASE_PORT on, by the number of its die
+    (vllm-ascend pull request 12318), unless HCCL_HOST_SOCKET_PORT_RANGE, which has a row of its
+    own, says otherwise.
+    """
+    shell = case.machine.environment
+    if shell.get("HCCL_HOST_SOCKET_PORT_RANGE"):
+        return None
+    given = shell.get(BASE) or npu_environment()[BASE]
+    base = int(given) if given.isdecimal() else 0
+    dies = {*range(case.ranks), *case.seen.mapped[: case.ranks]}
+    ours = sorted(base + die for die in dies)
+    if ours[0] not in PORTS or ours[-1] not in PORTS:
+        return failed(
+            f"{BASE}={given}: it and the ports behind it, one a rank, must be numbers from "
+            f"{PORTS[0]} to {PORTS[-1]}"
+        )
+    words = f"{base} to {ours[-1]}"
+    if shared := sorted(RAY_PORTS.intersection(ours)):
+        return failed(f"{words}: {shared[0]} to {shared[-1]} are those of the launcher's Ray")
+    taken = ", ".join(str(port) for port in ours if not case.machine.may_listen(port=port))
+    if taken:
+        return failed(f"{words}: {taken} taken")
+    return passed(f"{words} are free")
 
 
 ROWS = [
     Question(
-        "CPUs",
-        "Has the running Ray the logical CPUs that upstream reserves?",
-        cpus,
-        "ray start ... --num-cpus=N    # on each node; they are places, not threads\n"
-        "or lower rl_config.num_cpus_for_placement_group",
-        "on_npus",
-    ),
-    Question(
         "CPUs to run on",
-        "Do taskset, numactl and the container's cpuset leave 5 CPUs for each rank?",
         partial(
             at_least,
             measure="cpus",
@@ -184,26 +202,16 @@ ROWS = [
         ),
         "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the "
         "container's --cpuset-cpus",
-        "on_npus",
     ),
     Question(
         "host memory",
-        "Is there host memory for what all ranks load at once?",
         host_memory,
         "Raise the container's --memory, end what holds the memory (ps -eo pid,rss,args "
         "--sort -rss | head), or use fewer ranks here",
-        "on_npus legal",
-    ),
-    Question(
-        "memory to convert",
-        "Is there host memory to convert the base weights?",
-        conversion_memory,
-        "Convert on a machine with more memory, and copy the result here",
-        "base_to_convert legal",
+        "legal",
     ),
     Question(
         "open files",
-        "Is `ulimit -n` 32,768?",
         partial(
             at_least,
             measure="open_files",
@@ -211,34 +219,15 @@ ROWS = [
             words="ulimit -n is {:,}; Ray's and HCCL's connections may need {:,}",
         ),
         "ulimit -n 32768    # in the shell that starts the run",
-        "upstream",
     ),
     Question(
-        "threads",
-        "May the user start the threads of all ranks?",
-        partial(
-            at_least,
-            measure="threads",
-            need=600,
-            per_rank=True,
-            words="pids.max or ulimit -u is {:,}; with 600 for each rank, which is assumed, {:,} are "
-            "started",
-        ),
-        "Start the container with --pids-limit=-1 --ulimit nproc=65535; ulimit -u 65535",
-        "on_npus",
-    ),
-    Question(
-        "user and folder",
-        "Has the user a name, and can this folder be written?",
+        "user",
         user,
         'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, '
-        "or as root\n"
-        "A checkout that can be written; or start Ray elsewhere, and join it (RAY_ADDRESS)",
-        "on_npus",
+        "or as root",
     ),
     Question(
         "/dev/shm",
-        "Has it 10 GB for Ray's objects?",
         partial(
             at_least,
             measure="disk_free",
@@ -247,11 +236,9 @@ ROWS = [
             words="{:,} bytes free; below {:,} Ray keeps its objects on the disk",
         ),
         "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm",
-        "on_npus",
     ),
     Question(
         "/tmp",
-        "Is 7 % of its disk free? Ray stops spilling below 5 %.",
         partial(
             at_least,
             measure="disk_left",
@@ -262,29 +249,30 @@ ROWS = [
             "OutOfDiskError",
         ),
         "du -xh -d 2 /tmp | sort -h | tail    # what fills it? Or another disk for it: -v DIR:/tmp",
-        "upstream",
     ),
-    Question(
-        "run.root", "Can it be written?", run_root, "run.root=DIR    # an override of the config"
-    ),
+    Question("run.root", run_root, "run.root=DIR    # an override of the config"),
     Question(
         "disk for the run",
-        "Is there room for the run's checkpoints?",
         run_disk,
         "run.root=DIR, or a larger megatron_training.save_interval    # overrides of the config",
-        "upstream legal",
+        "legal",
     ),
     Question(
         "disk for the base",
-        "Is there room for the base weights that are converted next?",
         base_disk,
         "actor_config.load=DIR    # an override of the config",
         "base_to_convert legal",
     ),
     Question(
-        "vm.panic_on_oom",
-        "Does the machine survive a process that takes too much memory?",
-        panic_on_oom,
-        "sysctl -w vm.panic_on_oom=0",
+        "ports of HCCL",
+        hccl_ports,
+        "ss -ltnp | grep PORT    # whose?\n"
+        "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # others",
+    ),
+    Question(
+        "host name",
+        host_name,
+        "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
+        "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
     ),
 ]

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import psutil
 
-from mindspeed_qerl.ascend.contract import Report, check, installed
-
 CGROUPS = "/sys/fs/cgroup"  # where a container sees its own, of version 2 or 1
 # limit, use, and what of it is cached of files
 MEMORY_FILES = (
@@ -101,10 +99,6 @@ class Machine:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def upstream(self) -> list[Report]:
-        """Each repository of upstream that is installed here, beside ascend/contract.yaml."""
-        return check(installed())
-
     def disk_free(self, path: str | Path) -> int:
         """Bytes free where `path` is, or where it would be made."""
         return shutil.disk_usage(_nearest(path)).free
@@ -119,20 +113,6 @@ class Machine:
     def cpus(self) -> int:
         """Logical CPUs that this process, and what it starts, may run on."""
         return len(os.sched_getaffinity(0))
-
-    def threads(self) -> int:
-        """Processes and threads that this user, or this container, may have; root has no
-        `ulimit -u`.
-        """
-        limits = [sys.maxsize]
-        soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-        if os.geteuid() and soft != resource.RLIM_INFINITY:
-            limits.append(soft)
-        for file in ("pids.max", "pids/pids.max"):
-            limit = self.read(f"{CGROUPS}/{file}").strip()
-            if limit.isdigit():
-                limits.append(int(limit))
-        return min(limits)
 
     def user(self) -> str | None:
         """The name of this process's user; None if /etc/passwd, or what stands for it, has none."""

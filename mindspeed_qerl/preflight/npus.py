@@ -1,33 +1,162 @@
 """How many NPUs each part of the machine sees, from the hardware up to Ray, and which part loses
-some.
+some. npu-smi, CANN and Ray are asked, each with a time limit.
 """
 
-from collections.abc import Iterable
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
-from mindspeed_qerl.ascend.cluster import holders, placed
+from mindspeed_qerl.ascend.cluster import holders
 from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.preflight.case import (
     LIST,
     Case,
     Check,
+    Die,
     Question,
+    Seen,
     enough,
     failed,
     gigabytes,
     passed,
-    skipped,
     warning,
 )
+from mindspeed_qerl.preflight.host import fault_of_ray_address
+from mindspeed_qerl.preflight.machine import Machine, ProbeError
 
 # What a die that nobody uses shows, and some: of 64 GB public reports have 2.7 to 3.5 GB.
 IDLE = 1 / 8
+MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+# The two lines of an NPU in the table of npu-smi. The number of its /dev/davinci* is its Phy-ID
+# (910C, two chips a card), else that of the card (910B); the last column is its HBM in MB:
+#
+#     | 0     Ascend910           | OK            | 178.5       36                0    / 0      |
+#     | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536  |
+DIE = re.compile(
+    r"^\|\s*(?P<card>\d+)\s+\S[^|]*\|\s*(?P<health>\S[^|]*?)\s*\|[^|]*\|\s*\n"
+    r"\|\s*(?P<chip>\d+)\s+(?P<number>\d*)\s*\|[^|]*:[^|]*\|"
+    r"[^|]*?(?P<used>\d+)\s*/\s*(?P<total>\d+)\s*\|",
+    re.MULTILINE,
+)
+# Below them, the processes; of other containers too if all devices are mapped, with NA for what
+# cannot be seen. 26.0 has one more column (vllm-ascend issue 12980):
+#
+#     | 0       0                 | 632268        | python3.1       | 197                |
+PROCESS = re.compile(
+    r"^\|\s*(?P<card>\d+)\s+(?P<chip>\d+)\s*\|\s*(?P<pid>\d+|NA)\s*\|\s*(?P<name>[^|]*?)\s*\|"
+    r"\s*(?P<memory>\w+)\s*\|",
+    re.MULTILINE,
+)
+# Of a process whose list of visible devices is not cut: the list is compared by itself.
+CANN_PROBE = """
+import acl
+count, error = acl.rt.get_device_count()
+assert error == 0, f"acl.rt.get_device_count() gives error {error}"
+print("answer", count)
+"""
+RAY_PROBE = """
+import json, os, sys
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ.pop("RAY_ADDRESS", None)  # would go before the address that is given
+import ray
+from mindspeed_qerl.ascend.cluster import look
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print("answer", json.dumps(look()))
+"""
+
+
+def see_npus(machine: Machine, own_ray: bool) -> Seen:
+    """Ask each part of the machine; Ray unless one is started for the run."""
+    answers: dict[str, Any] = {}
+    faults: dict[str, ProbeError] = {}
+    whole = {name: value for name, value in machine.environment.items() if name != LIST}
+    asks: dict[str, Callable[[Machine], Any]] = {
+        "npu-smi": _npu_smi,
+        "CANN": partial(_answer, code=CANN_PROBE, environment=whole),
+    }
+    if not own_ray:
+        asks["Ray"] = _cluster
+    for name, ask in asks.items():
+        try:
+            answers[name] = ask(machine)
+        except ProbeError as error:
+            faults[name] = error
+    nodes = machine.glob("/dev/davinci[0-9]*")
+    shut = [node for node in (*nodes, *MANAGERS) if not machine.opens(node)]
+    if nodes and shut:
+        words = f"{len(nodes)} dies, and cannot open {', '.join(shut)}: missing, or not this user's"
+        faults["/dev/davinci*"] = ProbeError(words)
+    dies, processes = answers.get("npu-smi", ([], {}))
+    numbers = sorted(int(node.removeprefix("/dev/davinci")) for node in nodes)
+    visible = None
+    if LIST in machine.environment:
+        given = machine.environment[LIST]
+        visible = given.split(",") if given else []
+    counted = answers.get("CANN", 0)
+    cluster = answers.get("Ray")
+    return Seen(dies, processes, numbers, counted, visible, cluster, faults)
+
+
+def _npu_smi(machine: Machine) -> tuple[list[Die], dict[int, list[str]]]:
+    table = machine.run(["npu-smi", "info"])
+    dies, processes = read_table(table)
+    if not dies:
+        words = " ".join(table.split())[:200]
+        raise ProbeError(f"npu-smi info shows no NPU, or in an unknown form: {words}")
+    return dies, processes
+
+
+def read_table(table: str) -> tuple[list[Die], dict[int, list[str]]]:
+    """The NPUs in the output of `npu-smi info`, and the processes by the number of their die."""
+    dies = []
+    numbers = {}
+    processes: dict[int, list[str]] = {}
+    for row in DIE.finditer(table):
+        number = int(row["number"] or row["card"])
+        numbers[row["card"], row["chip"]] = number
+        chip, used, total = map(int, row.group("chip", "used", "total"))
+        dies.append(Die(chip, number, row["health"], used, total))
+    for row in PROCESS.finditer(table):
+        words = f"{row['name']} (process {row['pid']}, {row['memory']} MB)"
+        number = numbers.get((row["card"], row["chip"]), -1)
+        processes.setdefault(number, []).append(words)
+    return dies, processes
+
+
+def _cluster(machine: Machine) -> Mapping[str, Any] | None:
+    """Returns what the running Ray has (ascend/cluster.py); None if none runs."""
+    address = machine.environment.get("RAY_ADDRESS", "")
+    if address in ("", "auto", "local"):
+        if address == "local" or not machine.runs("raylet"):
+            return None
+        return _answer(machine, RAY_PROBE, "auto")
+    fault = fault_of_ray_address(address)
+    if not fault and not machine.listens(address):
+        fault = "nothing listens there"
+    if fault:
+        raise ProbeError(f"RAY_ADDRESS={address} cannot be joined: {fault}")
+    return _answer(machine, RAY_PROBE, address)
+
+
+def _answer(
+    machine: Machine, code: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Any:
+    """Returns what Python code prints behind "answer", as JSON."""
+    output = machine.run([sys.executable, "-c", code, *arguments], environment=environment)
+    answer = re.search(r"^answer (.*)$", output, re.MULTILINE)
+    if answer is None:
+        raise ProbeError(f"not understood: {output.strip()[:80]!r}")
+    return json.loads(answer[1])
+
+
+# ---- what is checked ----
 
 
 def ranks(case: Case) -> Check:
     """The number of each part, and the first of them that loses some."""
-    if not case.on_npus:
-        return skipped(f"engine={case.recipe.engine}, emulate_npu={case.recipe.emulate_npu}")
     if not case.npus_here:
         return failed(
             f"{case.npus} NPUs are asked for, this machine has none; all else is checked",
@@ -133,25 +262,6 @@ def ray(case: Case) -> Check:
     return passed(words)
 
 
-def groups(case: Case) -> Check | None:
-    """Checks whether upstream's placement groups can be given where there is more than one node:
-    what one node shows to CANN is the width of each.
-    """
-    rooms = [case.ranks] * case.nodes
-    if case.seen.ray:
-        rooms = case.seen.ray["npus"]
-    width = min(case.seen.ray_would_count, case.npus)
-    if len(rooms) < 2 or not width or sum(rooms) < case.npus or placed(width, case.npus, rooms):
-        return None
-    return failed(
-        f"this node shows {width} to CANN, and upstream asks Ray for groups of as many on one node "
-        f"each (launcher.py:64-101); the nodes have {', '.join(map(str, rooms))} for the run: it "
-        "would wait for ever",
-        f"export {LIST}={','.join(map(str, range(case.ranks)))}    # on every node, in the shell "
-        "of the launcher",
-    )
-
-
 def _first(words: Iterable[str]) -> str:
     """The first four, and how many more."""
     words = list(words)
@@ -163,14 +273,12 @@ def _first(words: Iterable[str]) -> str:
 ROWS = [
     Question(
         "ranks",
-        "Has this machine the NPUs that the config asks for, by every part that counts them?",
         ranks,
         "See the part that loses some",
         refused=True,
     ),
     Question(
         "npu-smi",
-        "Does npu-smi list enough dies, healthy and with free memory?",
         npu_smi,
         "npu-smi info    # here and on the host; processes are at its end: stop those that "
         'are yours and left over. "device is used" is another container\n'
@@ -186,7 +294,6 @@ ROWS = [
     ),
     Question(
         "processes on the dies",
-        "Are the dies free of processes of others?",
         processes,
         "ps -o pid,ppid,user,args -p PID    # on the host; end what is yours, or start a "
         "container with other dies, without --privileged",
@@ -194,7 +301,6 @@ ROWS = [
     ),
     Question(
         "/dev/davinci*",
-        "Does the container map enough device nodes that can be opened?",
         partial(count, name="/dev/davinci*"),
         "Start the container with --device=/dev/davinciN of each die, "
         "--device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc,\n"
@@ -204,7 +310,6 @@ ROWS = [
     ),
     Question(
         "CANN",
-        "Does acl count as many dies as are mapped?",
         partial(count, name="CANN"),
         "npu-smi info    # a die that is not OK, or that a process of another container has\n"
         "grep -rh ERROR ~/ascend/log/debug/plog | tail    # CANN's own words; "
@@ -216,25 +321,16 @@ ROWS = [
     ),
     Question(
         "ASCEND_RT_VISIBLE_DEVICES",
-        "Does it name the first dies, each once, and all that are needed?",
         visible,
         "unset ASCEND_RT_VISIBLE_DEVICES",
         "npus_here",
     ),
     Question(
         "Ray",
-        "Has the running Ray, or would a new one have, enough free NPUs?",
         ray,
         "unset RAY_ADDRESS; ray stop    # it stops every Ray of this user; the run starts "
         "its own\n"
         "or ask for fewer NPUs: python tools/plan_layout.py --ranks N",
-        "npus_here",
-    ),
-    Question(
-        "dies of a node",
-        "Has a node as many dies as upstream asks for in one placement group?",
-        groups,
-        "",
         "npus_here",
     ),
 ]

@@ -1,17 +1,121 @@
-"""Installed versions, upstream's sources, and whether a worker could import what it imports."""
+"""CANN, NNAL and the driver, and what is compiled on the machine: Megatron's dataset helpers at the
+start, MindSpeed's operators at the first step (where one worker cannot, the others wait for it);
+installed versions, and whether a worker could import what it imports.
+"""
 
 import re
 import sys
-from collections.abc import Iterator
 from functools import partial
 
-from mindspeed_qerl.ascend.contract import PINS
 from mindspeed_qerl.ascend.imports import PROBE, way_out
 from mindspeed_qerl.ascend.limits import worker_environment
-from mindspeed_qerl.preflight.case import Case, Check, Question, failed, passed, warning
+from mindspeed_qerl.emulation import CANN_VERSIONS
+from mindspeed_qerl.preflight.case import Case, Check, Question, failed, passed, skipped, warning
 from mindspeed_qerl.preflight.machine import ProbeError
 
-LIMIT = 120  # seconds; on emulated NPUs they take 20, from a cold disk longer
+# MindSpeed README.md:52 and docs/features/moe-token-permute-and-unpermute.md:22 at the pin.
+# vllm-ascend asks for 8.2.RC1 (docs/source/installation.md:15), MindSpeed-RL for 8.5.0
+# (docs/zh/install_guide.md:9).
+LEAST_CANN = (8, 3)
+SERIES = 25  # of the driver; MindSpeed-RL's guide (docs/zh/install_guide.md:29) has 25.5.0
+DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
+COMPILERS = (
+    "make --version",
+    "g++ --version",
+    "python3 -m pybind11 --includes",
+    "python3-config --extension-suffix",
+    "ninja --version",
+)
+LIMIT = 120  # seconds of a worker's imports; emulated they take 20, from a cold disk longer
+
+
+def folder(case: Case, variable: str) -> Check:
+    """A variable that a set_env.sh sets to its root."""
+    home = case.machine.environment.get(variable)
+    if not home:
+        return failed(f"{variable} is not set: set_env.sh was not sourced")
+    if not case.machine.glob(home):
+        return failed(f"{variable}={home}: there is no such folder")
+    return passed(f"{variable}={home}")
+
+
+def cann_version(case: Case) -> Check:
+    """Returns what torch.version.cann will say, where torch_npu reads it (utils/collect_env.py:71):
+    vllm-ascend chooses code by it.
+    """
+    home = case.machine.environment.get("ASCEND_HOME_PATH", "/nowhere")
+    files = case.machine.glob(f"{home}/ascend_*_install.info")
+    files += case.machine.glob(f"{home}/*/ascend_*_install.info")
+    text = "\n".join(map(case.machine.read, files))
+    match = re.search(r"^version=(\S+)", text, re.MULTILINE)
+    if not match:
+        return warning(f"in no ascend_*_install.info below {home}")
+    number = match[1]
+    tested = " and ".join(CANN_VERSIONS)
+    if number in CANN_VERSIONS:
+        return passed(f"{number}, one that vllm-ascend was run for on emulated NPUs")
+    words = f"{number}; vllm-ascend was run for {tested} on emulated NPUs, and chooses code by it"
+    if tuple(map(int, re.findall(r"\d+", number)[:2])) < LEAST_CANN:
+        return failed(f"{words}; MindSpeed at the pin is for 8.3.RC1 (README.md:52)")
+    return warning(words)
+
+
+def driver(case: Case) -> Check:
+    match = re.search(r"^Version=((\d+)\S*)", case.machine.read(DRIVER_INFO), re.MULTILINE)
+    if not match:
+        return skipped(f"no {DRIVER_INFO}")
+    words = f"{match[1]}; MindSpeed-RL's guide names 25.5.0 for CANN {CANN_VERSIONS[0]}"
+    if int(match[2]) < SERIES:
+        return failed(f"{words}, and this is of an older series")
+    return passed(words)
+
+
+def compilers(case: Case) -> Check:
+    """Commands that compile something in the middle of a run."""
+    missing = []
+    for command in COMPILERS:
+        try:
+            case.machine.run(command.split())
+        except ProbeError as error:
+            missing.append(str(error))
+    if missing:
+        return failed(
+            f"{'; '.join(missing)}: rank 0 ends in silence where it cannot compile helpers.cpp, and "
+            "the other ranks wait for it; ninja compiles MindSpeed's operators at the first step"
+        )
+    return passed(", ".join(COMPILERS))
+
+
+def operators(case: Case) -> Check:
+    """MindSpeed's own operators, such as the grouped product of experts (op_builder/builder.py):
+    torch builds them with ninja in TORCH_EXTENSIONS_DIR. A build that was killed leaves <name>/lock
+    there, for which everybody waits for ever (MindSpeed docs/faq/torch_extensions.md); its
+    delete_lock_file looks one folder above (megatron_adaptor.py:44).
+    """
+    shell = case.machine.environment
+    # torch/utils/cpp_extension.py:_get_build_directory
+    root = shell.get("TORCH_EXTENSIONS_DIR")
+    locks = f"{root}/*/lock"
+    if not root:
+        root = f"{shell.get('HOME', '/root')}/.cache/torch_extensions"
+        locks = f"{root}/*/*/lock"
+    left = case.machine.glob(locks)
+    if left:
+        return failed(
+            f"{', '.join(left)}: every worker waits for it, for ever; left by a build that was "
+            "killed, unless one is compiling now"
+        )
+    if not case.machine.writable(root):
+        return failed(f"{root} cannot be written: they are compiled there at the first step")
+    if not case.machine.may_execute(root):  # vllm-ascend issue 10551, pytorch/pytorch issue 91005
+        return failed(
+            f'{root} is mounted noexec: what is compiled there cannot be loaded ("failed to map '
+            'segment from shared object")'
+        )
+    return passed(f"can be compiled in {root}")
+
+
+# ---- Python ----
 
 
 def version(case: Case, name: str, pin: str, unfit: str | None, why: str) -> Check:
@@ -34,42 +138,11 @@ def pinned(
     pin: str,
     unfit: str | None = None,
     why: str = "upstream does not go with it",
-    needs: str = "upstream",
 ) -> Question:
     """Asks for a distribution that has a pin (`version`)."""
     verdict = partial(version, name=name, pin=pin, unfit=unfit, why=why)
     fix = f"pip install {name}=={pin}    # docs/ascend.md, Install"
-    return Question(name, f"Is it {pin}?", verdict, fix, needs)
-
-
-def absent(name: str, why: str, needs: str = "on_npus") -> Question:
-    """Asks for a distribution that must not be there."""
-
-    def verdict(case: Case) -> Check | None:
-        installed = case.machine.version(name)
-        return warning(f"{installed} is installed, and {why}") if installed else None
-
-    return Question(
-        name, f"Is it absent? Else {why}.", verdict, f"pip uninstall --yes {name}", needs
-    )
-
-
-def sources(case: Case) -> Iterator[Check]:
-    """Which versions of upstream are here, and whether all that the engine relies on is unchanged
-    in them (contract.py).
-    """
-    missing = {pin.title for pin in PINS.values()}
-    for report in case.machine.upstream():
-        title = report.pin.title
-        missing.discard(title)
-        verdict = passed
-        if report.changed:
-            verdict = failed
-        elif not report.at_pin:
-            verdict = warning
-        yield verdict(str(report), name=title)
-    if missing:
-        yield failed(f"cannot be imported here: {', '.join(sorted(missing))}")
+    return Question(name, verdict, fix)
 
 
 def imports(case: Case) -> Check:
@@ -91,9 +164,47 @@ def imports(case: Case) -> Check:
     return verdict(words, way_out(words))
 
 
+CANN = [
+    Question(
+        "CANN's paths",
+        partial(folder, variable="ASCEND_HOME_PATH"),
+        "unset ASCEND_HOME_PATH && source /usr/local/Ascend/cann/set_env.sh",
+        "npus_here",
+    ),
+    Question(
+        "CANN's version",
+        cann_version,
+        "docs/ascend.md, Install: CANN 8.5.0",
+        "npus_here",
+    ),
+    Question(
+        "NNAL",
+        partial(folder, variable="ATB_HOME_PATH"),
+        "source /usr/local/Ascend/nnal/atb/set_env.sh    # docs/ascend.md, Install",
+        "npus_here",
+    ),
+    Question(
+        "driver",
+        driver,
+        "Driver and firmware 25.5.0 on the host (docs/ascend.md)",
+    ),
+    Question(
+        "compilers",
+        compilers,
+        "apt install build-essential python3.11-dev\n"
+        "pip install pybind11 ninja    # pybind11 for the python3 of PATH",
+    ),
+    Question(
+        "MindSpeed's operators",
+        operators,
+        "rm -r FOLDER_OF_THE_LOCK\n"
+        "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run",
+    ),
+]
+
 ROWS = [
     pinned("torch", "2.7.1", unfit=""),
-    pinned("torch_npu", "2.7.1", unfit="", needs="on_npus"),
+    pinned("torch_npu", "2.7.1", unfit=""),
     pinned("vllm", "0.11.0", unfit=""),
     pinned("ray", "2.53.0"),
     pinned("transformers", "4.57.1"),
@@ -102,28 +213,12 @@ ROWS = [
         "1.26.4",
         unfit="2",
         why='with numpy 2 CANN\'s compiler ends the first set_device, "error code is 500001"',
-        needs="on_npus",
     ),
     pinned("peft", "0.7.1"),
     pinned("tensordict", "0.8.1"),
     pinned("hydra-core", "1.3.2"),
-    absent("triton-ascend", "MindSpeed-RL does not go with it", "upstream"),
-    absent("triton", 'vLLM takes it for a GPU\'s: "0 active drivers"'),
-    absent("transformer-engine", "Megatron imports it, and it ends without CUDA's libraries"),
-    Question(
-        "upstream's sources",
-        "Are all five repositories here, and unchanged where the engine relies on them?",
-        sources,
-        "export "
-        "PYTHONPATH=$PWD/MindSpeed-RL:$PWD/MindSpeed-LLM:$PWD/MindSpeed:$PWD/Megatron-LM:$PYT"
-        "HONPATH    # where they were cloned\n"
-        "git checkout PIN    # python tools/check_upstream.py has each pin, and what changed",
-        "upstream",
-        refused=True,
-    ),
     Question(
         "imports of a worker",
-        "Can a process with a worker's environment import what a worker imports?",
         imports,
         "What the error asks for; after a crash or no answer:\n"
         "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\n"

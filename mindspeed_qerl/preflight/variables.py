@@ -3,6 +3,7 @@ Dockerfile or an earlier repair. The launchers' raylet inherits the shell, so ev
 """
 
 import re
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 
@@ -25,32 +26,23 @@ KNOWN = """ASCEND_AICPU_PATH ASCEND_HOME_PATH ASCEND_OPP_PATH ASCEND_TOOLKIT_HOM
 HCCL_IF_IP HCCL_SOCKET_IFNAME""".split()
 
 
-def value(
-    case: Case,
-    variable: str,
-    pattern: str,
-    why: str,
-    state: str = WARNING,
-    experts: str | None = None,
-    unset: str | None = None,
-) -> Check | None:
-    """A variable whose value does harm, by a regular expression; `unset` is its value where it has
-    none. `experts` is the state for a mixture of experts.
-    """
-    given = case.machine.environment.get(variable, unset)
+def value(case: Case, variable: str, pattern: str, why: str, state: str) -> Check | None:
+    """A variable whose value does harm, by a regular expression."""
+    given = case.machine.environment.get(variable)
     if given is None or not re.fullmatch(pattern, given.strip()):
         return None
-    if experts and case.recipe.model.arguments.get("num_experts"):
-        state = experts
     return Check(state, f"{given!r} in the shell: {why}")
 
 
 def harmful(
-    name: str, pattern: str, why: str, state: str = WARNING, experts: str | None = None
-) -> Question:
-    """Asks for a variable of which the shell should have no such value (`value`)."""
-    verdict = partial(value, variable=name, pattern=pattern, why=why, state=state, experts=experts)
-    return Question(name, f"A value that does harm: {why}", verdict, f"unset {name}", "on_npus")
+    state: str, variables: Mapping[str, tuple[str, str]], needs: str = ""
+) -> Iterator[Question]:
+    """Asks for variables, {name: (regular expression, why)}, of which the shell should have no such
+    value.
+    """
+    for name, (pattern, why) in variables.items():
+        verdict = partial(value, variable=name, pattern=pattern, why=why, state=state)
+        yield Question(name, verdict, f"unset {name}", needs)
 
 
 def of_engine(case: Case) -> Check:
@@ -72,179 +64,111 @@ def of_engine(case: Case) -> Check:
     )
 
 
-def interface(case: Case, name: str) -> Check | None:
-    """A variable of HCCL, Gloo or TensorPipe that names network interfaces. HCCL's are prefixes;
-    = before them asks for whole names, ^ for all others (CANN, HCCL_SOCKET_IFNAME).
+def network(case: Case) -> Iterator[Check]:
+    """Yields the variables of HCCL, Gloo and TensorPipe that name no network interface, or no
+    address, of this machine. HCCL's names are prefixes; = before them asks for whole names, ^ for
+    all others (CANN, HCCL_SOCKET_IFNAME).
     """
-    value = case.machine.environment.get(name)
+    shell = case.machine.environment
     there = case.machine.interfaces()
-    if not value or value.startswith("^"):
-        return None
-    names = tuple(value.removeprefix("=").split(","))
-    if any(interface.startswith(names) for interface in there):
-        return None
-    return failed(
-        f"{value}: no network interface of this machine is that; here are {', '.join(there)}"
-    )
+    for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        value = shell.get(name, "")
+        names = tuple(value.removeprefix("=").split(","))
+        if value and value[0] != "^" and not any(each.startswith(names) for each in there):
+            words = f"{value}: no network interface of this machine is that"
+            yield failed(f"{words}; here are {', '.join(there)}", f"unset {name}", name)
+    address = shell.get("HCCL_IF_IP", "").partition("%")[0].lower()
+    if address and address not in chain.from_iterable(there.values()):
+        words = f"{address}: no network interface of this machine has it"
+        yield failed(words, "unset HCCL_IF_IP", "HCCL_IF_IP")
 
 
-def hccl_address(case: Case) -> Check | None:
-    address = case.machine.environment.get("HCCL_IF_IP", "").partition("%")[0].lower()
-    if not address or address in chain.from_iterable(case.machine.interfaces().values()):
-        return None
-    return failed(f"{address}: no network interface of this machine has it")
-
-
-PRELOADED = [
-    Question(
-        "jemalloc",
-        "Is jemalloc preloaded?",
-        partial(
-            value,
-            variable="LD_PRELOAD",
-            unset="",
-            pattern="(?!.*jemalloc).*",
-            state=WARNING,
-            why="no jemalloc; the workers' host memory fragments without it",
-        ),
-        "apt install libjemalloc2 && export LD_PRELOAD=$(ls /usr/lib/*/libjemalloc.so.2)",
-        "on_npus",
-    ),
+LIBRARIES = [
     Question(
         "NNAL's libraries",
-        "Are they for one C++ ABI?",
         partial(
             value,
             variable="LD_LIBRARY_PATH",
             pattern=".*cxx_abi_0.*cxx_abi_1.*|.*cxx_abi_1.*cxx_abi_0.*",
-            state=WARNING,
             why="cxx_abi_0 and cxx_abi_1: set_env.sh was sourced twice, once with another torch or "
             'none; with the wrong one libatb.so has "undefined symbol"',
+            state=WARNING,
         ),
         "In a new shell, where python3 has torch: source /usr/local/Ascend/nnal/atb/set_env.sh",
         "npus_here",
     ),
 ]
 
-ROWS = [
-    Question(
-        "variables",
-        "Has the shell other values than the engine would set, and which others of HCCL, "
-        "CANN, vLLM and torch?",
-        of_engine,
-        "unset NAME",
-        "upstream",
-    ),
-    harmful(
-        "VLLM_ASCEND_ENABLE_NZ",
+FATAL = {
+    "VLLM_ASCEND_ENABLE_NZ": (
         "(?!0$).*",
         "upstream trains with 0, and later vllm-ascend refuses FRACTAL_NZ in RL",
-        FAILED,
     ),
-    harmful(
-        "VLLM_USE_V1", "(?!1$).*", "upstream's workers are written for vLLM's V1 engine", FAILED
-    ),
-    harmful(
-        "VLLM_VERSION", "(?!0.11.0$).*", "vllm-ascend would take the code for another vLLM", FAILED
-    ),
-    harmful(
-        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+    "VLLM_USE_V1": ("(?!1$).*", "upstream's workers are written for vLLM's V1 engine"),
+    "VLLM_VERSION": ("(?!0.11.0$).*", "vllm-ascend would take the code for another vLLM"),
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": (
         "",
         "Ray would hide all but one die from a worker, and set_device(Ray's number) fails",
-        FAILED,
     ),
-    harmful(
-        "PYTORCH_NPU_ALLOC_CONF",
+    "PYTORCH_NPU_ALLOC_CONF": (
         r"(?=.*expandable_segments\s*:\s*True)(?=.*(max_split_size_mb|garbage_collection_threshold)).*",
         "torch_npu does not take them together",
-        FAILED,
     ),
-    harmful(
-        "HCCL_OP_EXPANSION_MODE",
-        "(?i)AIV.*",
-        "HCCL takes the vector cores, which the dispatch of experts waits for: vLLM was seen "
-        "to hang in its profile run (107020)",
-        experts=FAILED,
-    ),
-    harmful(
-        "OMP_PROC_BIND",
+    "OMP_PROC_BIND": (
         "(?i)(true|close|spread|master|primary).*",
         "OpenMP binds a worker, and all that it starts, to one core as soon as torch is imported",
-        FAILED,
     ),
-    harmful(
-        "VLLM_PLUGINS",
+    "VLLM_PLUGINS": (
         r"(?!(.*,)?\s*ascend\s*(,|$)).*",
         'vLLM loads no other plugins, not vllm-ascend\'s platform: "Failed to infer device type"',
-        FAILED,
     ),
-    harmful(
-        "RANK_TABLE_FILE",
+    "RANK_TABLE_FILE": (".+", "HCCL would take ranks and addresses from it, not from this run"),
+}
+FATAL_WITH_EXPERTS = {
+    "HCCL_OP_EXPANSION_MODE": (
+        "(?i)AIV.*",
+        "the dispatch of experts waits for the vector cores, which HCCL takes: vLLM hung (107020)",
+    ),
+}
+DOUBTFUL = {
+    "ASCEND_LAUNCH_BLOCKING": (
+        "(?!0$).+",
+        "every kernel is waited for, for debugging only",
+    ),
+    "HCCL_HOST_SOCKET_PORT_RANGE": (
         ".+",
-        "HCCL would take ranks and addresses from it, not from this run",
-        FAILED,
+        "HCCL listens there, and not from HCCL_IF_BASE_PORT on; of a guide for several runs on a die",
     ),
-    harmful("VLLM_DP_SIZE", ".+", "it is not used, the engine takes it from the config"),
-    harmful("HCCL_BUFFSIZE", ".+", "it is not used, the engine takes it from the config"),
-    harmful("ASCEND_LAUNCH_BLOCKING", "(?!0$).+", "every kernel is waited for, for debugging only"),
-    harmful(
-        "HCCL_HOST_SOCKET_PORT_RANGE",
-        ".+",
-        "HCCL listens there, and not from HCCL_IF_BASE_PORT on; of a guide for several runs "
-        "on a die",
-    ),
-    harmful(
-        "HCCL_NPU_SOCKET_PORT_RANGE",
+    "HCCL_NPU_SOCKET_PORT_RANGE": (
         ".+",
         "ports of the NPUs' own interfaces, of a guide for several nodes",
     ),
-    harmful(
-        "HCCL_INTRA_ROCE_ENABLE",
+    "HCCL_INTRA_ROCE_ENABLE": (
         "(?i)1|true",
         "traffic inside this machine leaves HCCS for the NPUs' network ports",
     ),
-    harmful(
-        "HCCL_INTRA_PCIE_ENABLE", "(?i)1|true", "traffic inside this machine leaves HCCS for PCIe"
+    "HCCL_INTRA_PCIE_ENABLE": (
+        "(?i)1|true",
+        "traffic inside this machine leaves HCCS for PCIe",
     ),
-    harmful(
-        "HCCL_INTER_HCCS_DISABLE", "(?i)1|true", "traffic leaves HCCS for the NPUs' network ports"
+    "HCCL_INTER_HCCS_DISABLE": (
+        "(?i)1|true",
+        "traffic leaves HCCS for the NPUs' network ports",
     ),
-    harmful(
-        "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": (
         "0",
         "torch has no torch.npu until torch_npu is imported by name",
     ),
-    harmful(
-        "RAY_grpc_enable_http_proxy",
+    "RAY_grpc_enable_http_proxy": (
         "(?i)1|true",
         "Ray's processes look for each other through http_proxy",
     ),
-    Question(
-        "HCCL_SOCKET_IFNAME",
-        "Is it an interface of this machine?",
-        partial(interface, name="HCCL_SOCKET_IFNAME"),
-        "unset HCCL_SOCKET_IFNAME",
-        "on_npus",
-    ),
-    Question(
-        "GLOO_SOCKET_IFNAME",
-        "Is it an interface of this machine?",
-        partial(interface, name="GLOO_SOCKET_IFNAME"),
-        "unset GLOO_SOCKET_IFNAME",
-        "on_npus",
-    ),
-    Question(
-        "TP_SOCKET_IFNAME",
-        "Is it an interface of this machine?",
-        partial(interface, name="TP_SOCKET_IFNAME"),
-        "unset TP_SOCKET_IFNAME",
-        "on_npus",
-    ),
-    Question(
-        "HCCL_IF_IP",
-        "Is it an address of this machine?",
-        hccl_address,
-        "unset HCCL_IF_IP",
-        "on_npus",
-    ),
+}
+
+ROWS = [
+    Question("variables", of_engine, "unset NAME"),
+    *harmful(FAILED, FATAL),
+    *harmful(FAILED, FATAL_WITH_EXPERTS, "mixture"),
+    *harmful(WARNING, DOUBTFUL),
+    Question("network interfaces", network),
 ]

@@ -63,19 +63,9 @@ class Noise:
         restart = self.restart_every
         if restart == "epoch":
             restart = epoch or total_steps
-        return NoiseSchedule(
-            kind=self.schedule,
-            sigma_start=self.sigma_start,
-            sigma_end=self.sigma_end,
-            num_stages=self.num_stages,
-            total_steps=total_steps,
-            restart_every=restart,
-            target_measure=self.target_measure,
-            target_start=self.target_start,
-            target_end=self.target_end,
-            sigma_min=self.sigma_min,
-            sigma_max=self.sigma_max,
-        )
+        shared = vars(self).keys() & NoiseSchedule.__dataclass_fields__.keys()
+        values = {name: getattr(self, name) for name in shared} | {"restart_every": restart}
+        return NoiseSchedule(kind=self.schedule, total_steps=total_steps, **values)
 
 
 @part

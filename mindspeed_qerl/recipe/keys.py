@@ -12,7 +12,7 @@ import yaml
 
 from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.common.errors import Fault
-from mindspeed_qerl.recipe.overrides import Config, at
+from mindspeed_qerl.recipe.compose import Config, at
 
 # each with its room, which has the modules `limits` and `engine` (engines/__init__.py)
 ENGINES = {"local": "local", "mindspeed_rl": "ascend"}
@@ -94,14 +94,13 @@ class Values:
         return f"{section}.{name}".lstrip("."), self.section(section).get(name)
 
 
-def check(config: Config, engine: str) -> tuple[list[Fault], list[str]]:
-    """Checks what `engine` makes of upstream's keys in a resolved config.
+def check(values: Values, engine: str) -> tuple[list[Fault], list[str]]:
+    """Checks what `engine` makes of upstream's keys in a config.
 
     Returns:
         (a fault for each value that is refused, "section.key" of each key that is set and
         neutral).
     """
-    values = Values(config)
     faults = []
     neutral = []
     for section, table in TABLE.items():

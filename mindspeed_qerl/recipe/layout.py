@@ -9,7 +9,7 @@ MAX_RANKS = 100_000  # more are a typing error, and take gigabytes
 
 @part
 class Layout:
-    """Describes how `world` ranks are divided. Training: TP x PP x CP x DP, experts over TP x EP
+    """Describes how `world` ranks are divided. Training: TP x PP x DP, experts over TP x EP
     (upstream's moe_tp_extend_ep). Rollout: vLLM instances of infer TP x EP ranks. num_layer_list:
     layers of each stage, () for equal ones.
     """
@@ -17,25 +17,19 @@ class Layout:
     world: int = key("rl_config.actor_resource.num_npus", 1, required=True, ge=1, le=MAX_RANKS)
     tp: Size = key("megatron.tensor_model_parallel_size", 1)
     pp: Size = key("megatron.pipeline_model_parallel_size", 1)
-    cp: Size = key("megatron.context_parallel_size", 1)
     ep: Size = key("megatron.expert_model_parallel_size", 1)
     infer_tp: Size = key("generate_config.infer_tensor_parallel_size", 1)
-    infer_pp: Size = key("generate_config.infer_pipeline_parallel_size", 1)
     infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
     ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
     num_layer_list: LayerList = key("megatron.num_layer_list", ())
-    layers_per_virtual_stage: Size | None = key("megatron.num_layers_per_virtual_pipeline_stage")
-    cp_algorithm: str = key("megatron.context_parallel_algo", "ulysses_cp_algo")
     sequence_parallel: bool = key("megatron.sequence_parallel", False)
-    tp_extend_ep: bool = key("megatron.moe_tp_extend_ep", False)
-    enable_expert_parallel: bool = key("generate_config.enable_expert_parallel", False)  # vLLM's
 
     @property
     def dp(self) -> int:
         """Data-parallel ranks of training, as upstream counts them (validate_config.py: num_npus //
-        (tp pp cp)).
+        (tp pp)).
         """
-        return self.world // (self.tp * self.pp * self.cp)
+        return self.world // (self.tp * self.pp)
 
     @property
     def expert_dp(self) -> int:
@@ -45,7 +39,7 @@ class Layout:
     @property
     def infer_dp(self) -> int:
         """vLLM replicas, as upstream counts them: expert parallel ranks serve their own prompts."""
-        return self.world // (self.infer_tp * self.infer_pp)
+        return self.world // self.infer_tp
 
     @property
     def node_width(self) -> int:

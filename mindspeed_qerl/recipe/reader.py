@@ -10,10 +10,9 @@ from pydantic import ValidationError
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
-from mindspeed_qerl.recipe.conflicts import conflicts
-from mindspeed_qerl.recipe.keys import TABLE, Values
-from mindspeed_qerl.recipe.overrides import Config, at, nearest
-from mindspeed_qerl.recipe.types import DISPATCH, PARTS, Noise, Recipe
+from mindspeed_qerl.recipe.compose import Config, at, nearest
+from mindspeed_qerl.recipe.keys import ENGINES, TABLE, UPSTREAM, Values, check
+from mindspeed_qerl.recipe.types import LOSS_MODES, PARTS, Algorithm, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {
@@ -22,6 +21,12 @@ OWN_SECTIONS = {
     if hasattr(part, "section") and part.section not in TABLE
 }
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
+# keys of some loss modes only; one's own may read all
+READ_BY = {
+    "clip_ratio_c": ("vanilla", "gspo"),
+    "tau_pos": ("sapo",),
+    "tau_neg": ("sapo",),
+}
 TARGET_KEYS = ("target_measure", "target_start", "target_end", "sigma_min", "sigma_max")
 
 
@@ -48,21 +53,23 @@ def read_recipe(raw: Config) -> Recipe:
 
 
 def read(raw: Config) -> tuple[Recipe, Found]:
-    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it; a field
-    at fault has its default.
+    """The Recipe of a resolved config in plain dicts and lists, and what is wrong with it by itself
+    and for its engine's keys; a field at fault has its default.
     """
     values = Values(raw)
     found = Found([*_unknown_names(raw), *_set_twice(values)])
-    sizes = {name: values.get(f"rl_config.{name}")[1] for name in DISPATCH}
-    computed = {"model": {"arguments": values.megatron}, "batch": {"dispatch": sizes}}
-    parts = {
-        name: _part(kind, values, computed.get(name, {}), found.faults)
-        for name, kind in PARTS.items()
-    }
+    parts = {name: _part(kind, values, found.faults) for name, kind in PARTS.items()}
+    parts["model"] = replace(parts["model"], arguments=values.megatron)
     _fill_in(parts, values)
-    recipe = Recipe(str(raw.get("engine")), **parts, sections=raw)
+    upstream = {name: values.section(name) for name in ("rl_config", "generate_config")}
+    recipe = Recipe(str(raw.get("engine")), **parts, upstream=upstream)
     _check_noise(recipe, found)
-    found.faults += conflicts(recipe, values)
+    found.faults += _conflicts(recipe, values)
+    if recipe.engine in ENGINES:
+        refused, found.unused = check(values, recipe.engine)
+        if recipe.rehearsal.enabled:  # of a config for NPUs, whichever engine rehearses it
+            refused, _ = check(values, UPSTREAM)
+        found.faults += refused
     return recipe, found
 
 
@@ -142,12 +149,10 @@ def _set_twice(values: Values) -> Iterator[Fault]:
             yield Fault("conflict", message, key, fix)
 
 
-def _part(kind: Any, values: Values, computed: Mapping[str, Any], faults: list[Fault]) -> Any:
-    """The part `kind`, with the fields that are `computed`; a fault for each value that pydantic
-    refuses, and its default instead.
-    """
-    given = dict(computed)
-    places = dict.fromkeys(computed, "rl_config")
+def _part(kind: Any, values: Values, faults: list[Fault]) -> Any:
+    """The part `kind`; a fault for each value that pydantic refuses, and its default instead."""
+    given = {}
+    places = {}
     for name, info in kind.__pydantic_fields__.items():
         if (key := key_of(kind, name)) is None:
             continue
@@ -172,36 +177,22 @@ def _part(kind: Any, values: Values, computed: Mapping[str, Any], faults: list[F
 
 def _fill_in(parts: dict[str, Any], values: Values) -> None:
     """Give keys that are left out the value that follows from another part's."""
-    sampling = parts["sampling"]
-    selection = parts["selection"]
+
+    def follow(name: str, **follows: Any) -> None:
+        part = parts[name]
+        for left_out, value in follows.items():
+            if values.get(str(key_of(type(part), left_out)))[1] is None:
+                part = replace(part, **{left_out: value})
+        parts[name] = part
+
     prompts = parts["batch"].global_batch_size
-    selection = parts["selection"] = _followed(
-        selection,
-        values,
-        filter_groups_train_batch_size=prompts,
-        rollout_max_tokens=sampling.max_tokens,
-    )
-    if selection.filter_groups_enable:
-        prompts = selection.filter_groups_train_batch_size
-    parts["batch"] = _followed(
-        parts["batch"],
-        values,
-        mini_batch_size=prompts,
-        seq_length=sampling.longest,
-        max_model_len=sampling.longest,
-    )
-    parts["algorithm"] = _followed(
-        parts["algorithm"], values, loss_scale_factor=float(sampling.max_tokens)
-    )
-
-
-def _followed(part: Any, values: Values, **follows: Any) -> Any:
-    """`part` with the values of `follows` whose keys are left out."""
-    for name, value in follows.items():
-        key = key_of(type(part), name)
-        if key is not None and values.get(key)[1] is None:
-            part = replace(part, **{name: value})
-    return part
+    longest = parts["sampling"].longest
+    tokens = parts["sampling"].max_tokens
+    follow("selection", filter_groups_train_batch_size=prompts, rollout_max_tokens=tokens)
+    if parts["selection"].filter_groups_enable:
+        prompts = parts["selection"].filter_groups_train_batch_size
+    follow("batch", mini_batch_size=prompts, seq_length=longest, max_model_len=longest)
+    follow("algorithm", loss_scale_factor=float(tokens))
 
 
 # ---- noise ----
@@ -228,3 +219,150 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
         return
     if warning := skipped_strongest_noise(schedule):
         found.warnings.append(f"aqn: {warning}")
+
+
+# ---- values that exclude each other, whatever the engine ----
+
+
+def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
+    """Faults of values that exclude each other."""
+    batch = recipe.batch
+    sampling = recipe.sampling
+    evaluation = recipe.evaluation
+    optimizer = recipe.optimizer
+    task = recipe.task
+    names = len(task.verifier_function)
+    weights = len(task.verifier_weight)
+    if names != weights or not names:
+        yield _conflict(
+            "rl_config.verifier_weight",
+            f"rl_config: {names} verifier_function and {weights} verifier_weight must be lists, as "
+            "long as each other, of at least one",
+        )
+    if task.chat_template_kwargs and task.prompt == "plain":
+        yield _conflict(
+            "task.chat_template_kwargs",
+            f"task.chat_template_kwargs = {dict(task.chat_template_kwargs)} with task.prompt = "
+            "'plain', which has no template: leave one of them out",
+        )
+    if sampling.longest > batch.max_model_len:
+        yield _conflict(
+            "generate_config.max_model_len",
+            f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
+            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = "
+            f"{batch.max_model_len}",
+        )
+    if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
+        yield _conflict(
+            "eval.temperature",
+            "eval.temperature = 0 (greedy) needs eval.samples_per_problem = 1, or be above 0",
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield _conflict(
+            "actor_config.min_lr",
+            f"actor_config.lr = {optimizer.lr} must not be below actor_config.min_lr = "
+            f"{optimizer.min_lr}",
+        )
+    yield from _algorithm_conflicts(recipe, values)
+    if recipe.selection.overlong_buffer_enable:
+        yield from _overlong_conflicts(recipe)
+    if recipe.selection.filter_groups_enable:
+        yield from _filter_conflicts(recipe)
+
+
+def _conflict(key: str, message: str) -> Fault:
+    return Fault("conflict", message, key)
+
+
+def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
+    algorithm = recipe.algorithm
+    method = recipe.correction.method
+    mode = algorithm.loss_mode
+    if mode not in LOSS_MODES and ":" not in mode:
+        sentence = unknown("loss", mode, LOSS_MODES)
+        yield _conflict(
+            "algorithm.loss_mode",
+            f"algorithm.loss_mode: {sentence}. Your own is written module:function",
+        )
+    if method in ("sequence_tis", "sequence_mask") and mode == "cispo":
+        yield _conflict(
+            "rollout_correction.method",
+            f"rollout_correction.method = {method!r} with algorithm.loss_mode = 'cispo': an "
+            "answer's weight would undo CISPO's bound of each token's. Take token_tis",
+        )
+    if method in ("token_tis", "sequence_tis") and recipe.correction.floor:
+        yield _conflict(
+            "rollout_correction.floor",
+            f"rollout_correction.floor is read by the masks and icepop, not by {method!r}: leave "
+            "it out",
+        )
+    for name, modes in READ_BY.items():
+        is_set = getattr(algorithm, name) != getattr(Algorithm(), name)
+        if is_set and ":" not in mode and mode not in modes:
+            yield _conflict(
+                f"algorithm.{name}",
+                f"algorithm.{name} is read with algorithm.loss_mode = {' or '.join(modes)}, not "
+                f"{mode!r}: leave it out",
+            )
+    if algorithm.use_kl_in_reward and not algorithm.kl_coefficient:
+        yield _conflict(
+            "rl_config.use_kl_in_reward",
+            "rl_config.use_kl_in_reward = true with rl_config.init_kl_coef = 0 takes nothing off "
+            "the rewards: set init_kl_coef above 0, or use_kl_in_reward=false",
+        )
+    if values.get("rl_config.token_level_loss")[1] and algorithm.loss_agg_mode != "token-mean":
+        yield _conflict(
+            "algorithm.loss_agg_mode",
+            "rl_config.token_level_loss = true with algorithm.loss_agg_mode = "
+            f"{algorithm.loss_agg_mode!r}: leave one of them out; token_level_loss is token-mean",
+        )
+
+
+def _overlong_conflicts(recipe: Recipe) -> Iterator[Fault]:
+    selection = recipe.selection
+    max_tokens = recipe.sampling.max_tokens
+    if not 1 <= selection.overlong_buffer <= max_tokens:
+        yield _conflict(
+            "rl_config.overlong_buffer",
+            f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
+            f"must be between 1 and sampling max_tokens = {max_tokens}",
+        )
+    if selection.rollout_max_tokens != max_tokens:
+        yield _conflict(
+            "rl_config.rollout_max_tokens",
+            f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
+            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
+        )
+
+
+def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
+    """Yields the conflicts of dynamic sampling."""
+    selection = recipe.selection
+    batch = recipe.batch
+    task = recipe.task
+    wanted = selection.filter_groups_train_batch_size
+    batches = selection.filter_groups_max_batches
+    key = "rl_config.filter_groups_train_batch_size"
+    if recipe.noise.enabled and recipe.noise.restart_every == "epoch":
+        yield _conflict(
+            "aqn.restart_every",
+            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: the steps of a pass "
+            "over the data are not known before. Give a number of steps",
+        )
+    if 0 < batches * batch.global_batch_size < wanted:
+        yield _conflict(
+            key,
+            f"{key} = {wanted} prompts cannot come from filter_groups_max_batches = {batches} "
+            f"batches of megatron_training.global_batch_size = {batch.global_batch_size}",
+        )
+    if wanted % batch.mini_batch_size:
+        yield _conflict(
+            key,
+            f"{key} = {wanted} prompts must be a multiple of rl_config.mini_batch_size = "
+            f"{batch.mini_batch_size}",
+        )
+    metric = selection.filter_groups_metric
+    if metric is not None and metric not in task.verifier_function:
+        key = "rl_config.filter_groups_metric"
+        sentence = unknown("verifier of verifier_function", metric, task.verifier_function)
+        yield _conflict(key, f"{key}: {sentence}")

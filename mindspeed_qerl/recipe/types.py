@@ -26,21 +26,11 @@ from mindspeed_qerl.recipe.layout import Layout
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[str, ...] = get_args(LoRATarget)
 LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo")
-DISPATCH = (
-    "actor_rollout_dispatch_size",
-    "actor_logprob_dispatch_size",
-    "ref_dispatch_size",
-    "reward_dispatch_size",
-    "adv_dispatch_size",
-    "actor_update_dispatch_size",
-)
 
 
 @part
 class Model:
-    """The Hugging Face directory that vLLM loads, and `arguments`: what Megatron is told of the
-    model.
-    """
+    """The directory that vLLM loads, and `arguments`: what Megatron is told of the model."""
 
     path: str = key("megatron.tokenizer_name_or_path", "", required=True)
     dtype: Literal["float32", "bfloat16"] = key("generate_config.dtype", "bfloat16")
@@ -51,7 +41,7 @@ class Model:
 
 @part
 class Batch:
-    """Sizes count prompts, but micro-batch and dispatch sizes answers. `seq_length` and
+    """Sizes count prompts, but micro-batch sizes answers. `seq_length` and
     `max_model_len` of a config that leaves them out are the longest prompt and answer.
     """
 
@@ -63,8 +53,6 @@ class Batch:
     actor_forward_micro_batch_size: Size | None = None
     ref_forward_micro_batch_size: Size | None = None
     epochs: Size = 1  # passes over the answers of one iteration
-    # the keys DISPATCH; None: upstream's default
-    dispatch: Mapping[str, Size | None] = key(None, default_factory=dict)
     guarantee_order: bool = True
     seq_length: Size = key("megatron.seq_length", 2560)
     max_model_len: Size = key("generate_config.max_model_len", 2560)
@@ -213,9 +201,7 @@ class Optimizer:
 
 @part
 class Sampling:
-    """Describes how training answers are sampled: from the whole distribution, which is trained, so
-    without top_p and such.
-    """
+    """Describes how training answers are sampled: from the whole distribution, without top_p."""
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
     temperature: Float = key("sampling_config.temperature", 1.0, gt=0)
@@ -336,6 +322,7 @@ class Npu:
     cpus_per_npu: Size = key("rl_config.num_cpus_for_placement_group", 8)
     cpus_for_tasks: Size = key("rl_config.num_cpus_for_local_task", 1)
     hccl_buffer_mib: Size = key("rl_config.hccl_buffersize", 256)
+    enable_prefix_caching: bool = key("generate_config.enable_prefix_caching", False)
     share_backbone: bool = key("rl_config.share_backbone", False)
     lora_ckpt_filter: bool = key("megatron.lora_ckpt_filter", False)
     no_save_optim: bool = key("megatron.no_save_optim", False)
@@ -345,7 +332,7 @@ class Npu:
 @part
 class Rehearsal:
     """Try a config for NPUs here (docs/ascend.md): a narrow model made below `models`; the
-    fewest `layers` are one on each stage, or two of its virtual stages.
+    fewest `layers` are one on each stage.
     """
 
     section: ClassVar[str] = "rehearsal"
@@ -359,8 +346,8 @@ class Rehearsal:
 
 @part
 class Recipe:
-    """One run. `sections` is the config as it was read, for the engine that hands it on to
-    upstream.
+    """One run. `upstream` has the sections rl_config and generate_config as they were read, since
+    upstream knows more of their keys than the parts do.
     """
 
     engine: str
@@ -383,7 +370,7 @@ class Recipe:
     local: Local
     npu: Npu
     rehearsal: Rehearsal
-    sections: Mapping[Any, Any] = Field(default_factory=dict, repr=False)
+    upstream: Mapping[str, Mapping[Any, Any]] = Field(default_factory=dict, repr=False)
 
     def noise_arguments(self, epoch: int) -> dict[str, Any] | None:
         """For `NoiseInjector`, besides the model; None without noise. epoch: see

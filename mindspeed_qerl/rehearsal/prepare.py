@@ -5,20 +5,17 @@ import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from mindspeed_qerl.ascend.limits import faults_of_values, unfilled_blocks
+from mindspeed_qerl.ascend.limits import faults_of_values
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
-from mindspeed_qerl.recipe import keys
+from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
-from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import read_rows
-
-FOR_ENGINE = "mindspeed_rl"  # what is rehearsed is a config for NPUs, whichever engine rehearses it
 
 
 def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
@@ -36,13 +33,11 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     engine = engine_of(recipe)
     settings = recipe.rehearsal
     plan = plan_to_rehearse(recipe, found)
-    found.unused = keys.check(recipe.sections, recipe.engine)[1]
-    found.faults += keys.check(recipe.sections, FOR_ENGINE)[0]
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
     layers = 0
     if plan:
-        found.faults += unfilled_blocks(recipe, plan.shape)
+        found.faults += unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
         layers = layers_to_rehearse(plan, settings.layers)
     if not recipe.lora.targets:
         key = "megatron_training.lora_target_modules"
@@ -78,8 +73,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
             f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
             f"{error}"
         ) from error
-    small = engine.rehearsed(_small(recipe, directory), shape, rows, directory)
-    return replace(small, sections=to_config(small)), found
+    return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
 
 
 def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
@@ -90,8 +84,7 @@ def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
         return layers
     if layers == "all":
         return plan.shape.num_hidden_layers
-    virtual = plan.layout.layers_per_virtual_stage
-    return plan.layout.pp * (2 * virtual if virtual else 1)
+    return plan.layout.pp
 
 
 def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
@@ -132,4 +125,5 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
             recipe.evaluation, every=settings.steps, n_problems=settings.eval_problems
         ),
         run=replace(recipe.run, train_iters=settings.steps, root=str(root)),
+        rehearsal=replace(settings, enabled=False),  # what is trained is a run like any other
     )

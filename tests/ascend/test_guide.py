@@ -109,7 +109,7 @@ def test_troubleshooting_has_our_lines_and_timeouts():
     phases = re.findall(r"`([\w ]+) \.\.\.`", hangs)
     assert len(phases) == 5 and all(f'phase("{phase}")' in sources for phase in phases)
     for line in (
-        "asking npu-smi, CANN and Ray at once, for at most",
+        "asking npu-smi, CANN and Ray, each for at most",
         "the base weights are converted",
         "GSM8K is converted to text",
         "hangs in the driver and cannot be killed; it keeps the box",

@@ -3,7 +3,6 @@ which the devices, npu-smi, CANN, NNAL, the pinned packages and upstream's sourc
 no root; writes nothing outside of `folder`.
 
     result = run(Box(dies=16, lost=(3,)), ["bash", "examples/grpo/...", "--dry-run"], tmp_path)
-    python -m tests.fake_box --box "lost=(3,)" -- bash examples/grpo/... --dry-run
 
 In it /dev, /dev/shm, /tmp, /usr/local, runs/ of this checkout and the loopback interface are the
 box's own; everything else is the host's. It ends with the command: what the command leaves running
@@ -24,25 +23,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import yaml
-
 from mindspeed_qerl.ascend import contract
-from mindspeed_qerl.preflight.checks import TABLE
-from mindspeed_qerl.preflight.machine import Machine
+from mindspeed_qerl.preflight import TABLE
 from tests import ROOT
 from tests.fake_box.npu_smi import table
 
 HERE = Path(__file__).parent
-UNSHARE = [
-    "unshare",
-    "--user",
-    "--map-root-user",
-    "--mount",
-    "--net",
-    "--pid",
-    "--fork",
-    "--kill-child",
-]
+ASCEND = "/usr/local/Ascend"
+UNSHARE = "unshare --user --map-root-user --mount --net --pid --fork --kill-child".split()
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
 # distribution -> pinned version
@@ -57,7 +45,6 @@ OF_THE_HOST = {
     for name, true in (
         ("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768),
         ("CPUs to run on", len(os.sched_getaffinity(0)) < 80),
-        ("threads", Machine().threads() < 9600),
     )
     if true
 }
@@ -69,16 +56,12 @@ class Box:
 
     dies: int = 16
     kind: str = "910C"  # 910C: two chips a card, with Phy-ID; 910B1 to 910B4 (A2): one, without
-    lost: tuple[int, ...] = ()  # gone altogether: not in npu-smi, /dev or acl
     mapped: int | None = None  # device nodes that the container has; None: all
     acl: int | None = None  # what acl counts; None: the device nodes
     acl_error: int = 0  # of acl.rt.get_device_count, such as 507033
     sick: Mapping[int, str] = field(
         default_factory=dict
     )  # die -> health word of npu-smi: Warning, Alarm, Critical
-    used: Mapping[int, int] = field(
-        default_factory=dict
-    )  # die -> MB of HBM that processes of others hold
     smi: str = "works"  # or missing, hangs, or the words with which it fails
     cann: str | None = "8.5.0"  # None: no CANN
     driver: str | None = "25.5.0"
@@ -93,8 +76,6 @@ class Box:
     raises: Mapping[str, str] = field(
         default_factory=dict
     )  # module of a stand-in -> Python, run when it is imported
-    kernels: str | None = None  # chip of CANN's operators; None: that of the dies
-    hbm: int = 65536  # MB of a die
     upstream: str | None = (
         None  # folder of the five checkouts; None: stand-ins, which are the pins inside the box
     )
@@ -106,8 +87,6 @@ class Box:
     shm: str = "500G"
     disk: str = "8T"  # size of the disk below runs/
     files: Mapping[str, str] = field(default_factory=dict)  # path -> content, over files that exist
-    etc: Mapping[str, str] = field(default_factory=dict)  # name -> content, new files of /etc
-    links: str = "UP"  # of the NPUs' own interfaces, by hccn_tool; empty: there is none
     without: tuple[str, ...] = ()  # commands of /usr/bin and /usr/sbin that are not installed
     network: bool = True  # of its own; False: the caller's
     address: str = ""  # one more of its loopback interface
@@ -115,8 +94,7 @@ class Box:
     @property
     def nodes(self):
         """Numbers of /dev/davinci*."""
-        mapped = range(self.dies if self.mapped is None else self.mapped)
-        return [die for die in mapped if die not in self.lost]
+        return range(self.dies if self.mapped is None else self.mapped)
 
 
 @functools.cache
@@ -147,20 +125,9 @@ def start(box, command, folder, environment=None, sourced=False, within=(), **op
     """
     plan = _make(box, folder)
     if sourced:
-        source = "".join(
-            f"source {file}; "
-            for file in (
-                "/usr/local/Ascend/cann/set_env.sh",
-                "/usr/local/Ascend/nnal/atb/set_env.sh",
-            )
-        )
-        command = [
-            "bash",
-            "-c",
-            f'{source}export LD_PRELOAD=$JEMALLOC; exec "$@"',
-            "bash",
-            *command,
-        ]
+        script = f"source {ASCEND}/cann/set_env.sh; source {ASCEND}/nnal/atb/set_env.sh; "
+        script += 'export LD_PRELOAD=$JEMALLOC; exec "$@"'
+        command = ["bash", "-c", script, "bash", *command]
     (folder / "plan.json").write_text(json.dumps({**plan, "command": list(command)}))
     unshare = [word for word in UNSHARE if box.network or word != "--net"]
     options = {"cwd": ROOT, "start_new_session": True, "preexec_fn": _many_files, **options}
@@ -236,7 +203,7 @@ def _many_files():
 def _make(box, folder):
     """Write what the box is made of into `folder`, and what inside.py is to do with it."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part in ("Ascend", "bin", "site", "lib", "binds", "etc"):
+    for part in ("Ascend", "bin", "site", "lib", "binds"):
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
@@ -265,9 +232,7 @@ def _make(box, folder):
     files = {"/proc/meminfo": _meminfo(box), "/etc/hosts": hosts, **box.files}
     if box.upstream is None:
         _imported(box, folder)
-        files[str(contract.TABLE)] = _stand_ins(
-            folder, "vllm_ascend.vllm_ascend_C" not in box.raises
-        )
+        _stand_ins(folder, "vllm_ascend.vllm_ascend_C" not in box.raises)
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{suffix}").touch()
     if box.installed:
@@ -279,8 +244,6 @@ def _make(box, folder):
         (info / "entry_points.txt").write_text(
             "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
         )
-    for name, content in box.etc.items():
-        (folder / "etc" / name).write_text(content)
     binds = {}
     for number, (path, content) in enumerate(files.items()):
         (folder / "binds" / str(number)).write_text(content)
@@ -295,7 +258,7 @@ def _make(box, folder):
         **{
             name: value
             for name, value in asdict(box).items()
-            if name in ("shm", "disk", "cgroup", "without", "etc", "address")
+            if name in ("shm", "disk", "cgroup", "without", "address")
         },
     }
 
@@ -325,23 +288,12 @@ def _npu_smi(box):
         return "#!/bin/sh\nexec sleep infinity\n"
     if box.smi != "works":
         return f"#!/bin/sh\ncat <<'EOF'\n{box.smi}\nEOF\nexit 255\n"
-    shown = table(
-        box.kind,
-        [die for die in range(box.dies) if die not in box.lost],
-        box.sick,
-        box.used,
-        box.hbm,
-    )
+    shown = table(box.kind, range(box.dies), box.sick, {})
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
 
 
 def _ascend(box, folder):
     """/usr/local/Ascend: the driver with its tools, CANN with its environment and acl, NNAL."""
-    if box.links:
-        tool = folder / "driver" / "tools" / "hccn_tool"
-        tool.parent.mkdir(parents=True)
-        tool.write_text(f"#!/bin/sh\necho link status: {box.links}\n")
-        tool.chmod(0o755)
     if box.driver:
         (folder / "driver").mkdir(exist_ok=True)
         (folder / "driver" / "version.info").write_text(
@@ -358,11 +310,7 @@ def _ascend(box, folder):
         count = len(box.nodes) if box.acl is None else box.acl
         module = (HERE / "ascend" / "acl.py").read_text()
         (acl / "__init__.py").write_text(f"{module}COUNT, ERROR = {count}, {box.acl_error}\n")
-        (home / "opp" / "vendors").mkdir(parents=True)
-        chip = box.kernels or ("ascend910_93" if box.kind == "910C" else "ascend910b")
-        (home / "opp" / "built-in" / "op_impl" / "ai_core" / "tbe" / "kernel" / chip).mkdir(
-            parents=True
-        )
+        (home / "opp").mkdir()
         shutil.copy(HERE / "ascend" / "cann_set_env.sh", home / "set_env.sh")
         (folder / "cann").symlink_to(home.name)
     if box.nnal:
@@ -426,19 +374,12 @@ def _imported(box, folder):
 
 
 def _stand_ins(folder, operators):
-    """A repository of few files for each of upstream's, and a contract.yaml of which they are the
-    pins. operators: those of vllm-ascend can be imported, though their file is empty.
+    """A package for each of upstream's repositories. operators: those of vllm-ascend can be
+    imported, though their file is empty.
     """
-    pins = {}
+    loaded = "import sys\nsys.modules['vllm_ascend.vllm_ascend_C'] = sys\n"
     for package, pin in contract.PINS.items():
         module = folder / "upstream" / pin.title / package
         (module / "core").mkdir(parents=True)
-        (module / "__init__.py").write_text(
-            f'"""A stand-in for {pin.title}."""\n'
-            + (
-                "import sys\nsys.modules['vllm_ascend.vllm_ascend_C'] = sys\n"
-                * (operators and package == "vllm_ascend")
-            )
-        )
-        pins[package] = {**asdict(pin), "content": contract.content_of(module)}
-    return yaml.safe_dump({"pins": pins, "files": {}})
+        code = loaded if operators and package == "vllm_ascend" else ""
+        (module / "__init__.py").write_text(code)

@@ -41,10 +41,6 @@ def main():
     if plan["without"]:
         for place in ("/usr/bin", "/usr/sbin"):
             mirror(stage, place, {}, without=plan["without"])
-    if plan["etc"]:
-        mirror(
-            stage, "/etc", {name: str(Path(plan["folder"], "etc", name)) for name in plan["etc"]}
-        )
     if plan["cgroup"]:
         mount("tmpfs", "/sys/fs/cgroup", "tmpfs")
         for name, content in plan["cgroup"].items():

@@ -1,56 +1,27 @@
-"""The cases of cases.py through the real preflight, in fake boxes: cases that do not touch each
-other share one.
+"""The real tools/preflight.py in fake boxes: what only real processes, mounts, ports and imports
+show. tests/preflight plays all else.
 """
 
-from dataclasses import replace
+import os
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, why_not
-from tests.fake_box.broken_files import half, packed_test_split, pointers
-from tests.fake_box.cases import EIGHT, NODE, ON_TWO, PAIR, PREFLIGHT, SEVEN, THIRTY, TWELVE, Case
-from tests.fake_box.page import NOT_CAUGHT, OTHERS, catalogue
+from tests.fake_box import GB, OF_THE_HOST, Box, left_over, run, why_not
 from tests.fake_box.prepared import prepare
-from tests.preflight.test_machine import by_name, section
+from tests.preflight.test_machine import by_name
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-HEALTHY = Case("", "", "", "")
-BOXES = []  # cases that share one
-
-
-def together(one, other):
-    """Whether two cases can be in one box: other checks, other parts of the box and of the shell,
-    nothing that changes the whole command, and one of them at most with files of its own.
-    """
-    if (one.config, one.options) != (other.config, other.options) or one.alone or other.alone:
-        return False
-    checks = {one.check, *one.besides} & {other.check} | {other.check, *other.besides} & {one.check}
-    fields = set(one.changes()) & set(other.changes())
-    return not (
-        checks or fields or one.shell.keys() & other.shell.keys() or one.files and other.files
-    )
-
-
-for case in PREFLIGHT:
-    box = next((box for box in BOXES if all(together(case, other) for other in box)), None)
-    if box is None:
-        BOXES.append(box := [])
-    box.append(case)
-
-
-def joined(cases):
-    """The box, the shell and the files of all of them."""
-    first = cases[0]
-    changes = {name: value for case in cases for name, value in case.changes().items()}
-    return replace(
-        first,
-        box=replace(Box(), **changes),
-        shell={name: value for case in cases for name, value in case.shell.items()},
-        before="\n".join(case.before for case in cases if case.before),
-        files=next((case.files for case in cases if case.files), None),
-    )
+THIRTY, TWELVE, SEVEN = (
+    "grpo_qwen3_30b_a3b_gsm8k_16npu",
+    "grpo_qwen3_30b_a3b_gsm8k_12npu",
+    "grpo_qwen25_7b_gsm8k_8npu",
+)
+PAIR = "grpo_qwen3_30b_a3b_gsm8k_2x8npu"
+FAILED, WARNING = "failed", "warning"
+# Checks that may follow from another's fault.
+BESIDES = {"ranks", "Ray", "CANN", "npu-smi", "variables", "imports of a worker", "config.json"}
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +36,14 @@ def prepared(tmp_path_factory):
     return get
 
 
-def broken(case, folder):
-    """Files of its own for a case that breaks them."""
-    files = prepare(case.config, folder)
-    model = Path(files["MODELS"]) / "Qwen3-30B-A3B"
-    case.files(model, model.with_name("Qwen3-30B-A3B-tp1-pp1-ep16"), Path(files["DATA"]) / "gsm8k")
-    return files
-
-
-def preflight(case, folder, files, *options):
-    """Each check of the real tools/preflight.py in the box of a case, by name."""
-    tool = ["python", "tools/preflight.py", "--config-name", case.config, "--json", *case.options]
+def preflight(box, files, folder, config=THIRTY, shell=None, before="", options=("--own-ray",)):
+    """Each check of the real tools/preflight.py in a box, by name."""
+    tool = ["python", "tools/preflight.py", "--config-name", config, "--json", *options]
     done = run(
-        case.box,
-        ["bash", "-c", f'{case.before}\nexec "$@"', "bash", *tool, *options],
+        box,
+        ["bash", "-c", f'{before}\nexec "$@"', "bash", *tool],
         folder,
-        {"PATH": "/usr/bin:/bin", "HOME": str(folder), **files, **case.shell},
+        {"PATH": "/usr/bin:/bin", "HOME": str(folder), **files, **(shell or {})},
         sourced=True,
         timeout=400,
     )
@@ -98,36 +61,145 @@ def wrong(checks):
     }
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(cases, id=cases[0].done, marks=[] if len(cases) > 4 else pytest.mark.full)
-        for cases in BOXES
-    ],
+LISTENER = """exec python -c 'import os, socket, sys
+listener = socket.create_server(("", 12347))
+listener.set_inheritable(True)
+os.execvp(sys.argv[1], sys.argv[1:])' "$@" """
+NOBODY = 'set -- unshare --user --map-user=4242 --map-group=4242 "$@"'
+SHUT = (
+    "touch /tmp/shut && chmod 0 /tmp/shut && mount --bind /tmp/shut /dev/davinci5; "
+    'set -- setpriv --bounding-set=-dac_override,-dac_read_search "$@"'
 )
-def test_a_broken_box(cases, prepared, tmp_path):
-    case = joined(cases)
-    files = broken(case, tmp_path / "files") if case.files else prepared(case.config)
-    checks = preflight(case, tmp_path / "box", files)
-    allowed = {name for each in cases for name in (each.check, *each.besides)}
-    assert wrong(checks).keys() <= allowed, wrong(checks)
-    for each in cases:
-        check = checks[each.check]
-        assert check["state"] == each.state and each.found in check["found"], (each.done, check)
-        assert check["fix"] or each.state == "passed", (each.done, check)
+NO_ACL = "export PYTHONPATH=$(tr : '\\n' <<< \"$PYTHONPATH\" | grep -v Ascend | paste -s -d :)"
+NOEXEC = "mkdir /tmp/c && mount -t tmpfs -o noexec none /tmp/c"
+READ_ONLY = "mkdir /tmp/ro && mount -t tmpfs -o ro none /tmp/ro"
+FULL = "mount -o remount,size=1M /tmp && head -c 1000K /dev/zero > /tmp/full"
+POOR = Box(
+    free=23 * GB,
+    shm="64M",
+    disk="10000000000",
+    files={
+        "/etc/hosts": f"127.0.0.1 localhost\n10.9.9.9 {os.uname().nodename}\n",
+    },
+)
+OF_POOR = {
+    "host memory": (FAILED, "16 ranks load 107 GB of base weights at once"),
+    "/dev/shm": (WARNING, "Ray keeps its objects on the disk"),
+    "disk for the run": (FAILED, "10.0 GB free"),
+    "host name": (WARNING, "the name of no address"),
+    "open files": (WARNING, "ulimit -n is 1,024"),
+}
+FULL_CGROUP = {"memory.max": f"{400 * GB}", "memory.current": f"{380 * GB}"}
+OLD = Box(
+    cann="8.2.RC1",
+    driver="24.1.0",
+    nnal=False,
+    without=("make",),
+    pybind11=False,
+    packages={"torch": "2.5.1", "torch_npu": None, "numpy": "2.2.6"},
+)
+OF_OLD = {
+    "CANN's version": (FAILED, "MindSpeed at the pin is for 8.3.RC1"),
+    "driver": (FAILED, "24.1.0; MindSpeed-RL's guide names 25.5.0"),
+    "NNAL": (FAILED, "ATB_HOME_PATH is not set"),
+    "compilers": (FAILED, "make is not installed here; python3: exit 1"),
+    "torch": (FAILED, "2.5.1 is installed, the pin is 2.7.1"),
+    "torch_npu": (FAILED, "not installed"),
+    "numpy": (FAILED, "error code is 500001"),
+}
+# what is done to a box, and what its checks say
+BROKEN = {
+    "npu-smi hangs": (dict(box=Box(smi="hangs")), {"npu-smi": (FAILED, "no answer within 20 s")}),
+    "a sick die": (
+        dict(box=Box(sick={3: "Alarm"}), config=TWELVE),
+        {"npu-smi": (FAILED, "of the first 12, which the run uses, davinci3")},
+    ),
+    "a device node of others": (
+        dict(box=Box(), before=SHUT),
+        {"/dev/davinci*": (FAILED, "cannot open /dev/davinci5")},
+    ),
+    "no acl": (dict(box=Box(), before=NO_ACL), {"CANN": (FAILED, "No module named 'acl'")}),
+    "acl cannot start": (
+        dict(box=Box(acl_error=507033)),
+        {"CANN": (FAILED, "gives error 507033")},
+    ),
+    "a Ray that is gone": (
+        dict(box=Box(), shell={"RAY_ADDRESS": "127.0.0.1:1"}, options=()),
+        {"Ray": (FAILED, "RAY_ADDRESS=127.0.0.1:1 cannot be joined: nothing listens there")},
+    ),
+    "a poor host": (dict(box=POOR, before="ulimit -n 1024"), OF_POOR),
+    "a full container": (
+        dict(box=Box(cgroup=FULL_CGROUP)),
+        {"host memory": (FAILED, "20.0 GB are left")},
+    ),
+    "one CPU": (
+        dict(box=Box(), before='set -- taskset -c 0 "$@"'),
+        {"CPUs to run on": (WARNING, "1, and vllm-ascend wants 5 for each rank")},
+    ),
+    "a user without a name": (
+        dict(box=Box(), before=NOBODY),
+        {"user": (WARNING, "error code is 19")},
+    ),
+    "a listener": (
+        dict(box=Box(), before=LISTENER),
+        {"ports of HCCL": (FAILED, "12345 to 12360: 12347 taken")},
+    ),
+    "folders": (
+        dict(
+            box=Box(),
+            before=f"{NOEXEC}; {READ_ONLY}; {FULL}",
+            shell={"TORCH_EXTENSIONS_DIR": "/tmp/c"},
+            options=("--own-ray", "run.root=/tmp/ro/runs"),
+        ),
+        {
+            "MindSpeed's operators": (FAILED, "is mounted noexec"),
+            "run.root": (FAILED, "cannot be written"),
+            "/tmp": (FAILED, "below 5 % Ray spills no object"),
+            "disk for the run": (FAILED, "0.0 GB free"),
+        },
+    ),
+    "another stack": (dict(box=OLD), OF_OLD),
+}
 
 
-def test_the_page_has_every_case():
-    """80 at least, each once; those of other tests with a file that is there. python -m
-    tests.fake_box.page prints them.
-    """
-    others = [case for cases in OTHERS.values() for case in cases]
-    names = [*(case.done for case in PREFLIGHT), *others, *NOT_CAUGHT]
-    assert len(names) == len(set(names)) >= 80
-    assert sorted(case.done for box in BOXES for case in box) == sorted(c.done for c in PREFLIGHT)
-    assert section("cases").strip() == catalogue()
-    files = {file for cases in OTHERS.values() for file in cases.values()}
-    assert all((ROOT / "tests" / file).is_file() for file in files)
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.full
+def test_a_broken_box(name, prepared, tmp_path):
+    done, expected = BROKEN[name]
+    checks = preflight(**done, files=prepared(done.get("config", THIRTY)), folder=tmp_path / "box")
+    assert wrong(checks).keys() <= expected.keys() | BESIDES, wrong(checks)
+    for check, (state, words) in expected.items():
+        assert checks[check]["state"] == state and words in checks[check]["found"], checks[check]
+        assert checks[check]["fix"]
+
+
+OTHER_PLATFORM = "class Unknown: device_type = ''\ncurrent_platform = Unknown()"
+NO_DRIVER = "libascend_hal.so: cannot open shared object file: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    "box, found",
+    [
+        (Box(raises={"torch_npu": f"raise ImportError({NO_DRIVER!r})"}), NO_DRIVER),
+        (Box(raises={"vllm.platforms": OTHER_PLATFORM}), "vLLM took Unknown"),
+        (Box(installed=False), "Failed to infer device type"),
+        (
+            Box(raises={"transformers": "import os; os.kill(os.getpid(), 11)"}),
+            "exit -11: importing transformers",
+        ),
+        (
+            Box(raises={"tensordict": "import time; time.sleep(1e6)"}),
+            "no answer within 120 s: importing tensordict",
+        ),
+        (Box(raises={"vllm_ascend.vllm_ascend_C": ""}), "file too short"),
+    ],
+    ids=["no driver", "another platform", "not installed", "crash", "hang", "cut short"],
+)
+@pytest.mark.full
+def test_imports_of_a_worker(box, found, prepared, tmp_path):
+    check = preflight(box, prepared(THIRTY), tmp_path)["imports of a worker"]
+    assert check["state"] == (WARNING if "too short" in found else FAILED)
+    assert found in check["found"] and check["fix"]
 
 
 MASKED = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
@@ -137,17 +209,17 @@ MASKED = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     "box, config, shell",
     [
         (Box(), THIRTY, {}),
-        (Box(mapped=12), TWELVE, {}),
-        (EIGHT, SEVEN, {}),
-        pytest.param(NODE, PAIR, {}, marks=pytest.mark.full),
-        pytest.param(Box(etc=NODE.etc), PAIR, MASKED, marks=pytest.mark.full),
+        (Box(mapped=12, sick={13: "Critical"}), TWELVE, {}),
+        (Box(dies=8, kind="910B3"), SEVEN, {}),
+        pytest.param(Box(dies=8), PAIR, {}, marks=pytest.mark.full),
+        pytest.param(Box(), PAIR, MASKED, marks=pytest.mark.full),
     ],
     ids=["16", "12 mapped", "8", "2x8", "2x8 of 16"],
 )
 def test_healthy_boxes_pass_whole(box, config, shell, prepared, tmp_path):
-    options = ON_TWO if config == PAIR else HEALTHY.options
-    case = replace(HEALTHY, box=box, config=config, shell=shell, options=options)
-    assert wrong(preflight(case, tmp_path, prepared(config))) == {}
+    options = ("--nodes", "2", "--own-ray") if config == PAIR else ("--own-ray",)
+    checks = preflight(box, prepared(config), tmp_path, config, shell, options=options)
+    assert wrong(checks) == {}
 
 
 def test_what_is_the_boxs_own(tmp_path):
@@ -164,27 +236,6 @@ def test_what_is_the_boxs_own(tmp_path):
     assert done.returncode == 3, done
     assert " ".join(done.stdout.split()) == "2 99 MemTotal: 976562500 kB no ip"
     assert left_over(tmp_path) == ["sleep 600"] and not Path("/tmp/of_the_box").exists()
-
-
-@pytest.mark.full
-def test_what_is_needed_later_fails_only_then(tmp_path):
-    """Weights that are pointers, or half, are a warning while the base is converted, as it needs
-    them no more.
-    """
-    for number, breaking in enumerate((pointers("weights"), half)):
-        case = replace(HEALTHY, files=breaking)
-        files = broken(case, tmp_path / str(number))
-        assert wrong(preflight(case, tmp_path / "box", files)) == {"weights": "warning"}
-        next(Path(files["MODELS"]).glob("*-ep16/latest_checkpointed_iteration.txt")).unlink()
-        assert wrong(preflight(case, tmp_path / "box", files))["weights"] == "failed"
-
-
-@pytest.mark.full
-def test_an_overlap_that_is_meant(tmp_path):
-    case = replace(HEALTHY, files=packed_test_split)
-    files = broken(case, tmp_path / "files")
-    meant = wrong(preflight(case, tmp_path / "box", files, "task.allow_overlap=true"))
-    assert meant == {"train and test": "warning"}
 
 
 # ---- Ray ----

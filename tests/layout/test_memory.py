@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of, stage_memory
+from mindspeed_qerl.layout.memory import MOMENTS, estimate, stage_memory
 from mindspeed_qerl.layout.parts import (
     GB,
     GRAPH,
@@ -16,11 +16,8 @@ from mindspeed_qerl.layout.parts import (
     communicators,
     layer_activations,
 )
-from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.sizes import model_parameters, rollout_weights, training_weights
-from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
 from tests.layout.dealing import DENSE, QWEN3, QWEN15
 
@@ -375,20 +372,6 @@ def test_hccl_buffers_count_the_groups_that_send():
     assert communicators(plan(DENSE, 1)) == []
 
 
-def test_the_weight_sync_holds_the_experts_three_times():
-    """Base, vLLM's copy, and the buffer in which they travel: at TP 1 EP 4 on 12 ranks it is the
-    fullest moment.
-    """
-    memory = estimate(plan(QWEN3, 12, ep=4, infer_ep=4), Settings(gpu_memory_utilization=0.8))
-    sync = parts(memory, "weight sync")
-    assert (
-        sync["frozen base, experts"]
-        == sync["vLLM's weights, experts"]
-        == sync["experts on their way"]
-    )
-    assert memory.peak == memory.total("weight sync") > 0.9 * memory.capacity and memory.fits
-
-
 def test_keys_and_values_are_divided_by_infer_tp():
     it = plan(DENSE, 8, infer_tp=4)
     memory = estimate(it, Settings())
@@ -396,14 +379,6 @@ def test_keys_and_values_are_divided_by_infer_tp():
     assert (
         memory.answers_at_once == memory.kv_cache // (memory.kv_token * 2560)
         and memory.answers_needed == 64 * 8 // 2
-    )
-
-
-def test_what_does_not_fit_is_said():
-    memory = estimate(plan(QWEN3, 4, ep=2, infer_ep=2), Settings())
-    assert not memory.fits and memory.answers_at_once == 0
-    assert any("weight sync needs" in fault for fault in memory.faults) and any(
-        "not enough for one answer" in fault for fault in memory.faults
     )
 
 
@@ -421,16 +396,3 @@ def test_decode_graphs_keep_what_they_read():
         "update": kept + vllm,
     }
     assert captured.kv_cache == eager.kv_cache
-
-
-def test_the_settings_of_a_config():
-    raw = compose("grpo_qwen25_7b_gsm8k_8npu")
-    settings = settings_of(read_recipe(raw))
-    assert (
-        settings.recompute,
-        settings.lora_r,
-        settings.gpu_memory_utilization,
-        settings.offload_train_grad,
-    ) == (False, 32, 0.6, False)
-    update = parts(estimate(plan_of(read_recipe(raw)), settings), "update")
-    assert update["activations kept"] == pytest.approx(9.8, abs=0.5)

@@ -42,14 +42,13 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
         "generate_config": (
             "infer_tensor_parallel_size",
             "infer_expert_parallel_size",
-            "enable_expert_parallel",
             "max_model_len",
             "max_num_batched_tokens",
             "gpu_memory_utilization",
             "max_num_seqs",
             "offload_train_param",
         ),
-        "actor_config": ("expert_model_parallel_size", "moe_tp_extend_ep"),
+        "actor_config": ("expert_model_parallel_size",),
         "megatron_training": ("lora_r", "sequence_parallel", "no_pad_to_seq_lengths", "seq_length"),
     }.items():
         for key in keys:
@@ -61,21 +60,13 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
         True,
         False,
     )
-    assert (plan.layout.infer_tp, plan.layout.infer_ep, plan.layout.enable_expert_parallel) == (
-        1,
-        1,
-        False,
-    )
+    assert (plan.layout.infer_tp, plan.layout.infer_ep) == (1, 1)
     assert (plan.batch.max_model_len, plan.batch.seq_length, plan.batch.max_num_batched_tokens) == (
         512 + 2048,
         512 + 2048,
         8192,
     )
-    assert (plan.layout.ep, plan.layout.tp_extend_ep, plan.layout.sequence_parallel) == (
-        1,
-        False,
-        False,
-    )
+    assert (plan.layout.ep, plan.layout.sequence_parallel) == (1, False)
     assert (
         settings.gpu_memory_utilization,
         settings.max_num_seqs,
@@ -87,19 +78,15 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
         told["generate_config"]["infer_tensor_parallel_size"] == 1
         and told["rl_config"]["mini_batch_size"] == 64
     )
-    assert (
-        told["generate_config"]["max_model_len"] == told["megatron_training"]["seq_length"] == 2560
-    )
-    assert told["rl_config"]["hccl_buffersize"] == 256 and told["megatron_training"]["lora_r"] == 8
+    assert told["generate_config"]["max_model_len"] == told["actor_config"]["seq_length"] == 2560
+    assert told["rl_config"]["hccl_buffersize"] == 256 and told["actor_config"]["lora_r"] == 8
 
 
-def test_layer_lists_and_dispatch_sizes(raw):
+def test_layer_lists(raw):
     raw["megatron_training"]["num_layer_list"] = "20,28"
     raw["actor_config"]["pipeline_model_parallel_size"] = 2
-    raw["rl_config"]["actor_update_dispatch_size"] = 16
     plan = plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"])
-    assert plan.layers == (20, 28) and plan.batch.dispatch["actor_update_dispatch_size"] == 16
-    assert plan.batch.dispatch["ref_dispatch_size"] is None
+    assert plan.layers == (20, 28)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 docs/layouts.md), operations beside transformers', and the command line that shows them.
 """
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -23,15 +22,12 @@ from mindspeed_qerl.layout.time import (
     Terms,
     Work,
     iteration,
-    launch_of,
     token_flops,
     total,
 )
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout
-from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter
 from tests import ROOT
 from tests.local.conftest import make_model
 from tests.tasks.gsm8k.tool import run_tool
@@ -63,8 +59,6 @@ class Published:
         layout = replace(
             self.layout,
             sequence_parallel=self.layout.tp > 1,
-            tp_extend_ep=shape.moe,
-            enable_expert_parallel=shape.moe,
         )
         plan = Plan(shape, layout, self.batch, False, False, kl_in_reward=self.recomputes)
         settings = Settings(gpu_memory_utilization=0.8, max_num_seqs=self.sequences)
@@ -75,7 +69,7 @@ class Published:
             phases = iteration(memory, terms)
             phases += [phase for phase in phases if phase.name in ROLLOUT] * (self.rounds - 1)
             tokens = self.batch.answers * (150 + answer)
-            for seconds in total(phases, terms):
+            for seconds in total(phases):
                 rate = tokens / seconds / layout.world
                 predicted.append(seconds if self.tokens is None else rate)
         return min(predicted), max(predicted)
@@ -201,7 +195,7 @@ def phases_of(layout, given=PACKED, terms=DEFAULT, **settings):
     return {phase.name: phase for phase in iteration(estimate(plan, Settings(**settings)), terms)}
 
 
-FIRST = ["sync", "prefill", "decode", "reward, dock", "merging", "proof"]
+FIRST = ["sync", "prefill", "decode", "reward, dock", "merging"]
 
 
 @pytest.mark.parametrize(
@@ -259,21 +253,12 @@ def test_packed_rows_are_sent_in_an_eighth_of_the_launches():
 def test_a_slower_host_or_link_takes_longer():
     plan = new_plan(NAMED_SHAPES[A3B], Layout(16, 4, ep=4, infer_tp=4, infer_ep=4))
     memory = estimate(plan, Settings())
-    low, high = total(iteration(memory), DEFAULT)
+    low, high = total(iteration(memory))
     assert low < high
     across = replace(plan, layout=replace(plan.layout, ranks_per_node=8))
     far = iteration(estimate(across, Settings()))
     near = iteration(memory)
     assert sum(phase.device for phase in far) > sum(phase.device for phase in near)
-
-
-def test_a_launch_is_found_again_from_the_rollouts_of_a_run():
-    memory = estimate(new_plan(NAMED_SHAPES[A3B], Layout(16, ep=16, infer_ep=16)), Settings())
-    phases = [phase for phase in iteration(memory) if phase.name in ("prefill", "decode")]
-    rollout = sum(phase.launches for phase in phases) * 43e-6
-    assert launch_of(memory, DEFAULT, rollout) == pytest.approx(43e-6)
-    with pytest.raises(ValueError, match="no longer than the die's own"):
-        launch_of(memory, DEFAULT, 1.0)
 
 
 # ---- the command line ----
@@ -282,48 +267,14 @@ plan_layout = partial(run_tool, "plan_layout")
 
 
 def test_where_the_time_goes():
-    told = json.loads(plan_layout("--config-name", CONFIG, "--json").stdout)["time"]
-    vllm, training = ["sync", "prefill", "decode", "reward, dock"], ["merging", "proof", "update"]
-    assert list(told) == [*vllm, *training, "evaluation"]
     shown = plan_layout("--config-name", CONFIG).stdout
-    for name, phase in told.items():
-        assert f"{name} " in shown and phase["seconds"][0] <= phase["seconds"][1]
+    for name in (*FIRST, "update"):
+        assert f"{name} " in shown
     assert "116 iterations: " in shown and "nothing was measured on an NPU" in shown
-    short = plan_layout("--config-name", CONFIG, "--tokens", "120,300,600", "--json")
-    fewer = told["decode"]["launches"] - json.loads(short.stdout)["time"]["decode"]["launches"]
-    assert fewer == pytest.approx(300 * (48 + 39))  # as many draws
-
-
-def test_several_boxes_beside_each_other():
-    words = ["--model", A3B, "--ranks", "16,32,1024", "--prompts", "1024"]
-    lines = plan_layout(*words).stdout.splitlines()
-    ranks = [line.split()[0] for line in lines if "TP 1" in line]
-    assert ranks == ["16", "32", "1024"]
-
-
-def run_of(folder, *overrides):
-    """A run with three steps."""
-    config = compose(CONFIG, ["megatron_training.train_iters=3", *overrides])
-    run = RunDirectory.create(folder, "run", seed=1, config=config, command=[], data_files={})
-    answers = {"response/length_mean": 300.0, "response/length_max": 900.0}
-    rollouts = (99.0, 40.0, 50.0)  # the first one warms up
-    with MetricsWriter(run) as metrics:
-        for step, seconds in enumerate(rollouts, 1):
-            metrics.log(step, {"time/rollout": seconds, "time/update": 4.0, **answers})
-    return run.path
-
-
-def test_a_run_on_npus_says_what_a_launch_costs(tmp_path):
-    run = run_of(tmp_path / "eager", "generate_config.enforce_eager=true")
-    told = plan_layout("--config-name", CONFIG, "--calibrate", str(run))
-    launches = 900 * (48 * 24 + 40) + 32 * 300 + 48 * 39 + 41
-    assert f"a launch cost the host {45 / launches * 1e6:.0f} us" in told.stderr
-    assert f"a launch costs the host {45 / launches * 1e6:.0f} us" in told.stdout
-    refused = plan_layout("--config-name", CONFIG, "--calibrate", str(tmp_path))
-    assert refused.returncode == 2 and "is not a run directory" in refused.stderr
-    captured = run_of(tmp_path / "graphs")
-    refused = plan_layout("--config-name", CONFIG, "--calibrate", str(captured))
-    assert refused.returncode == 2 and "with decode graphs the die sets the time" in refused.stderr
+    assert (
+        "120 tokens a prompt, 300 an answer, 600 the"
+        in plan_layout("--config-name", CONFIG, "--tokens", "120,300,600").stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,8 +283,6 @@ def test_a_run_on_npus_says_what_a_launch_costs(tmp_path):
         (["--tokens", "1,2"], "--tokens 1,2 must be three numbers"),
         (["--tokens", "100,900,300"], "must be three numbers"),
         (["--ranks", "0"], "--ranks 0 must be at least 1"),
-        (["--ranks", "16,32", "--json"], "several --ranks go neither with"),
-        (["--ranks", "16,7"], "no layout exists for 7 ranks"),
     ],
 )
 def test_wrong_words(words, message):

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend.contract import PINS, Report
-from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, preflight
-from mindspeed_qerl.preflight.checks import CHECKS
+from mindspeed_qerl.preflight import CHECKS, FAILED, PASSED, TABLE, preflight
 from mindspeed_qerl.preflight.machine import ProbeError
 from mindspeed_qerl.recipe.compose import compose
 from tests.fake_box.npu_smi import table
@@ -31,21 +29,15 @@ PACKAGES = {
     "tensordict": "0.8.1",
     "hydra-core": "1.3.2",
 }
-JEMALLOC = "/usr/lib/aarch64-linux-gnu/libjemalloc.so.2"
 CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_1"
 INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
 DRIVER = "/usr/local/Ascend/driver/version.info"
-SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB, "LD_PRELOAD": JEMALLOC}
+SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB}
 GROUPS = tuple(CHECKS)
 
 
 def npu_smi(count, health=None, used=None):
     return table("910C", range(count), health or {}, used or {})
-
-
-def at_the_pin(package):
-    pin = PINS[package]
-    return Report(pin, Path("/upstream") / pin.title, pin.content, [])
 
 
 @dataclass
@@ -74,7 +66,6 @@ class Box:
     imported: str = "imported in 31 s\n"  # what the imports of a worker say
     cann: str = "version=8.5.0"
     packages: dict[str, str | None] = field(default_factory=dict)  # other than PACKAGES
-    reports: list[Report] = field(default_factory=lambda: [at_the_pin(package) for package in PINS])
 
     def __post_init__(self):
         self.environment |= self.shell
@@ -104,17 +95,13 @@ class Box:
         return [path for path in there if fnmatch(path, pattern)]
 
     def read(self, path):
-        addresses = "".join(f"address_{die}=192.168.20.{die}\n" for die in self.nodes)
-        files = {"/etc/hccn.conf": addresses, INSTALLED: self.cann, DRIVER: "Version=25.5.0"}
+        files = {INSTALLED: self.cann, DRIVER: "Version=25.5.0"}
         if str(path) in files | self.files:
             return (files | self.files)[str(path)]
         return Path(path).read_text() if Path(path).is_file() else ""
 
     def version(self, distribution):
         return {**PACKAGES, **self.packages}.get(distribution)
-
-    def upstream(self):
-        return self.reports
 
     def disk_free(self, path):
         return self.shm if str(path) == "/dev/shm" else self.disk
@@ -127,9 +114,6 @@ class Box:
 
     def open_files(self):
         return self.limit
-
-    def threads(self):
-        return 10**6
 
     def user(self):
         return "root"
@@ -217,7 +201,11 @@ def look(raw, box=None, nodes=1, own_ray=False):
     assert len({(check.group, check.name) for check in checks}) == len(checks)
     assert all(check.fix for check in checks if check.state == FAILED)
     mine = {row.name for row in TABLE}
-    dynamic = ("config", "versions")  # keys, rules and repositories have lines of their own
+    dynamic = (
+        "config",
+        "versions",
+        "environment",
+    )  # keys, rules, repositories and interfaces have lines of their own
     assert all(check.name in mine or check.group in dynamic for check in checks)
     return {check.name: check for check in checks}
 

@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
-from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.preflight import FAILED, PASSED, WARNING
 from tests.preflight.conftest import (
     ATB,
     CANN,
+    DRIVER,
     EIGHT,
     GROUPS,
-    JEMALLOC,
     NAME,
     NO_NPU,
     Box,
@@ -26,8 +26,10 @@ from tests.preflight.conftest import (
 TWELVE, SIXTEEN = (",".join(map(str, range(count))) for count in (12, 16))
 LIST = "ASCEND_RT_VISIBLE_DEVICES"
 LOST = {"ranks": FAILED}
-DRAWN = "/proc/sys/net/ipv4/ip_local_port_range"
-KEPT = "/proc/sys/net/ipv4/ip_local_reserved_ports"
+FEW = {"CANN": WARNING, "Ray": WARNING}
+VERSION = {"CANN's version": WARNING}
+OTHER = {"variables": WARNING}  # than the engine would set
+PORTS = "ports of HCCL"
 
 
 def shell(**variables):
@@ -38,6 +40,19 @@ def shell(**variables):
 # others.
 CASES = [
     # NPUs
+    (dict(nodes=range(12), acl=12), "/dev/davinci*", FAILED, "12 dies", LOST | FEW),
+    (dict(shut=("/dev/hisi_hdc",)), "/dev/davinci*", FAILED, "open /dev/hisi_hdc", {}),
+    (dict(acl=15), "CANN", FAILED, "15 dies", LOST | {"Ray": WARNING}),
+    (dict(acl=None), "CANN", FAILED, "is not installed here", LOST),
+    (dict(smi=npu_smi(15)), "npu-smi", FAILED, "15 dies", LOST),
+    (dict(smi=None), "npu-smi", WARNING, "is not installed here; health and memory", {}),
+    (
+        dict(smi=npu_smi(16, used={5: 59000, 6: 3000})),
+        "npu-smi",
+        FAILED,
+        "The plan needs 44.8 GB of the 6.9 GB that are left",
+        {"processes on the dies": WARNING},
+    ),
     (dict(smi=npu_smi(16, {7: "Warning"})), "npu-smi", PASSED, "16 dies; the first 16", {}),
     (dict(smi="| 16 NPUs |"), "npu-smi", WARNING, "in an unknown form: | 16 NPUs |", {}),
     (
@@ -60,31 +75,38 @@ CASES = [
         LOST,
     ),
     (dict(hangs=("ray.init",)), "Ray", FAILED, "no answer within 20 s", {}),
-    (dict(ray=cluster(16, cpus=75)), "CPUs", FAILED, "reserve 76 logical CPUs; the running", {}),
     # the host
     # by the numbers of the dies
     (
         dict(smi=None, nodes=range(16, 32), taken=(12370,)),
-        "ports of HCCL",
+        PORTS,
         FAILED,
         "12345 to 12376: 12370 taken",
         {"npu-smi": WARNING},
     ),
-    ({"files": {DRAWN: "1024\t65535\n", KEPT: "12345-12359\n"}}, "ports of HCCL", WARNING, "", {}),
-    (
-        {"files": {DRAWN: "1024\t65535\n", KEPT: "80,12345-12360\n"}},
-        "ports of HCCL",
-        PASSED,
-        "",
-        {},
-    ),
     (dict(left=0.049), "/tmp", FAILED, "4.9% of its disk are free; below 5 % Ray", {}),
     (dict(left=0.06), "/tmp", WARNING, "6.0% of its disk are free", {}),
+    (dict(room=130 * 10**9), "host memory", WARNING, "130 GB are left (MemAvailable)", {}),
+    (dict(limit=1024), "open files", WARNING, "ulimit -n is 1,024", {}),
+    (dict(shm=64 * 10**6), "/dev/shm", WARNING, "Ray keeps its objects on the disk", {}),
+    (dict(taken=(12347,)), PORTS, FAILED, "12345 to 12360: 12347 taken", {}),
+    (shell(HCCL_IF_BASE_PORT="65530"), PORTS, FAILED, "must be numbers from 1024 to 65535", OTHER),
     # CANN and compilers
+    (dict(cann="version=8.2.RC1"), "CANN's version", FAILED, "the pin is for 8.3.RC1", {}),
+    (shell(ATB_HOME_PATH=""), "NNAL", FAILED, "ATB_HOME_PATH is not set", {}),
+    (shell(ASCEND_HOME_PATH="/no"), "CANN's paths", FAILED, "no such folder", VERSION),
+    (dict(files={DRIVER: "Version=24.1.0"}), "driver", FAILED, "24.1.0; MindSpeed-RL's", {}),
+    (
+        {"there": ("/fast/gmm/lock",)} | shell(TORCH_EXTENSIONS_DIR="/fast"),
+        "MindSpeed's operators",
+        FAILED,
+        "left by a build that was killed",
+        {},
+    ),
     (dict(cann="version=8.4.0"), "CANN's version", WARNING, "run for 8.5.0 and 8.3.RC1", {}),
     (dict(cann=""), "CANN's version", WARNING, "in no ascend_*_install.info", {}),
     (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "NNAL's libraries", None, "", {}),
-    (dict(without="ninja"), "ninja", FAILED, "ninja is not installed here: torch compiles", {}),
+    (dict(without="ninja"), "compilers", FAILED, "ninja is not installed here: rank 0", {}),
     # of another folder
     (
         {"there": ("/u/.cache/torch_extensions/py311_cpu/gmm/lock",)}
@@ -95,13 +117,27 @@ CASES = [
         {},
     ),
     # versions
+    ({"packages": {"torch_npu": None}}, "torch_npu", FAILED, "not installed", {}),
+    ({"packages": {"numpy": "2.2.6"}}, "numpy", FAILED, "error code is 500001", {}),
     ({"packages": {"vllm": "0.11.0rc2"}}, "vllm", FAILED, "0.11.0rc2 is installed", {}),
     ({"packages": {"torch": "2.7.10"}}, "torch", FAILED, "2.7.10 is installed", {}),
     ({"packages": {"ray": "2.42.1"}}, "ray", WARNING, "2.42.1 is installed, the pin is", {}),
     # the shell
-    (shell(VLLM_DP_SIZE="8"), "VLLM_DP_SIZE", WARNING, "is not used", {}),
+    (shell(VLLM_ASCEND_ENABLE_NZ="1"), "VLLM_ASCEND_ENABLE_NZ", FAILED, "trains with 0", OTHER),
+    (shell(HCCL_CONNECT_TIMEOUT="120"), "variables", WARNING, "engine would set '1800'", {}),
+    (shell(HCCL_IF_IP="10.9.9.9"), "HCCL_IF_IP", FAILED, "of this machine has it", {}),
+    (shell(HCCL_OP_EXPANSION_MODE="AIV"), "HCCL_OP_EXPANSION_MODE", FAILED, "107020", {}),
     (shell(VLLM_PLUGINS="lora,ascending"), "VLLM_PLUGINS", FAILED, "to infer device type", {}),
     (shell(HCCL_IF_IP="FE80::1%eth0"), "HCCL_IF_IP", None, "", {}),
+    (shell(HCCL_IF_BASE_PORT="19988"), PORTS, FAILED, "20002 to 20003 are those", OTHER),
+    (shell(HCCL_IF_BASE_PORT="19986"), PORTS, PASSED, "19986 to 20001 are free", OTHER),
+    (
+        shell(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,garbage_collection_threshold : 0.9"),
+        "PYTORCH_NPU_ALLOC_CONF",
+        FAILED,
+        "does not take them together",
+        OTHER,
+    ),
     # harmless
     (
         shell(
@@ -177,36 +213,6 @@ def test_the_list_is_counted_as_ray_counts_it(ready, given, entries, monkeypatch
     assert look(ready, Box(shell={LIST: given}))[LIST].found.startswith(f"{entries} entries")
 
 
-BASE, RANGE = "HCCL_IF_BASE_PORT", "HCCL_HOST_SOCKET_PORT_RANGE"
-HEAD = "Ray's head and its client server (RAY_PORT)"
-
-
-@pytest.mark.parametrize(
-    "variables, found",
-    [
-        ({"HCCL_IF_BASE_PORT": "6370"}, f"6380 to 6381: of {BASE} and of {HEAD}"),
-        ({"HCCL_IF_BASE_PORT": "19988"}, f"20002 to 20003: of {BASE} and of Ray's workers"),
-        ({"HCCL_IF_BASE_PORT": "19986"}, ""),
-        ({"HCCL_IF_BASE_PORT": "52360"}, f"52365: of {BASE} and of Ray's dashboard agent"),
-        ({"RAY_PORT": "12344"}, f"12345: of {BASE} and of {HEAD}"),
-        ({"RAY_PORT": "12361"}, ""),
-        ({"RAY_PORT": "25000"}, f"25000 to 25001: of {HEAD} and of Ray's workers"),
-        ({"RAY_PORT": "52364"}, f"52365: of {HEAD} and of Ray's dashboard agent"),
-        ({"RAY_ADDRESS": "10.0.0.9:12360"}, f"12360: of {BASE} and of RAY_ADDRESS"),
-        ({RANGE: "29990-30010"}, f"29990 to 29999: of {RANGE} and of Ray's workers"),
-        ({RANGE: "6381"}, f"6381: of {RANGE} and of {HEAD}"),
-        ({RANGE: "60000-60050"}, None),
-    ],
-)
-def test_no_two_listeners_of_a_run_may_take_the_same_port(ready, variables, found):
-    for own_ray in (False, True) if "RAY_ADDRESS" not in variables else (False,):
-        check = look(ready, Box(shell=variables), own_ray=own_ray).get("ports of HCCL")
-        if found is None:
-            assert check is None
-        else:
-            assert (check.state == FAILED) == bool(found) and check.found.startswith(found)
-
-
 def test_a_ray_that_will_be_started(ready):
     """As the launchers do: the one that runs is not joined."""
     box = Box(ray=cluster(12), shell={"RAY_ADDRESS": "127.0.0.1:1"})
@@ -248,11 +254,16 @@ def test_two_nodes_of_eight(ready):
     assert not_passed(look(ready, both, nodes=2)) == {}
 
 
-def test_the_width_of_upstreams_groups(ready):
-    """As wide as what the driver's node shows to CANN, and Ray must have such a node."""
-    box = Box(ray=cluster(16, cpus=640, nodes=2))
-    assert look(ready, box, nodes=2)["dies of a node"].state == FAILED
-    assert "dies of a node" not in look(ready, Box(**EIGHT, ray=box.ray), nodes=2)
+def test_values_that_do_harm(ready):
+    ray = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+    fatal = {ray: ""} | dict(
+        VLLM_USE_V1="0", VLLM_VERSION="0.9.2", RANK_TABLE_FILE="/x", OMP_PROC_BIND="true"
+    )
+    doubtful = dict.fromkeys(("HCCL_INTRA_ROCE_ENABLE", "RAY_grpc_enable_http_proxy"), "True")
+    doubtful |= dict(TORCH_DEVICE_BACKEND_AUTOLOAD="0", HCCL_NPU_SOCKET_PORT_RANGE="61000-61050")
+    states = not_passed(look(ready, Box(shell=fatal | doubtful)))
+    states.pop("variables")
+    assert states == dict.fromkeys(fatal, FAILED) | dict.fromkeys(doubtful, WARNING)
 
 
 @pytest.mark.parametrize(
@@ -262,19 +273,6 @@ def test_the_width_of_upstreams_groups(ready):
 def test_the_interfaces_of_hccl(ready, value, known):
     checks = look(ready, Box(shell={"HCCL_SOCKET_IFNAME": value}))
     assert ("HCCL_SOCKET_IFNAME" in checks) != known
-
-
-@pytest.mark.parametrize(
-    "text, fails",
-    [
-        ("expandable_segments:False,max_split_size_mb:256", False),
-        ("expandable_segments:True,garbage_collection_threshold : 0.9", True),
-    ],
-)
-def test_what_torch_npus_allocator_does_not_take_together(ready, text, fails):
-    name = "PYTORCH_NPU_ALLOC_CONF"
-    checks = not_passed(look(ready, Box(shell={name: text})))
-    assert checks == {"variables": WARNING, **({name: FAILED} if fails else {})}
 
 
 # ---- other engines, other models ----
@@ -289,32 +287,12 @@ def test_no_npu_at_all(ready):
         assert checks[name].state == PASSED
 
 
-def test_emulated_npus(ready):
-    box = Box(**NO_NPU, hangs=("ray", "npu"))
-    checks = look({**ready, "emulate_npu": True}, box)
-    assert not_passed(checks) == {"ranks": SKIPPED} and not box.asked
-    assert "host memory" not in checks and "base weights" in checks
-
-
-def test_a_rehearsal(ready):
-    """Of a config for NPUs: its layout and its data count, the model and the weights are its own."""
-    raw = {**ready, "engine": "local", "rehearsal": {"enabled": True}}
-    box = Box(**NO_NPU, reports=[], hangs=("ray", "npu"))
-    checks = look(raw, box)
-    assert not_passed(checks) == {"ranks": SKIPPED}
-    assert checks["layout"].state == checks["training rows"].state == PASSED
-    raw["actor_config"]["expert_model_parallel_size"] = 3
-    failed = {check.group for check in look(raw, box).values() if check.state == FAILED}
-    assert failed == {"config"}
-
-
-def test_the_local_engine(tmp_path):
-    key = f"megatron_training.tokenizer_name_or_path={tmp_path}"
-    raw = compose("grpo_tiny_moe_cpu", [key, f"task.test_file={tmp_path}/no.parquet"])
-    checks = look(raw, Box(**NO_NPU, reports=[], hangs=("ray", "npu")))
-    states = not_passed(checks)
-    assert states["config.json"] == states["test rows"] == FAILED and states["ranks"] == SKIPPED
-    assert not {"base weights", "layout", "torch"} & checks.keys()
+@pytest.mark.parametrize(
+    "change", [{"emulate_npu": True}, {"engine": "local"}, {"rehearsal": {"enabled": True}}]
+)
+def test_a_run_without_npus_needs_no_preflight(ready, change):
+    with pytest.raises(ConfigError, match="uses no NPU: the preflight is for those that do"):
+        look({**ready, **change})
 
 
 def test_imports_of_a_worker(ready):
@@ -323,7 +301,7 @@ def test_imports_of_a_worker(ready):
     check = look(ready, box)["imports of a worker"]
     assert check.found == "imported in 31 s, with the environment of a worker"
     [environment] = [environment for words, environment in box.asked if "importing" in words]
-    assert environment["LD_PRELOAD"] == JEMALLOC and environment["VLLM_DP_SIZE"] == "16"
+    assert environment["ATB_HOME_PATH"] == ATB and environment["VLLM_DP_SIZE"] == "16"
     assert environment["HCCL_IF_BASE_PORT"] == "12345" and environment["HCCL_BUFFSIZE"] == "640"
     assert "imports of a worker" not in look(ready, Box(**NO_NPU))
     box = Box(imported="cannot import vllm: ImportError: libascend_hal.so: no\n")

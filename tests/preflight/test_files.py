@@ -10,10 +10,10 @@ import pytest
 from mindspeed_qerl.ascend.convert import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
-from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from tests import ROOT
-from tests.fake_box.broken_files import WEIGHTS, write_packed
+from tests.fake_box.broken_files import POINTER, WEIGHTS, write_packed
 from tests.fake_box.prepared import write_base
 from tests.families.public_models import MODELS
 from tests.preflight.conftest import Box, look, not_passed, rewrite
@@ -150,7 +150,7 @@ def test_data_that_is_not_there(own):
     for file in (*train.parent.glob("*"), test):
         file.unlink()
     checks = look(own)
-    missing = {"training files": FAILED, "test rows": FAILED, "train and test": SKIPPED}
+    missing = {"training files": FAILED, "test rows": FAILED}
     assert not_passed(checks) == missing
     convert = f"python tools/convert_gsm8k.py --input openai/gsm8k --output {train.parent}"
     model = own["megatron_training"]["tokenizer_name_or_path"]
@@ -158,20 +158,6 @@ def test_data_that_is_not_there(own):
     assert checks["training files"].fix == f"{convert} {more}"
     assert checks["training files"].found.startswith("no file ")
     assert checks["test rows"].fix == convert.replace(str(train.parent), str(test.parent))
-
-
-@pytest.mark.parametrize("name", ["grpo_tiny_moe_cpu", "grpo_steps_moe_cpu"])
-def test_data_that_comes_with_a_model(name, tmp_path):
-    """Without them the command makes the very model that the config names."""
-    config = compose(name)
-    model = Path(config["megatron_training"]["tokenizer_name_or_path"])
-    config["task"] = {"train_file": str(tmp_path / model / "data" / "train.parquet")}
-    config["megatron_training"]["tokenizer_name_or_path"] = str(tmp_path / model)
-    [command] = {check.fix for check in look(config).values() if "make_tiny" in check.fix}
-    output, *options = shlex.split(command.partition("--output ")[2])
-    assert output == str(tmp_path / model)
-    comment = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
-    assert options == (["--deep"] if "make_tiny_model.py --deep" in comment else [])
 
 
 @pytest.mark.parametrize(
@@ -198,8 +184,15 @@ def test_data_that_does_not_fit(own, rows, state, found):
         write_packed(Path(own["megatron_training"]["data_path"]).parent, column, values)
     checks = look(own)
     assert checks["training files"].state == state and found in checks["training files"].found
-    checks.pop("train and test")  # other rows than the training file's
     assert not_passed(checks) == {"training files": state}
+
+
+def test_questions_of_both_files(own):
+    """A fault, unless it is meant."""
+    own["task"]["train_file"] = own["task"]["test_file"]
+    assert not_passed(look(own)) == {"test rows": FAILED}
+    own["task"]["allow_overlap"] = True
+    assert not_passed(look(own)) == {"test rows": WARNING}
 
 
 def test_data_that_was_cut(own):
@@ -224,8 +217,8 @@ def test_the_room_that_checkpoints_need(ready):
 
 
 def test_what_a_conversion_needs(own):
-    """3.1 GB of dense weights in each of 16 files and 58 GB of experts once; memory for all of
-    them, once and twice; a place that can be written.
+    """3.1 GB of dense weights in each of 16 files and 58 GB of experts once; a place that can be
+    written.
     """
     load = own["actor_config"]["load"]
     (Path(load) / TRACKER).unlink()
@@ -234,9 +227,18 @@ def test_what_a_conversion_needs(own):
     assert need == pytest.approx(16 * 3.09 + 58, rel=0.01) and check.state == PASSED
     for box in (Box(disk=10**11), Box(shut_folders=(load,))):
         assert look(own, box)["disk for the base"].state == FAILED
-    for room, state in ((130, PASSED), (70, WARNING), (60, FAILED)):
-        check = look(own, Box(room=room * 10**9))["memory to convert"]
-        assert check.state == state and "the converter holds 61.1 GB of weights" in check.found
+
+
+def test_pointers_and_halves(own, model):
+    """Weights are read while the base is converted, and no more then."""
+    base = next(Path(own["actor_config"]["load"]).glob("*/mp_rank_00_003/*.pt"))
+    for file, check in ((model / WEIGHTS, "weights"), (base, "base weights")):
+        rewrite(file, POINTER)
+        assert look(own)[check].state == (WARNING if check == "weights" else FAILED)
+    rewrite(model / "tokenizer.json", POINTER)
+    assert "pointer of git-lfs" in look(own)["tokenizer"].found
+    (Path(own["actor_config"]["load"]) / TRACKER).unlink()
+    assert look(own)["weights"].state == FAILED
 
 
 def test_the_memory_of_files_that_all_ranks_read_at_once(ready):

@@ -13,7 +13,6 @@ import yaml
 
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.compose import compose
-from mindspeed_qerl.recipe.reader import read
 from tests import ROOT
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -29,7 +28,7 @@ SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 
 def check(raw, engine):
     """(sentences of the faults, keys that change nothing)"""
-    faults, neutral = keys.check(read(raw)[0].sections, engine)
+    faults, neutral = keys.check(keys.Values(raw), engine)
     return list(map(str, faults)), neutral
 
 
@@ -267,7 +266,7 @@ def test_no_value_makes_the_check_fall_over():
         raw["generate_config"]["sampling_config"] = sampling
         raw["model"] = {"odd": raw["megatron_training"]}
         for engine in keys.ENGINES:
-            found, neutral = keys.check(raw, engine)
+            found, neutral = keys.check(keys.Values(raw), engine)
             assert found and all(str(fault) and fault.key for fault in found)
             assert all(isinstance(key, str) for key in neutral)
 

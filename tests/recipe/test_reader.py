@@ -142,21 +142,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
         ("megatron_training.learning_rate", 1e-5, "did you mean 'actor_config.lr'"),
         ("beta", 0.1, "did you mean 'rl_config.init_kl_coef'"),
         ("generate_config.temprature", 1, "'generate_config.sampling_config.temperature'"),
-        ("qwertyuiop", 1, "unknown key 'qwertyuiop'"),
-        (
-            "megatron_training.lora_rank",
-            32,
-            "unknown key 'megatron_training.lora_rank', did you mean 'megatron_training.lora_r'",
-        ),
         ("aqn.targets", "post_atention", "unknown AQN target 'post_atention'; known: auto"),
-        ("aqn.schedule", "expo", "aqn.schedule = 'expo': Input should be"),
-        (
-            "rl_config.lora_r",
-            1,
-            "unknown key 'rl_config.lora_r', did you mean 'megatron_training.lora_r'",
-        ),
         ("aqn.sigma_start", -1.0, "sigma_start = -1.0 must be above 0"),
-        ("aqn.enabled", "yes", "aqn.enabled = 'yes': Input should be a valid boolean"),
         (
             "megatron_training.lora_target_modules",
             ["linear_qkv", "q_proj"],
@@ -173,7 +160,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
             [1.0, 2.0],
             "1 verifier_function and 2 verifier_weight must be lists, as long as each other",
         ),
-        ("rl_config.n_samples_per_prompt", 1, "n_samples_per_prompt = 1: Input should be greater"),
         (
             "rl_config.mini_batch_size",
             12,
@@ -183,11 +169,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
             "rl_config.actor_resource.num_npus",
             3,
             "3 ranks cannot be divided by TP 1 x EP 2 x PP 1 = 2 (ranks_fill_expert_groups:",
-        ),
-        (
-            "rl_config.filter_groups_train_batch_size",
-            0,
-            "filter_groups_train_batch_size = 0: Input should be greater than or equal to 1",
         ),
         (
             "rl_config.use_kl_in_reward",
@@ -203,25 +184,20 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
         (
             "actor_config.context_parallel_size",
             2,
-            "context_parallel_size = 2 must be 1: the local engine has no other",
+            "context_parallel_size = 2 must be 1: its attention was never executed",
         ),
         (
             "actor_config.expert_model_parallel_size",
             3,
             "8 experts cannot be divided by TP 1 x EP 3 = 3",
         ),
-        ("actor_config.expert_model_parallel_size", 0, "expert_model_parallel_size = 0: Input"),
         ("megatron_training.global_batch_size", None, "global_batch_size is missing"),
         (
             "megatron_training.num_layer_list",
             "1,one",
             "num_layer_list = '1,one': must be whole numbers",
         ),
-        ("actor_config.lr", "fast", "actor_config.lr = 'fast': Input should be a valid number"),
         ("actor_config.lr", float("nan"), "actor_config.lr = nan: Input should be a finite"),
-        ("generate_config.sampling_config.temperature", 0.0, "temperature = 0.0: Input should be"),
-        ("rl_config.ref_dispatch_size", 0, "rl_config.ref_dispatch_size = 0: Input"),
-        ("emulate_npu", "yes", "emulate_npu = 'yes': Input should be a valid boolean"),
         (
             "task.train_file",
             "no/such.parquet",
@@ -229,7 +205,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
         ),
         ("eval", [1], "section eval = [1] must be a mapping"),
         ("megatron_training.tokenizer_name_or_path", "nowhere", "'nowhere': no config.json there"),
-        ("megatron_training.train_iters", True, "train_iters = True: Input should be"),
         ("rl_config", 5, "section rl_config = 5 must be a mapping"),
         (
             "rl_config.actor_resource",
@@ -241,14 +216,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
             [["gsm8k"]],
             "rl_config.verifier_function.0 = ['gsm8k']: Input should be a valid string",
         ),
-        ("rl_config.verifier_weight", ["x"], "rl_config.verifier_weight.0 = 'x': Input should be"),
-        (
-            "generate_config.sampling_config",
-            3,
-            "generate_config.sampling_config = 3 must be a mapping",
-        ),
         ("aqn.targets", [], "targets is empty; to run without noise, use aqn=off"),
-        ("aqn.exclude", "x", "unknown AQN target 'x'"),
         ("eval.temperature", 0.0, "(greedy) needs eval.samples_per_problem = 1"),
         ("actor_config.min_lr", 1.0, "must not be below actor_config.min_lr = 1.0"),
         ("local.kv_cache_gib", 10**6, "local.kv_cache_gib = 1000000, but only"),
@@ -256,11 +224,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
             "generate_config.infer_tensor_parallel_size",
             2,
             "infer_tensor_parallel_size = 2 must be 1: the local engine has no other",
-        ),
-        (
-            "hardware_error",
-            {"gaussian_std": 5},
-            "hardware_error.gaussian_std = 5: Input should be less than 1",
         ),
         (
             "rollout_quantization",

@@ -44,22 +44,20 @@ def test_what_was_changed_in_the_recipe_is_what_is_written():
         config["actor_config"]["pipeline_model_parallel_size"] == 2
         and config["actor_config"]["expert_model_parallel_size"] == 8
     )
-    assert (
-        config["megatron_training"]["num_layer_list"] == "20,28"
-        and config["megatron_training"]["seed"] == 7
-    )
+    assert config["actor_config"]["num_layer_list"] == "20,28"
+    assert config["actor_config"]["seed"] == 7
     assert config["rl_config"]["verifier_function"] == ["a:b"] and config["rl_config"][
         "verifier_weight"
     ] == [2.0]
     assert parts(read(config)[0]) == parts(changed)
     # the recipe that it came from is unchanged
-    assert recipe.sections["actor_config"]["pipeline_model_parallel_size"] == 1
+    assert recipe.model.arguments["pipeline_model_parallel_size"] == 1
 
 
 def test_every_field_of_the_recipe_is_a_part_or_a_plain_value():
     from mindspeed_qerl.recipe.types import Recipe
 
-    assert {field.name for field in fields(Recipe)} - set(PARTS) == {"engine", "sections"}
+    assert {field.name for field in fields(Recipe)} - set(PARTS) == {"engine", "upstream"}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -226,7 +226,6 @@ def make_config(
 ) -> dict[str, Any]:
     """A whole config for the engine. `changes` maps dotted keys to values."""
     mixture = "moe" in family
-    answers, train_dp = 4 * samples, npus // (tp * pp)
     config = dict(
         engine="mindspeed_rl",
         emulate_npu=True,
@@ -287,7 +286,6 @@ def make_config(
             blocking=True,
             use_integrated_worker=True,
             share_backbone=True,
-            actor_update_dispatch_size=answers // train_dp,
             kl_ctrl_type="fixed",
             init_kl_coef=0.001,
             max_prompt_length=100,

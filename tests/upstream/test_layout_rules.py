@@ -20,12 +20,9 @@ from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, TRAINING, broken
 from mindspeed_qerl.recipe.types import Batch, Layout
 
-FROM_VALIDATE_RL_ARGS = {rule.name for rule in RULES if "validate_config.py:" in rule.source} - {
-    "context_parallel_algorithm"
-}
+FROM_VALIDATE_RL_ARGS = {rule.name for rule in RULES if "validate_config.py:" in rule.source}
 FROM_CONTAINER = {
     "infer_groups_hold_whole_training_groups",
-    "experts_are_whole",
     "tensor_parallel_sizes_divide",
     "stages_hold_whole_infer_tp_groups",
     "layers_by_pp",
@@ -41,15 +38,6 @@ UNSEEN = {
     "vocabulary_by_tp": (None, "the embedding, when it is built"),
     "vocabulary_is_vllms": (None, "the weight sync, when it puts Megatron's rows into vLLM's"),
     "shared_backbone_has_adapters": (None, "validate_rl_args"),
-    "shared_backbone_has_one_chunk": (
-        None,
-        "nobody: the reference keeps the adapters of the other chunks",
-    ),
-    "experts_are_whole": (None, "nobody: vLLM's experts stay zero"),
-    "experts_by_training_ranks": (
-        lambda plan: not plan.layout.tp_extend_ep and not plan.shape.num_experts % plan.layout.ep,
-        "experts_are_whole, which such a plan breaks too",
-    ),
     "experts_need_sequence_parallelism": (
         lambda plan: plan.layout.ep == 1,
         "the layers with experts, when they run",
@@ -74,20 +62,13 @@ def sampled(draw: random.Random) -> Plan:
     """Plans that upstream's checks say yes and no to."""
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen25_7b"])]
     world = draw.choice([4, 8, 12, 16])
-    tp, pp, cp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(4))
+    tp, pp, infer_tp = (draw.choice([1, 1, 1, 2, 2, 3, 4]) for _ in range(3))
     n, prompts = draw.choice([2, 4, 8]), draw.choice([12, 16, 24, 32, 48, 60, 64, 96])
-    share = max(1, prompts * n // world)
-    sizes = [None, None, None, n, share, 2 * n, prompts * n, 7]
-    dispatch = {
-        f"{name}_dispatch_size": draw.choice(sizes) if draw.random() < 0.3 else None
-        for name in ("actor_rollout", "actor_logprob", "ref", "reward", "adv", "actor_update")
-    }
     batch = Batch(
         prompts,
         draw.choice([prompts, prompts // 2 or 1]),
         n,
         draw.choice([1, 1, 2, 3]),
-        dispatch=dispatch,
         guarantee_order=False,
         seq_length=draw.choice([512, 1024]),
         max_model_len=draw.choice([1024, 1024, 768]),
@@ -100,18 +81,13 @@ def sampled(draw: random.Random) -> Plan:
         world,
         tp=tp,
         pp=pp,
-        cp=cp,
         ep=draw.choice([1, 2, 4]) if shape.moe else 1,
         infer_tp=infer_tp,
-        infer_pp=draw.choice([1] * 9 + [2]),
         infer_ep=draw.choice([1, 2, 4]) if shape.moe else 1,
         ranks_per_node=draw.choice([16, 4]),
     )
-    plan = replace(
-        new_plan(shape, layout, batch), share_backbone=draw.random() < 0.5, lora=draw.random() < 0.9
-    )
     return replace(
-        plan, layout=replace(plan.layout, tp_extend_ep=shape.moe and draw.random() < 0.8)
+        new_plan(shape, layout, batch), share_backbone=draw.random() < 0.5, lora=draw.random() < 0.9
     )
 
 
@@ -165,11 +141,9 @@ for p in json.load(open(sys.argv[1])):
         setattr(rl, key, p[key if key in p else "samples_per_prompt"])
     rl.actor_resource, rl.verifier_weight = Of(num_npus=p["world"]), [1.0]
     rl.mini_batch_size = p["mini_batch_size"] * p["samples_per_prompt"]
-    vars(rl).update(p["dispatch"])
-    vars(generate).update(infer_tensor_parallel_size=p["infer_tp"], infer_pipeline_parallel_size=p["infer_pp"],
-                          max_model_len=p["max_model_len"])
+    vars(generate).update(infer_tensor_parallel_size=p["infer_tp"], max_model_len=p["max_model_len"])
     vars(actor).update(tensor_model_parallel_size=p["tp"], pipeline_model_parallel_size=p["pp"],
-                       context_parallel_size=p["cp"], stage="ray_grpo",
+                       stage="ray_grpo",
                        lora_target_modules=["linear_qkv"] if p["lora"] else None,
                        **{key: p[key] for key in ("seq_length", "global_batch_size", "micro_batch_size",
                                                 "reset_attention_mask", "no_pad_to_seq_lengths")})
@@ -199,9 +173,9 @@ from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleV
 module.new_group = lambda ranks: None
 said = []
 for p in json.load(open(sys.argv[1])):
-    ep = p["tp"] * p["ep"] if p["tp_extend_ep"] else p["ep"]
+    ep = p["tp"] * p["ep"] if p["experts"] else p["ep"]
     it = Of(_infer_pp_size=1, _infer_ep_size=p["infer_ep"] * p["infer_tp"], _ep_size=ep,
-            moe_tp_extend_ep=p["tp_extend_ep"], _pp_size=p["pp"], _tp_size=p["tp"], _infer_tp_size=p["infer_tp"],
+            moe_tp_extend_ep=bool(p["experts"]), _pp_size=p["pp"], _tp_size=p["tp"], _infer_tp_size=p["infer_tp"],
             _world_size=p["world"],
             _num_hidden_layers=p["layers"], _rank=-1,
             parallel_state=Of(get_tensor_model_parallel_group=lambda: None))
@@ -222,16 +196,13 @@ json.dump(said, open(sys.argv[2], "w"))
         plan
         for plan in (sampled(draw) for _ in range(3000))
         if plan.layout.world % (plan.layout.tp * plan.layout.pp) == 0
-        # the container lets a mixture without moe_tp_extend_ep pass at EP 1, and copies no experts
-        # then (:189): our rule refuses it
-        and not (plan.shape.moe and not plan.layout.tp_extend_ep and plan.layout.ep == 1)
     ]
     compare(plans, ask(program, map(plain, plans), upstream, tmp_path), FROM_CONTAINER)
 
 
 def trained(draw: random.Random) -> Plan:
     """Plans whose training side Megatron says yes and no to: odd numbers of heads, layers and
-    experts, virtual pipelines, lists of layers, context parallelism of three kinds.
+    experts, lists of layers.
     """
     shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"])]
     heads, layers = draw.choice([4, 8, 12, 16, 24, 28, 32]), draw.choice([4, 6, 8, 12, 24, 28, 30])
@@ -246,30 +217,21 @@ def trained(draw: random.Random) -> Plan:
         num_experts_per_tok=4 if shape.moe else 0,
         vocab_size=draw.choice([1000, 151_936, 152_064]),
     )
-    tp, pp, cp = (draw.choice([1, 1, 1, 2, 2, 3, 4, 8]) for _ in range(3))
-    cp = draw.choice([1, cp])
+    tp, pp = (draw.choice([1, 1, 1, 2, 2, 3, 4, 8]) for _ in range(2))
     ep = draw.choice([1, 1, 2, 3, 4, 8]) if shape.moe or draw.random() < 0.1 else 1
-    filled = tp * pp * cp * draw.choice([1, 1, 2, 3, 4]) * draw.choice([1, ep])
+    filled = tp * pp * draw.choice([1, 1, 2, 3, 4]) * draw.choice([1, ep])
     stages = draw.choice([pp, pp, pp, pp, 3])
     given = draw.random() < 0.15 and stages <= layers
     layout = Layout(
         draw.choice([filled, filled, filled, 1, 6, 12, 16, 24]),
         tp=tp,
         pp=pp,
-        cp=cp,
         ep=ep,
         num_layer_list=(layers // stages,) * (stages - 1)
         + (layers // stages + draw.choice([0, layers % stages]),)
         if given
         else (),
-        layers_per_virtual_stage=draw.choice([1, 1, 2, 3])
-        if draw.random() < (0.3 if pp > 1 else 0.1) and (not given or draw.random() < 0.2)
-        else None,
-        cp_algorithm=draw.choice(
-            ["ulysses_cp_algo", "ulysses_cp_algo", "megatron_cp_algo", "hybrid_cp_algo"]
-        ),
         sequence_parallel=draw.random() < (0.9 if shape.moe and tp > 1 else 0.4),
-        tp_extend_ep=shape.moe and draw.random() < 0.8,
     )
     batch = Batch(
         draw.choice([12, 24, 60, 64]),
@@ -300,13 +262,10 @@ def arguments(plan: Plan) -> dict:
         "world_size": it.world,
         "tensor_model_parallel_size": it.tp,
         "pipeline_model_parallel_size": it.pp,
-        "context_parallel_size": it.cp,
-        "context_parallel_algo": it.cp_algorithm,
         "expert_model_parallel_size": it.ep,
-        "moe_tp_extend_ep": it.tp_extend_ep,
+        "moe_tp_extend_ep": plan.shape.moe,
         "sequence_parallel": it.sequence_parallel,
         "num_layer_list": ",".join(map(str, it.num_layer_list)) or None,
-        "num_layers_per_virtual_pipeline_stage": it.layers_per_virtual_stage,
         "num_layers": shape.num_hidden_layers,
         "num_attention_heads": shape.num_attention_heads,
         "num_query_groups": shape.num_key_value_heads,
