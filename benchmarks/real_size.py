@@ -97,7 +97,7 @@ class Clock(TorchDispatchMode):
 def rollout(recipe, dtype: str, answers: int, rounds: int):
     """Yields (what, seconds of each round, Products of the last)."""
     from mindspeed_qerl.local.packing import packed_linears
-    from mindspeed_qerl.local.rollout import RolloutEngine
+    from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
 
     engine = RolloutEngine(
         recipe.model.path, dtype, PROMPT + ANSWER, answers, recipe.local.kv_cache_gib
@@ -115,9 +115,8 @@ def rollout(recipe, dtype: str, answers: int, rounds: int):
                 call = of_layer if name == "packed" else torch.nn.functional.linear
                 layer.cpu_linear = partial(products.linear, call)
             started = time.perf_counter()
-            engine.generate(
-                prompts, 8, 1, dict(temperature=1.0, max_tokens=ANSWER, ignore_eos=True)
-            )
+            sampling = dict(temperature=1.0, max_tokens=ANSWER, ignore_eos=True)
+            engine.generate(RolloutRequest(prompts, 8, 1, sampling))
             seconds.append((time.perf_counter() - started, products))
     for name, seconds in found.items():  # the first round packs, and warms up
         yield f"rollout, {name} linear layers", [one for one, _ in seconds[1:]], seconds[-1][1]
@@ -130,18 +129,14 @@ def update(recipe, dtype: str, answers: int, rounds: int):
     import numpy as np
 
     from mindspeed_qerl.families import read_shape
-    from mindspeed_qerl.local.batch import build_batch
+    from mindspeed_qerl.local.batch import Answer, build_batch
     from mindspeed_qerl.local.rank import TrainRank
 
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dtype=dtype))
     rng = np.random.default_rng(1)
     tokens = [rng.integers(10, 60, PROMPT + ANSWER).tolist() for _ in range(answers)]
-    batch = build_batch(
-        [row[:PROMPT] for row in tokens],
-        [row[PROMPT:] for row in tokens],
-        [[-4.0] * ANSWER] * answers,
-        rng.normal(size=answers),
-    )
+    batch = build_batch([Answer(row[:PROMPT], row[PROMPT:], [-4.0] * ANSWER) for row in tokens])
+    batch.advantages[:] = rng.normal(size=answers)
     with tempfile.TemporaryDirectory() as folder:
         rank, seconds = (
             TrainRank(recipe, read_shape(recipe.model.path), 0, f"file://{folder}/rendezvous"),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class NoiseReport:
 
     Attributes:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
-        layers, names: number and module names of the norms that get noise, in stage 0 too.
+        layers: number of the norms that get noise, in stage 0 too.
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
             multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
@@ -34,13 +34,12 @@ class NoiseReport:
     sigma: float
     stage: int
     layers: int
-    names: tuple[str, ...]
     expected_std: float
     measured_std: float
     changed_fraction: float
 
     def to_metrics(self) -> dict[str, float]:
-        return {f"aqn/{name}": value for name, value in asdict(self).items() if name != "names"}
+        return {f"aqn/{name}": value for name, value in asdict(self).items()}
 
 
 def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -76,7 +75,7 @@ class NoiseInjector:
     """Gaussian noise on the norm weights of `model`, in place, on and off.
 
     While noise is on, the weights belong to the injector: call `remove()` before anything syncs,
-    offloads, saves or compares them, and `apply(step)` after. If they were overwritten with the
+    offloads, saves or compares them, and `apply(level)` after. If they were overwritten with the
     noise on, `remove()` raises instead of putting stale values back.
 
     Args:
@@ -88,14 +87,12 @@ class NoiseInjector:
     def __init__(
         self,
         model: torch.nn.Module,
-        schedule: NoiseSchedule,
         targets: str | Sequence[str] = "auto",
         exclude: str | Sequence[str] = (),
         multipliers: Iterable[tuple[str, float]] = (),
         *,
         seed: int,
     ):
-        self.schedule = schedule
         self.seed = seed
         selected = select_targets(model, targets, exclude)
         self.targets: list[NormTarget] = []
@@ -114,13 +111,11 @@ class NoiseInjector:
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
         logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
-        if not any(schedule.sigmas()):
-            logger.warning(
-                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
-                "stage 0, which is off",
-                schedule.num_stages,
-                schedule.total_steps,
-            )
+
+    @property
+    def names(self) -> list[str]:
+        """Module names of the norms that get noise."""
+        return [target.name for target in self.targets]
 
     @property
     def is_on(self) -> bool:
@@ -128,25 +123,21 @@ class NoiseInjector:
         return bool(self._applied)
 
     @torch.no_grad()
-    def apply(self, step: int, level: NoiseLevel | None = None) -> NoiseReport:
-        """Adds the noise of `step` to the clean weights (what was on before is removed first) and
+    def apply(self, level: NoiseLevel) -> NoiseReport:
+        """Adds the noise of a step to the clean weights (what was on before is removed first) and
         reports it.
 
         Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in
         float32, rounded once to the weight's dtype.
 
-        Args:
-            level: how much; None: what the schedule says by itself.
-
         Raises:
-            ValueError: step is no integer >= 0. RuntimeError: see `remove`.
+            RuntimeError: see `remove`.
         """
-        level = level or self.schedule.level(step)
         self.remove()
         differences = [torch.zeros(1)]  # for stage 0
         if level.sigma:
             differences = [
-                self._add_noise(step, target, level.sigma * factor)
+                self._add_noise(level.step, target, level.sigma * factor)
                 for target, factor in zip(self.targets, self.multipliers)
             ]
         difference = torch.cat(differences)
@@ -156,12 +147,11 @@ class NoiseInjector:
             sigma=level.sigma,
             stage=level.stage,
             layers=len(self.targets),
-            names=tuple(target.name for target in self.targets),
             expected_std=math.sqrt(sum(squares) / sum(sizes)) * level.sigma,
             measured_std=difference.std(correction=0).item(),
             changed_fraction=difference.ne(0).double().mean().item(),
         )
-        self._log(step, report)
+        self._log(level.step, report)
         return report
 
     def _add_noise(self, step: int, target: NormTarget, sigma: float) -> torch.Tensor:

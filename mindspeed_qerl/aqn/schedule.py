@@ -21,10 +21,11 @@ LEAST_SIZE = 0.1  # a target below it is one of k3
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """The noise of one step: its stage; sigma; what it is to do to the policy, in the units of the
-    schedule's measure, None where it has no target.
+    """The noise of one step, counted from 0: its stage; sigma; what it is to do to the policy, in
+    the units of the schedule's measure, None where it has no target.
     """
 
+    step: int
     stage: int
     sigma: float
     target: float | None = None
@@ -57,8 +58,6 @@ class NoiseSchedule:
         target_measure: `mismatch/*` that has the target: "k3", nats per token above 0, or
             "effective_sample_size", in 0..1.
         sigma_min, sigma_max: bounds of the sigma that follows the target.
-        restart_every: steps after which the whole schedule begins anew, the stage that is off
-            included (an epoch, say); T is then this number. None: one schedule over the run.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, its value and the
@@ -70,7 +69,6 @@ class NoiseSchedule:
     sigma_end: float = 0.0005
     num_stages: int = 10
     total_steps: int
-    restart_every: int | None = None
     target_measure: str = "k3"
     target_start: float = 0.01
     target_end: float = 0.001
@@ -80,13 +78,11 @@ class NoiseSchedule:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"unknown noise schedule {self.kind!r}; known: {', '.join(KINDS)}")
-        counts = [self.num_stages, self.total_steps]
-        if self.restart_every is not None:
-            counts.append(self.restart_every)
+        counts = (self.num_stages, self.total_steps)
         if not all(isinstance(count, int) and count > 0 for count in counts):
             raise ValueError(
-                f"num_stages = {self.num_stages!r}, total_steps = {self.total_steps!r} and "
-                f"restart_every = {self.restart_every!r} must be integers >= 1"
+                f"num_stages = {self.num_stages!r} and total_steps = {self.total_steps!r} must be "
+                "integers >= 1"
             )
         if not (0 < self.sigma_start < math.inf and 0 <= self.sigma_end < math.inf):
             raise ValueError(
@@ -121,15 +117,13 @@ class NoiseSchedule:
 
     def stage(self, step: int) -> int:
         """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on
-        stay in the last stage, if nothing restarts.
+        stay in the last stage.
 
         QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5
         of T=22, K=10 at step 12.
         """
         if step < 0:
             raise ValueError(f"step must be >= 0, not {step}")
-        if self.restart_every:
-            return step % self.restart_every * self.num_stages // self.restart_every
         return min(step * self.num_stages // self.total_steps, self.num_stages - 1)
 
     def sigma(self, step: int) -> float:
@@ -153,11 +147,11 @@ class NoiseSchedule:
         stage = self.stage(step)
         sigma = self.sigma(step)
         if self.kind != "target" or not sigma:
-            return NoiseLevel(stage, sigma)
+            return NoiseLevel(step, stage, sigma)
         ends = (distance(self.target_measure, x) for x in (self.target_start, self.target_end))
         start, end = ends
         target = start * (end / start) ** self._fraction(stage)
-        return NoiseLevel(stage, sigma, of_distance(self.target_measure, target))
+        return NoiseLevel(step, stage, sigma, of_distance(self.target_measure, target))
 
     def _fraction(self, stage: int) -> float:
         """Returns which fraction of the way from start to end is behind."""
@@ -198,7 +192,7 @@ def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
     >>> skipped_strongest_noise(NoiseSchedule(total_steps=5))[:60]
     'the strongest noise of the schedule, sigma 0.05, is in none '
     """
-    one_step_a_stage = replace(schedule, total_steps=schedule.num_stages, restart_every=None)
+    one_step_a_stage = replace(schedule, total_steps=schedule.num_stages)
     strongest = max(one_step_a_stage.sigmas())
     reached = max(schedule.sigmas())
     if reached == strongest:

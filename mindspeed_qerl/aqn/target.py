@@ -9,7 +9,7 @@ so that sigma can go where the target is.
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule, distance, of_distance
 
@@ -22,25 +22,39 @@ FAR_BELOW = 0.1  # of what is wanted; there sigma grows by the logarithm of the 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
 class NoiseController:
     """The noise of each step, by what that of the steps before did: a function of the schedule and
     of what metrics.jsonl has, so that a resumed run, which reads it again, goes on with the same
     bits.
 
-        level = controller.level(step)                # then sample, train, measure
-        values |= controller.measured(step, values)
+        level = noise.level(step)                     # then apply, sample, train
+        metrics |= noise.update(level, metrics)
 
     In its first stage, which is off, it sees what rounding, the rollout's format and other kernels
     do without noise. Of later steps that share is taken off, in proportion to
     `mismatch/sensitivity`, which falls as the policy becomes certain.
+
+    Args:
+        earlier: metrics of the steps before a run was resumed, by step.
     """
 
-    schedule: NoiseSchedule
-    sigma: float | None = None  # None until a step with noise was measured
-    # over the steps without noise that were measured
-    off_distance: float = 0.0
-    off_sensitivity: float = 0.0
+    def __init__(
+        self, schedule: NoiseSchedule, earlier: Mapping[int, Mapping[str, float]] | None = None
+    ):
+        self.schedule = schedule
+        self.sigma: float | None = None  # None until a step with noise was measured
+        # over the steps without noise that were measured
+        self.off_distance = 0.0
+        self.off_sensitivity = 0.0
+        if not any(schedule.sigmas()):
+            logger.warning(
+                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
+                "stage 0, which is off",
+                schedule.num_stages,
+                schedule.total_steps,
+            )
+        for step, metrics in sorted((earlier or {}).items()):
+            self.update(self.level(step), metrics)
 
     def level(self, step: int) -> NoiseLevel:
         """The noise of `step`, counted from 0."""
@@ -49,19 +63,18 @@ class NoiseController:
             return level
         return replace(level, sigma=self.sigma)
 
-    def measured(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Takes what the noise of `step` did, which the sigma of later steps follows; returns
-        metrics.
+    def update(self, level: NoiseLevel, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Takes what the noise of a step did, which the sigma of later steps follows; returns more
+        metrics of the step.
 
         Args:
-            values: metrics of the step; without `mismatch/*`, where nothing was trained, sigma
-                stays as it is.
+            level: the step's. metrics: of the step; without `mismatch/*`, where nothing was
+                trained, sigma stays as it is.
         """
-        level = self.level(step)
         schedule = self.schedule
         measure = schedule.target_measure
-        whole = distance(measure, values.get(f"mismatch/{measure}", math.nan))
-        sensitivity = values.get("mismatch/sensitivity", math.nan)
+        whole = distance(measure, metrics.get(f"mismatch/{measure}", math.nan))
+        sensitivity = metrics.get("mismatch/sensitivity", math.nan)
         if schedule.kind != "target" or not (math.isfinite(whole) and sensitivity > 0):
             return {}
         if level.target is None:

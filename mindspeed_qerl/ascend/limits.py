@@ -7,7 +7,6 @@ keys of one allowed value are in recipe/keys.yaml, layouts and batches in layout
 """
 
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,7 +31,7 @@ from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe, Selection
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
-from mindspeed_qerl.tasks.packed import pack_rows, packed_template_kwargs, read_packed
+from mindspeed_qerl.tasks.packed import pack_rows, packed_template_kwargs
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = True
@@ -69,15 +68,6 @@ def needed_cpus(recipe: Recipe) -> int:
 def vllm_dp_size(recipe: Recipe) -> int:
     """VLLM_DP_SIZE: upstream's ranks of one expert parallel group serve their own prompts."""
     return recipe.layout.infer_ep if recipe.layout.enable_expert_parallel else 1
-
-
-def epoch_steps(recipe: Recipe) -> int:
-    """Iterations of one pass over the packed rows; upstream keeps prompts shorter than
-    max_prompt_length (indexed_dataset.py:545).
-    """
-    lengths, _ = read_packed(f"{recipe.task.data_path}_packed_input_ids_document")
-    kept = int((lengths < recipe.sampling.max_prompt_length).sum())
-    return max(1, math.ceil(kept / recipe.batch.global_batch_size))
 
 
 @cache
@@ -288,7 +278,6 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     values = Values(recipe.sections)
     _, caching = values.get("generate_config.enable_prefix_caching")
     reasons = {
-        "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),
         "context_parallel_size above 1: a rank has parts of a sequence": layout.cp > 1,
         "num_layers_per_virtual_pipeline_stage: a forward pass goes through one chunk's layers": (

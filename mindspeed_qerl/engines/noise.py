@@ -1,13 +1,28 @@
-"""Which noise a model's norms in bfloat16 cannot hold."""
+"""The noise of a run: its owner, and what of it a model's norms in bfloat16 cannot hold."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, targets_in_file
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.recipe.types import Noise, Recipe
+from mindspeed_qerl.runs.metrics import MetricsRow
 
 LEAST_KEPT = 0.5  # of the noise, below which `NoiseInjector` warns as well
+
+
+def controller_of(recipe: Recipe, earlier: Iterable[MetricsRow]) -> NoiseController | None:
+    """Returns what the loop of an engine asks for the noise of each step; None: a run without.
+
+    Args:
+        earlier: metrics of the steps before the run was resumed.
+    """
+    if not recipe.noise.enabled:
+        return None
+    schedule = recipe.noise.noise_schedule(recipe.run.train_iters)
+    return NoiseController(schedule, {int(row["step"]) - 1: row for row in earlier})
 
 
 def lost_noise(recipe: Recipe) -> list[str]:

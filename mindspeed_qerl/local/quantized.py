@@ -16,7 +16,7 @@ from mindspeed_qerl.quantization.weights import QuantizedWeights, ignore_fault, 
 from mindspeed_qerl.recipe.types import Quantization
 
 
-class QuantizedModel:
+class QuantizedLayers:
     """The linear layers of vLLM's model that are quantized, and whether they are now (`is_on`).
 
     Args:

@@ -42,7 +42,6 @@ class Noise:
     num_stages: int = Field(10, le=MAX_STEPS)
     targets: Any = "auto"
     exclude: Names = ()
-    restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
     # schedule "target": what the noise does to the policy, and the sigma that it takes
     target_measure: Measure = "k3"
     target_start: Float = 0.01
@@ -53,23 +52,14 @@ class Noise:
     multipliers: Mapping[Any, Any] | None = None
     seed: int | None = None  # None: the run's
 
-    def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
-        """The schedule over a run of `total_steps`; ValueError if a value is out of range.
-
-        Args:
-            epoch: steps of one pass over the training rows; None: not known yet, the whole run
-                counts as one.
-        """
-        restart = self.restart_every
-        if restart == "epoch":
-            restart = epoch or total_steps
+    def noise_schedule(self, total_steps: int) -> NoiseSchedule:
+        """The schedule over a run of `total_steps`; ValueError if a value is out of range."""
         return NoiseSchedule(
             kind=self.schedule,
             sigma_start=self.sigma_start,
             sigma_end=self.sigma_end,
             num_stages=self.num_stages,
             total_steps=total_steps,
-            restart_every=restart,
             target_measure=self.target_measure,
             target_start=self.target_start,
             target_end=self.target_end,

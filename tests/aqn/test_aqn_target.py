@@ -48,7 +48,7 @@ def followed(of, answer):
     controller, seen = NoiseController(of), []
     for step in range(of.total_steps):
         level = controller.level(step)
-        metrics = controller.measured(step, answer(step, level.sigma))
+        metrics = controller.update(level, answer(step, level.sigma))
         if level.sigma:
             seen.append((level.sigma, metrics))
     return seen
@@ -146,8 +146,9 @@ def test_steps_without_a_signal_change_nothing():
 
     controller, sigmas = NoiseController(schedule(RIGHT / 3)), []
     for step in range(STEPS):
-        before = controller.level(step).sigma
-        metrics = controller.measured(step, answer(step, before))
+        level = controller.level(step)
+        before = level.sigma
+        metrics = controller.update(level, answer(step, before))
         assert ("aqn/reached_k3" in metrics) == (step % 3 == 2 and before > 0)
         sigmas.append(before)
     assert all(sigmas[step] == sigmas[step + 1] for step in range(4, STEPS - 1) if step % 3 < 2)
@@ -162,13 +163,29 @@ def test_noise_that_nothing_shows_grows_to_its_bound():
     assert seen[-1][0] == 0.09
 
 
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped():
+    of = schedule(RIGHT / 3, steps=10)
+    unbroken, rows, sigmas = NoiseController(of), {}, set()
+    for step in range(10):
+        level = unbroken.level(step)
+        seen = response(level.sigma, rounding=0.1 * step)
+        rows[step] = seen | unbroken.update(level, seen)
+        sigmas.add(level.sigma)
+        assert NoiseController(of, rows).level(step + 1) == unbroken.level(step + 1)
+    assert len(sigmas) > 5
+
+
+def test_a_schedule_that_is_never_on_is_a_warning(caplog):
+    NoiseController(NoiseSchedule(num_stages=1, total_steps=10))
+    assert "never adds noise: with num_stages=1 and total_steps=10" in caplog.text
+
+
 def test_other_schedules_go_their_own_way():
     plain = NoiseSchedule(total_steps=STEPS)
     controller = NoiseController(plain)
     for step in range(STEPS):
-        assert controller.measured(step, response(1.0)) == {}
         assert controller.level(step) == plain.level(step)
-        assert plain.level(step).sigma == plain.sigma(step)
+        assert controller.update(plain.level(step), response(1.0)) == {}
 
 
 @pytest.mark.parametrize(
@@ -222,18 +239,18 @@ def test_noise_on_a_model_does_what_was_asked(measure, target):
     torch.manual_seed(0)
     model, generator = Policy(), torch.Generator().manual_seed(1)
     of = schedule(1e-3, target, measure=measure)
-    injector, controller = NoiseInjector(model, of, "all", seed=3), NoiseController(of)
+    injector, controller = NoiseInjector(model, "all", seed=3), NoiseController(of)
     reached = []
     for step in range(80):
         x = torch.randn(1500, 64, generator=generator)
         level = controller.level(step)
-        report = injector.apply(step, level)
+        report = injector.apply(level)
         noisy = model(x)
         injector.remove()
         tokens = noisy.exp().multinomial(1, generator=generator)
         each = mismatch(noisy.gather(1, tokens), model(x).gather(1, tokens), tokens >= 0)
         values = {name: float(metric.value()) for name, metric in merge([each]).items()}
-        metrics = controller.measured(step, values)
+        metrics = controller.update(level, values)
         if level.sigma:
             assert report.measured_std == pytest.approx(level.sigma, rel=0.3)
             assert report.layers == 7

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mindspeed_qerl.families import read_shape
-from mindspeed_qerl.local.batch import build_batch, deal
+from mindspeed_qerl.local.batch import deal
 from mindspeed_qerl.recipe.types import Correction
 
-from .conftest import make_model, recipe_of, run_ranks
+from .conftest import batch_of, make_model, recipe_of, run_ranks
 
 MINI, MINIS = 12, 2  # answers of an update, and updates
 ONE = (1, MINI)
@@ -70,9 +70,7 @@ def batch_of_two_updates(logprobs=None):
     count = MINI * MINIS
     prompts = [rng.integers(0, 96, rng.integers(3, 9)).tolist() for _ in range(count)]
     answers = [rng.integers(0, 96, rng.integers(1, 13)).tolist() for _ in range(count)]
-    batch = build_batch(
-        prompts, answers, [[0.0] * len(answer) for answer in answers], 2 * rng.normal(size=count)
-    )
+    batch = batch_of(prompts, answers, advantages=2 * rng.normal(size=count))
     if logprobs is None:
         return batch
     old = (logprobs + 0.2 * rng.normal(size=logprobs.shape)).astype(np.float32)

@@ -11,11 +11,10 @@ import torch
 
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import rollout
-from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.recipe.types import HardwareError
 
-from .conftest import FEW_FAMILIES, engine_logprobs, run_ranks
+from .conftest import FEW_FAMILIES, batch_of, engine_logprobs, run_ranks
 from .test_megatron import ONE, layout_config, random_batch, transformers_logprobs
 
 
@@ -179,12 +178,7 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
         str(model_dirs[family]), "float32", max_model_len=64, max_num_seqs=16, kv_cache_gib=1
     )
     sequences = np.random.default_rng(1).integers(0, 96, (6, 20)).tolist()
-    batch = build_batch(
-        [row[:1] for row in sequences],
-        [row[1:] for row in sequences],
-        [[0.0] * 19] * 6,
-        np.zeros(6),
-    )
+    batch = batch_of([row[:1] for row in sequences], [row[1:] for row in sequences])
     scaled = dict(kinds=[])
     with monkeypatch.context() as patch:
         patch.setattr(rollout, "HardwareErrorMode", Scaled)
@@ -194,16 +188,14 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
     assert (
         np.abs(np.array(engine_logprobs(engine, sequences)) - clean).max() < 1e-5
     )  # and it is gone again
-    few, gaussian = sequences[:2], dict(kinds=["gaussian"])
-    sampling = dict(max_tokens=3, temperature=1.0)
-    plain, (once, again, other) = (
-        engine.generate(few, 2, 0, sampling),
-        (engine.generate(few, 2, seed, sampling, hardware_error=gaussian) for seed in (0, 0, 1)),
-    )
-    assert once[0] == again[0] != plain[0] and other[0] != once[0]
-    sampling["temperature"] = 0.0
-    greedy = [
-        engine.generate(few, 1, seed, sampling, hardware_error=gaussian)[0] for seed in (0, 1)
-    ]
+
+    def sample(seed, temperature=1.0, kinds=("gaussian",)):
+        sampling = dict(max_tokens=3, temperature=temperature)
+        error = kinds and dict(kinds=kinds)
+        request = rollout.RolloutRequest(sequences[:2], 2, seed, sampling, hardware_error=error)
+        return engine.generate(request)[0]
+
+    once = sample(0)
+    assert once == sample(0) != sample(0, kinds=()) and sample(1) != once
     # errors are drawn anew, where nothing else is
-    assert greedy[0] != greedy[1]
+    assert sample(0, temperature=0.0) != sample(1, temperature=0.0)

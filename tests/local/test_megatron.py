@@ -20,13 +20,13 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import mappings
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import build_batch, deal
+from mindspeed_qerl.local.batch import deal
 from mindspeed_qerl.local.loop import data_rank
 from mindspeed_qerl.local.model import check_tensors, load_weights
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
-from .conftest import FAMILIES, make_model, recipe_of, run_ranks
+from .conftest import FAMILIES, batch_of, make_model, recipe_of, run_ranks
 from .test_rollout import reference_model
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
@@ -77,12 +77,8 @@ def random_batch(count=8, vocab=96):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocab, rng.integers(3, 9)).tolist() for _ in range(count)]
     answers = [rng.integers(0, vocab, rng.integers(2, 12)).tolist() for _ in range(count)]
-    return build_batch(
-        prompts,
-        answers,
-        [(-2 - rng.random(len(a))).tolist() for a in answers],
-        rng.normal(size=count),
-    )
+    logprobs = [(-2 - rng.random(len(a))).tolist() for a in answers]
+    return batch_of(prompts, answers, logprobs, rng.normal(size=count))
 
 
 def share_of(rank, batch, layout):
@@ -101,13 +97,15 @@ def exported(trainer):
     }
     whole = {
         name: trainer.place.whole(parameters[name].detach(), mapping.shared)
-        for name, mapping in trainer.table.items()
+        for name, mapping in trainer.adapters.table.items()
     }
     return {
         hf: part.clone()
         for name, value in whole.items()
         if value is not None
-        for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))
+        for hf, part in zip(
+            trainer.adapters.table[name].hf, trainer.adapters.table[name].split(value)
+        )
     }
 
 
@@ -139,7 +137,7 @@ def move_b(trainer):
 
 def whole_gradients(trainer):
     """(mapping, gradients of A and B) of the layers that this rank hands over."""
-    for mapping, layer in trainer.owned:
+    for mapping, layer in trainer.adapters.owned:
         a = trainer.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
         b = trainer.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
         if a is not None:
@@ -205,7 +203,7 @@ def train_rank(rank, configs, folder):
         }
         result["merged"] = {
             name: weight
-            for part in range(len(trainer.parts))
+            for part in range(trainer.sync_parts())
             for name, weight in trainer.merged_weights(part).items()
         }
         result["factors"] = trainer.adapter_factors()

@@ -87,16 +87,9 @@ def test_what_follows_is_the_default():
     assert Task(verifier_function=("gsm8k", "format")).verifier_weight == (1.0, 1.0)
 
 
-def test_noise_that_restarts_each_epoch_counts_the_steps_of_the_rows_that_are_asked(raw):
-    put(raw, "aqn.restart_every", "epoch")
-    noise = checked(raw)[0].noise
-    sigmas = noise.noise_schedule(40, epoch=4).sigmas()
-    assert sigmas == sigmas[:4] * 10 and sigmas[0] == 0 < sigmas[3] < sigmas[1]
-
-
 def test_multipliers_reach_the_injector(raw):
     put(raw, "aqn.multipliers", {"post_attention@0": 2, 1: 0.5})
-    arguments = checked(raw)[0].noise_arguments(epoch=1)
+    arguments = checked(raw)[0].noise_arguments
     assert arguments["multipliers"] == [("post_attention@0", 2.0), ("1", 0.5)]
 
 
@@ -130,7 +123,6 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("aqn.restart_every", "epochs", "restart_every = 'epochs' must be integers >= 1"),
         ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
         ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3]: Input should be a valid dictionary"),
         ("aqm", {}, "unknown key 'aqm', did you mean 'aqn'"),
@@ -361,15 +353,6 @@ def test_a_fault_says_which_rule_and_which_key(raw):
         ),
         (
             {
-                "rl_config.filter_groups_enable": True,
-                "rl_config.filter_groups_train_batch_size": 32,
-                "aqn.enabled": True,
-                "aqn.restart_every": "epoch",
-            },
-            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: the steps of",
-        ),
-        (
-            {
                 "rollout_quantization": {"format": "nvfp4", "lora": "beside"},
                 "generate_config.dtype": "bfloat16",
             },
@@ -494,17 +477,16 @@ def test_blocks_of_a_format_fill_the_inputs_of_every_layer(raw, tmp_path, name, 
     assert message in refusal(raw)
 
 
-@pytest.mark.parametrize("mode", ["record", "rollout"])
-def test_a_model_without_experts_has_no_routes_to_replay(raw, tmp_path, mode):
+def test_a_model_without_experts_has_no_routes_to_replay(raw, tmp_path):
     dense = {key: value for key, value in MODEL.items() if "expert" not in key and "moe" not in key}
     put(raw, "actor_config.expert_model_parallel_size", 1)
-    put(raw, "algorithm.routing_replay", mode)
-    assert checked(raw)[0].algorithm.routing_replay == mode
+    put(raw, "algorithm.routing_replay", "rollout")
+    assert checked(raw)[0].algorithm.routing_replay == "rollout"
     (tmp_path / "config.json").write_text(
         json.dumps({**dense, "model_type": "qwen3", "intermediate_size": 64})
     )
     with pytest.raises(
-        ConfigError, match=f"algorithm.routing_replay = '{mode}' with .* which has no experts"
+        ConfigError, match="algorithm.routing_replay = 'rollout' with .* which has no experts"
     ):
         checked(raw)
     put(raw, "algorithm.routing_replay", "none")
