@@ -2,7 +2,7 @@
 
 Plappert et al. (arXiv 1706.01905, section 3.1) scale the noise on a policy's parameters by the
 distance that it makes from the clean policy, and let sigma grow or shrink by a factor of 1.01. Here
-that distance is measured in each step (`mismatch/*`) and grows as sigma^2 where the noise is small,
+that distance is measured in each step (`mismatch/k3`) and grows as sigma^2 where the noise is small,
 so that sigma can go where the target is.
 """
 
@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule, distance, of_distance
+from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule
 
 # Of the gap to the target, on a log scale, a step closes p / 4, where the distance grows as sigma^p:
 # p is 2 in a smooth model, 1.4 where tokens change experts (docs/results.md).
@@ -44,7 +44,7 @@ class NoiseController:
         self.schedule = schedule
         self.sigma: float | None = None  # None until a step with noise was measured
         # over the steps without noise that were measured
-        self.off_distance = 0.0
+        self.off_k3 = 0.0
         self.off_sensitivity = 0.0
         if not any(schedule.sigmas()):
             logger.warning(
@@ -72,13 +72,12 @@ class NoiseController:
                 trained, sigma stays as it is.
         """
         schedule = self.schedule
-        measure = schedule.target_measure
-        whole = distance(measure, metrics.get(f"mismatch/{measure}", math.nan))
+        whole = metrics.get("mismatch/k3", math.nan)
         sensitivity = metrics.get("mismatch/sensitivity", math.nan)
         if schedule.kind != "target" or not (math.isfinite(whole) and sensitivity > 0):
             return {}
         if level.target is None:
-            self.off_distance += whole
+            self.off_k3 += whole
             self.off_sensitivity += sensitivity
             return {}
         if not (self.off_sensitivity or self.sigma):
@@ -86,20 +85,20 @@ class NoiseController:
                 "AQN: none of the steps without noise had a signal, so that what rounding and the "
                 "rollout's format do counts as noise, and sigma stays too small"
             )
-        off = self.off_distance / (self.off_sensitivity or 1.0) * sensitivity
+        off = self.off_k3 / (self.off_sensitivity or 1.0) * sensitivity
         reached = whole - off  # below 0 by chance
-        sigma = next_sigma(level.sigma, reached, distance(measure, level.target), off)
+        sigma = next_sigma(level.sigma, reached, level.target, off)
         self.sigma = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
         return {
             "aqn/without_noise": off,
-            f"aqn/target_{measure}": level.target,
-            f"aqn/reached_{measure}": of_distance(measure, reached),
+            "aqn/target_k3": level.target,
+            "aqn/reached_k3": reached,
         }
 
 
 def next_sigma(sigma: float, reached: float, target: float, off: float = 0.0) -> float:
-    """Sigma after a step whose noise made the distance `reached`, beside `off` that is there
-    without noise.
+    """Sigma after a step whose noise made the k3 `reached`, beside `off` that is there without
+    noise.
 
     What was seen of one step scatters in proportion to all of it, so the change is linear in it:
     then steps that saw too much and too little cancel, and the mean of `reached` is the target. (A

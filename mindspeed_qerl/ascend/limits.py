@@ -46,7 +46,6 @@ GRAPHS_TP = (1, 2, 4)  # tests/upstream/test_graphs.py
 LOCAL_ONLY = {
     "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
     "rollout_quantization.lora": "a sync brings merged weights alone",
-    "rollout_quantization.ignore": "all linear weights are rounded",
     **dict.fromkeys(
         ("hardware_error.rollout", "hardware_error.training", "hardware_error.evaluation"),
         "errors are modelled on the local engine only, NPUs have their own",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from mindspeed_qerl.aqn.schedule import Kind, Measure, NoiseSchedule
+from mindspeed_qerl.aqn.schedule import Kind, NoiseSchedule
 from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, part
 
 # local/hardware_error.py has the formulas
@@ -43,7 +43,6 @@ class Noise:
     targets: Any = "auto"
     exclude: Names = ()
     # schedule "target": what the noise does to the policy, and the sigma that it takes
-    target_measure: Measure = "k3"
     target_start: Float = 0.01
     target_end: Float = 0.001
     sigma_min: Float = 1e-4
@@ -60,7 +59,6 @@ class Noise:
             sigma_end=self.sigma_end,
             num_stages=self.num_stages,
             total_steps=total_steps,
-            target_measure=self.target_measure,
             target_start=self.target_start,
             target_end=self.target_end,
             sigma_min=self.sigma_min,
@@ -93,7 +91,6 @@ class Quantization:
     format: RolloutFormat = "none"
     # the merged weights at each sync; or the base alone, as QeRL does
     lora: Literal["merged", "beside"] = "merged"
-    ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantized
     evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
 
     @property

@@ -22,7 +22,7 @@ OWN_SECTIONS = {
     if hasattr(part, "section") and part.section not in TABLE
 }
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
-TARGET_KEYS = ("target_measure", "target_start", "target_end", "sigma_min", "sigma_max")
+TARGET_KEYS = ("target_start", "target_end", "sigma_min", "sigma_max")
 
 
 @dataclass

@@ -39,8 +39,8 @@ in 0..1:
     aqn/measured_std, aqn/changed_fraction
                                      of (noisy - clean) weights
     aqn/target_k3, aqn/reached_k3    what the noise is to do and what it did, nats a token, rounding
-                                     taken off; or aqn/target_, aqn/reached_effective_sample_size
-    aqn/without_noise                what was taken off, of k3 or of -log of the size
+                                     taken off
+    aqn/without_noise                what was taken off
     sync/arrived                     share of LoRA's update that the rollout engine's weights moved,
                                      of the target with the least; sync/arrived/<target>,
                                      sync/arrived_error/<target>: its standard error

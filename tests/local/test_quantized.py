@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.quantized import QuantizedLayers
@@ -206,28 +205,3 @@ def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):
         weights.quantize()
         assert torch.equal(weights.synced[name], weight)
         assert torch.equal(weights.used[name], FORMATS["nvfp4"].weight(weight))
-
-
-def test_ignored_weights_stay_as_they_are(engine, model_dir):
-    requantize(engine, "nvfp4", ignore=("model.layers.0.*", "*.q_proj.weight"))
-    weights = changed_weights(model_dir)
-    sync(engine, weights)
-    expected = transformers_logprobs(
-        model_dir,
-        {
-            name: weight
-            if ".layers.0." in name or "q_proj" in name
-            else FORMATS["nvfp4"].weight(weight)
-            for name, weight in weights.items()
-        },
-    )
-    assert np.abs(np.array(engine_logprobs(engine, sequences())) - expected).max() < 1e-5
-    for name, pattern, message in (
-        ("nvfp4", "*.gate.weight", "'\\*.gate.weight' names none of the .* linear weights"),
-        ("nvfp4", "*", "names every linear weight"),
-        ("int8_w8a8", "*.q_proj.weight", "names .*q_proj.weight, and not all of .*k_proj"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            QuantizedLayers(
-                engine.model, Checkpoint(model_dir), Quantization(name, ignore=(pattern,))
-            )
