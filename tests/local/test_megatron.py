@@ -126,7 +126,7 @@ def train_step(trainer, shard, squares):
 
 def move_b(trainer):
     """B away from zero, so that A has a gradient as well; the same in each layout."""
-    for mapping, layer in trainer.layers:
+    for mapping, layer in trainer.adapters.layers:
         generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
         shape = (layer.base_layer.output_size, len(layer.lora_A))
         b = 0.02 * torch.randn(shape, generator=generator)
@@ -138,8 +138,8 @@ def move_b(trainer):
 def whole_gradients(trainer):
     """(mapping, gradients of A and B) of the layers that this rank hands over."""
     for mapping, layer in trainer.adapters.owned:
-        a = trainer.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
-        b = trainer.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
+        a = trainer.adapters.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
+        b = trainer.adapters.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
         if a is not None:
             yield mapping, (a, b)
 
