@@ -162,13 +162,10 @@ def select_targets(
         # (AscendRMSNorm)
         if any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__):
             norms.append(NormTarget(name, module, role_of(name)))
-    wanted = _matching(model, norms, targets, "AQN target")
-    unwanted = _matching(model, norms, exclude, "AQN exclude")
-    selected = [norm for norm in norms if norm.name in wanted and norm.name not in unwanted]
-    if not selected:
-        raise ValueError(
-            f"AQN targets {targets} without {exclude} leave no norm. {_norms_seen(model)}"
-        )
+    try:
+        selected = _choose(norms, is_mixture_of_experts(model), targets, exclude)
+    except ValueError as error:
+        raise ValueError(f"{error} {_norms_seen(model)}") from None
     for norm in selected:
         _check_weight(norm)
     return selected
@@ -180,15 +177,10 @@ def targets_in_file(
     """Returns the norms that get noise among the names of a checkpoint's tensors, without modules:
     a forecast of `select_targets`.
     """
-    wanted = check_targets(targets)
-    unwanted = check_targets(exclude)
-    if "auto" in wanted:
-        is_mixture = any(".experts." in name for name in tensors)
-        wanted.append("post_attention" if is_mixture else "all")
     names = [name.removesuffix(".weight") for name in tensors if name.endswith("norm.weight")]
     norms = [NormTarget(name, None, role_of(name)) for name in names]
-    selected = [norm for norm in norms if any(answers_to(norm, each) for each in wanted)]
-    return [norm for norm in selected if not any(answers_to(norm, each) for each in unwanted)]
+    is_mixture = any(".experts." in name for name in tensors)
+    return _choose(norms, is_mixture, check_targets(targets), check_targets(exclude))
 
 
 def is_mixture_of_experts(model: "Module") -> bool:
@@ -230,18 +222,29 @@ def _holds_experts(name: str, module: "Module") -> bool:
     return stacked and "Experts " in classes
 
 
-def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: str) -> set[str]:
-    """Names of the norms that any of `items` selects. An item that selects nothing is an error: it
-    is a typo or a wrong model.
+def _choose(
+    norms: list[NormTarget], is_mixture: bool, targets: list[str], exclude: list[str]
+) -> list[NormTarget]:
+    """The norms that `targets` select and `exclude` does not. ValueError for an item that selects
+    nothing, a typo or a wrong model, and where none are left.
     """
+    wanted = _matching(norms, is_mixture, targets, "target")
+    unwanted = _matching(norms, is_mixture, exclude, "exclude")
+    selected = [norm for norm in norms if norm.name in wanted - unwanted]
+    if not selected:
+        raise ValueError(f"AQN targets {targets} without {exclude} leave no norm.")
+    return selected
+
+
+def _matching(norms: list[NormTarget], is_mixture: bool, items: list[str], what: str) -> set[str]:
     names = set()
     for item in items:
         target = item
         if item == "auto":
-            target = "post_attention" if is_mixture_of_experts(model) else "all"
+            target = "post_attention" if is_mixture else "all"
         matched = {norm.name for norm in norms if answers_to(norm, target)}
         if not matched:
-            raise ValueError(f"{what} {item!r} matches no norm of this model. {_norms_seen(model)}")
+            raise ValueError(f"AQN {what} {item!r} matches no norm of this model.")
         names |= matched
     return names
 

@@ -65,32 +65,6 @@ def test_gaussian_error_is_relative_and_drawn_anew():
     assert not torch.equal(first, second) and torch.equal(first, again)
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_every_way_to_a_linear_layer_is_taken(inference):
-    """mm, addmm, bmm, linear with and without a bias, under autograd and without; each once."""
-    x, layer = torch.randn(4, 7, 16), torch.nn.Linear(16, 8)
-    plain = torch.nn.Linear(16, 8, bias=False)
-    arithmetic = HardwareErrorMode(["bf16_blocks"], block=16)
-    with torch.inference_mode(inference), arithmetic:
-        found = [
-            layer(x),
-            plain(x),
-            torch.bmm(x, x.mT),
-            x[0] @ x[0].T,
-            torch.addmm(x[0, :, 0], x[0], x[0].T),
-        ]
-    expected = [
-        torch.nn.functional.linear(x, layer.weight).bfloat16() + layer.bias,
-        torch.nn.functional.linear(x, plain.weight).bfloat16(),
-        torch.bmm(x, x.mT).bfloat16(),
-        (x[0] @ x[0].T).bfloat16(),
-        x[0, :, 0] + (x[0] @ x[0].T).bfloat16(),
-    ]
-    for one, other in zip(found, expected):
-        torch.testing.assert_close(one.float(), other.float(), rtol=0.01, atol=0.01)
-        assert one.dtype == torch.float32
-
-
 def test_the_backward_pass_is_on_that_hardware_too():
     x, weight = matrices()
     weight = weight.requires_grad_()

@@ -668,12 +668,3 @@ def test_a_rank_refuses_such_a_model(data_dir, tmp_path):
     )
     with pytest.raises(mp.ProcessRaisedException, match=message):
         run_ranks(load_rank, 1, recipe, str(tmp_path))
-
-
-def test_missing_weights_are_named(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="nor model.safetensors"):
-        Checkpoint(tmp_path)
-    make_model("qwen3_moe", tmp_path)
-    with pytest.raises(ConfigError, match="no tensor 'model.lm_head.weight'"):
-        Checkpoint(tmp_path).read("model.lm_head.weight")

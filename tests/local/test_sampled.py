@@ -126,25 +126,14 @@ def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
         check_answers(answers, None)
 
 
-@pytest.mark.parametrize(
-    "routes, fault",
-    [
-        (None, "it has no routes"),
-        (np.zeros((1, 2, 2)), r"its routes have the shape \[1, 2, 2\], and 2 tokens in 2 layers"),
-        (
-            np.full((2, 2, 2), (0, 8)),
-            r"layer 0 sends token 0 to an expert that is none of its 8: \[0, 8\]",
-        ),
-        (np.full((2, 2, 2), 5), r"layer 0 sends token 0 to the same expert twice: \[5, 5\]"),
-    ],
-)
-def test_routes_that_cannot_be_name_the_answer(routes, fault):
+def test_routes_that_cannot_be_name_the_answer():
     routers = Routers((0, 1), experts=8, top_k=2)
     good = Answer([5], [3, 4], [-0.1, -0.2], routes=np.full((2, 2, 2), (3, 1), dtype=np.uint8))
     check_answers([good], routers)
-    bad = replace(good, text="?", question="2+2?", routes=routes)
+    bad = replace(good, text="?", question="2+2?", routes=None)
     with pytest.raises(
-        WorkerError, match=rf"the answer '\?' to '2\+2\?': {fault}.*algorithm.routing_replay"
+        WorkerError,
+        match=r"the answer '\?' to '2\+2\?': it has no routes.*algorithm.routing_replay",
     ):
         check_answers([good, bad], routers)
 
