@@ -41,7 +41,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from mindspeed_qerl.common.files import write_whole
-from mindspeed_qerl.local.batch import build_batch
+from mindspeed_qerl.local.batch import Answer, build_batch
 from mindspeed_qerl.lora.arrival import variance_of_rounding
 from mindspeed_qerl.lora.proof import join, movement
 from mindspeed_qerl.lora.rounding import dither_of, merged
@@ -266,7 +266,7 @@ def batch_of(tokenizer, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, tor
     """
     questions = [tokenizer(question + "\n").input_ids[-QUESTION:] for question, _ in pairs]
     answers = [tokenizer(answer).input_ids[:ANSWER] for _, answer in pairs]
-    batch = build_batch(questions, answers, answers)
+    batch = build_batch([Answer(*pair, pair[1]) for pair in zip(questions, answers)])
     return torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)
 
 

@@ -33,18 +33,16 @@ def measure(model: Path, dtype: str) -> None:
     from transformers import AutoTokenizer
     from vllm import SamplingParams, TokensPrompt
 
-    from mindspeed_qerl.local.rollout import RolloutEngine
+    from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
     from mindspeed_qerl.tasks.prompts import Prompts
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompts = Prompts(str(model / "data/test_chat.parquet"), tokenizer, "plain", 96, 200).prompts
     engine = RolloutEngine(str(model), dtype, 128, 256, 1)
-    answers, _ = engine.generate(
-        prompts, 1, 0, dict(max_tokens=24, temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
-    )
+    sampling = dict(max_tokens=24, temperature=1.0, stop_token_ids=[tokenizer.eos_token_id])
+    answers, _ = engine.generate(RolloutRequest(prompts, 1, 0, sampling))
     sequences = [
-        TokensPrompt(prompt_token_ids=[*prompt, *answer[0].token_ids])
-        for prompt, answer in zip(prompts, answers)
+        TokensPrompt(prompt_token_ids=[*answer.prompt, *answer.token_ids]) for answer in answers
     ]
     params = SamplingParams(detokenize=False, max_tokens=1, prompt_logprobs=0)
 

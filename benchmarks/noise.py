@@ -94,8 +94,9 @@ def precision(image: Path) -> None:
                 ("bfloat16", None, BLUE, "s"),
                 ("bfloat16", 1.0, RED, "^"),
             ):
-                injector = NoiseInjector(norms(getattr(torch, dtype), value), schedule, "*", seed=0)
-                measured = [injector.apply(step).measured_std for step in range(1, 10)]
+                injector = NoiseInjector(norms(getattr(torch, dtype), value), "*", seed=0)
+                levels = map(schedule.level, range(1, 10))
+                measured = [injector.apply(level).measured_std for level in levels]
                 injector.remove()
                 weights = "1" if value else "the model's"
                 axis.plot(
@@ -220,7 +221,7 @@ def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mindspeed_qerl.aqn.injector import NoiseInjector
-    from mindspeed_qerl.aqn.schedule import NoiseSchedule
+    from mindspeed_qerl.aqn.schedule import NoiseLevel
 
     model = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, num_experts_per_tok=experts
@@ -249,17 +250,10 @@ def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
 
     clean, kl = logprobs(), []
     for sigma in sigmas:
-        injector = NoiseInjector(
-            model,
-            NoiseSchedule(
-                kind="constant", sigma_start=float(sigma), num_stages=2, total_steps=2 * DRAWS
-            ),
-            "auto",
-            seed=0,
-        )
+        injector = NoiseInjector(model, "auto", seed=0)
         kl.append(0.0)
         for draw in range(DRAWS):
-            injector.apply(DRAWS + draw)
+            injector.apply(NoiseLevel(DRAWS + draw, 1, float(sigma)))
             noisy = logprobs()
             kl[-1] += (noisy.exp() * (noisy - clean)).sum(-1).mean().item() / DRAWS
         injector.remove()

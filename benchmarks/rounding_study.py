@@ -41,7 +41,7 @@ from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.common.files import write_whole
 from mindspeed_qerl.compare.page import interval
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate
-from mindspeed_qerl.local.batch import PromptOrder, build_batch
+from mindspeed_qerl.local.batch import Answer, PromptOrder, build_batch
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
@@ -151,7 +151,7 @@ class Run:
         rows = [self.train[row] for row in self.order.take(recipe.batch.global_batch_size)]
         self.use("sampler")
         prompts, answers, rewards = self.answer(rows, n, seed=1000 * self.seed + number)
-        batch = build_batch(prompts, answers, answers)
+        batch = build_batch([Answer(*pair, pair[1]) for pair in zip(prompts, answers)])
         mask = torch.from_numpy(batch.mask)
         self.use("trainer")
         found = self.policy.log_probs(torch.from_numpy(batch.tokens), mask)

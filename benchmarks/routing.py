@@ -8,13 +8,13 @@ it, what it costs, and whether a policy learns more with it.
 They draw docs/images/routing_{sigma,layers,learning}.png.
 
 sigma: runs of the quickstart with a sigma that rises from stage to stage and a learning rate that
-moves nothing (benchmarks/noise.py), with routing_replay none, record and rollout, in float32 and
-bfloat16: share of routes that the clean trainer would have chosen otherwise, by layer; KL between
-rollout and training policy (k3) and effective sample size, beside sigma^2, the law of a model
-without experts. cost: two runs at a time, with and without replay, on as many cores each; medians
-of the same steps. learning: AQN x replay x token_tis on the quickstart, several seeds; accuracy
-after training, compared with tools/compare_runs.py's statistics. Without noise, in float32, no
-route differs and replay changes no bit (tests/local/test_run.py), so that there is no cell for it.
+moves nothing (benchmarks/noise.py), with and without replay, in float32 and bfloat16: share of
+routes that the clean trainer would have chosen otherwise, by layer; KL between rollout and training
+policy (k3) and effective sample size, beside sigma^2, the law of a model without experts. cost: two
+runs at a time, with and without replay, on as many cores each; medians of the same steps. learning:
+AQN x replay x token_tis on the quickstart, several seeds; accuracy after training, compared with
+tools/compare_runs.py's statistics. Without noise, in float32, no route differs and replay changes
+no bit (tests/local/test_run.py), so that there is no cell for it.
 """
 
 import argparse
@@ -43,7 +43,7 @@ from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
 from mindspeed_qerl.runs.report import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
-MODES = {"none": (RED, "o"), "record": (GREEN, "s"), "rollout": (BLUE, "^")}
+MODES = {"none": (RED, "o"), "rollout": (BLUE, "^")}
 COST_STEPS = 30
 # (aqn, routing_replay, rollout_correction) of the runs that learn
 CELLS = [

@@ -130,7 +130,7 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
         folder / "runs", "sync", config=raw, command=sys.argv, seed=1, data_files={}
     )
     with Progress(1, "sync") as progress, launch(recipe, run) as processes:
-        observer = RunObserver(recipe, run, None, progress, epoch=1)
+        observer = RunObserver(recipe, run, None, progress)
         engine = LocalEngine(recipe, observer, processes, Data(tokenizer, prompts, prompts))
         processes.wait_until_ready()
         seconds = []

@@ -2,18 +2,15 @@
 
 import hashlib
 import logging
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule
-from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
+from mindspeed_qerl.aqn.schedule import NoiseLevel
+from mindspeed_qerl.aqn.targets import NormTarget, select_targets
 
 logger = logging.getLogger(__name__)
-
-DRAWS = 1 << 18  # of a sample of the noise: at weights of 1 and sigma 0.001 they give 1 %
 
 
 @dataclass(frozen=True)
@@ -22,9 +19,8 @@ class NoiseReport:
 
     Attributes:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
-        layers, names: number and module names of the norms that get noise, in stage 0 too.
-        expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
-            multiplier over all weights of these norms.
+        layers: number of the norms that get noise, in stage 0 too.
+        expected_std: sigma, to compare measured_std with.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
             norms, as they lie in the model, i.e. after rounding to its dtype. Far below
             expected_std when BF16 swallows the noise.
@@ -34,13 +30,12 @@ class NoiseReport:
     sigma: float
     stage: int
     layers: int
-    names: tuple[str, ...]
     expected_std: float
     measured_std: float
     changed_fraction: float
 
     def to_metrics(self) -> dict[str, float]:
-        return {f"aqn/{name}": value for name, value in asdict(self).items() if name != "names"}
+        return {f"aqn/{name}": value for name, value in asdict(self).items()}
 
 
 def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -56,71 +51,36 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> to
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_in_bfloat16(weights: Sequence[tuple[torch.Tensor, float]], sigma: float) -> float:
-    """Returns the share of the noise's standard deviation that is left on norms in bfloat16, by a
-    sample. weights: of norms, each with its multiplier; none: of a norm of 1.
-    """
-    weights = weights or [(torch.ones(4096), 1.0)]
-    repeats = -(-DRAWS // sum(weight.numel() for weight, _ in weights))
-    noises = []
-    left = []
-    for number, (weight, factor) in enumerate(weights):
-        clean = weight.bfloat16().repeat(repeats)
-        noise = factor * sigma * standard_normal(0, number, "kept_in_bfloat16", clean.shape)
-        noises.append(noise)
-        left.append((clean + noise).bfloat16().float() - clean.float())
-    return (torch.cat(left).std() / torch.cat(noises).std()).item()
-
-
 class NoiseInjector:
     """Gaussian noise on the norm weights of `model`, in place, on and off.
 
     While noise is on, the weights belong to the injector: call `remove()` before anything syncs,
-    offloads, saves or compares them, and `apply(step)` after. If they were overwritten with the
+    offloads, saves or compares them, and `apply(level)` after. If they were overwritten with the
     noise on, `remove()` raises instead of putting stale values back.
 
     Args:
         model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
-        targets, exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors
-            are raised here; norms with factor 0 get no noise.
+        targets, exclude: see `select_targets`, whose ValueErrors are raised here.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        schedule: NoiseSchedule,
         targets: str | Sequence[str] = "auto",
         exclude: str | Sequence[str] = (),
-        multipliers: Iterable[tuple[str, float]] = (),
         *,
         seed: int,
     ):
-        self.schedule = schedule
         self.seed = seed
-        selected = select_targets(model, targets, exclude)
-        self.targets: list[NormTarget] = []
-        self.multipliers: list[float] = []
-        names = []
-        for target, factor in zip(selected, multipliers_of(selected, multipliers)):
-            if factor:
-                self.targets.append(target)
-                self.multipliers.append(factor)
-                names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
-        if not self.targets:
-            raise ValueError(
-                f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
-                "aqn=off"
-            )
+        self.targets = select_targets(model, targets, exclude)
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
-        logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
-        if not any(schedule.sigmas()):
-            logger.warning(
-                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
-                "stage 0, which is off",
-                schedule.num_stages,
-                schedule.total_steps,
-            )
+        logger.info("AQN targets %d RMSNorm layers: %s", len(self.names), ", ".join(self.names))
+
+    @property
+    def names(self) -> list[str]:
+        """Module names of the norms that get noise."""
+        return [target.name for target in self.targets]
 
     @property
     def is_on(self) -> bool:
@@ -128,48 +88,38 @@ class NoiseInjector:
         return bool(self._applied)
 
     @torch.no_grad()
-    def apply(self, step: int, level: NoiseLevel | None = None) -> NoiseReport:
-        """Adds the noise of `step` to the clean weights (what was on before is removed first) and
+    def apply(self, level: NoiseLevel) -> NoiseReport:
+        """Adds the noise of a step to the clean weights (what was on before is removed first) and
         reports it.
 
-        Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in
-        float32, rounded once to the weight's dtype.
-
-        Args:
-            level: how much; None: what the schedule says by itself.
+        Per weight: float32 noise on the CPU, times sigma, added in float32, rounded once to the
+        weight's dtype.
 
         Raises:
-            ValueError: step is no integer >= 0. RuntimeError: see `remove`.
+            RuntimeError: see `remove`.
         """
-        level = level or self.schedule.level(step)
         self.remove()
         differences = [torch.zeros(1)]  # for stage 0
         if level.sigma:
-            differences = [
-                self._add_noise(step, target, level.sigma * factor)
-                for target, factor in zip(self.targets, self.multipliers)
-            ]
+            differences = [self._add_noise(level, target) for target in self.targets]
         difference = torch.cat(differences)
-        sizes = [target.module.weight.numel() for target in self.targets]
-        squares = (size * factor**2 for size, factor in zip(sizes, self.multipliers))
         report = NoiseReport(
             sigma=level.sigma,
             stage=level.stage,
             layers=len(self.targets),
-            names=tuple(target.name for target in self.targets),
-            expected_std=math.sqrt(sum(squares) / sum(sizes)) * level.sigma,
+            expected_std=level.sigma,
             measured_std=difference.std(correction=0).item(),
             changed_fraction=difference.ne(0).double().mean().item(),
         )
-        self._log(step, report)
+        self._log(level.step, report)
         return report
 
-    def _add_noise(self, step: int, target: NormTarget, sigma: float) -> torch.Tensor:
+    def _add_noise(self, level: NoiseLevel, target: NormTarget) -> torch.Tensor:
         """Adds noise to the weight; returns what it added, float64."""
         weight = target.module.weight
         clean = weight.detach().to("cpu", copy=True)
-        noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
-        noisy = (clean + sigma * noise).to(clean.dtype)  # the sum is float32
+        noise = standard_normal(self.seed, level.step, f"{target.name}.weight", clean.shape)
+        noisy = (clean + level.sigma * noise).to(clean.dtype)  # the sum is float32
         self._applied.append((target, clean, noisy))
         weight.copy_(noisy)
         return noisy.double() - clean.double()

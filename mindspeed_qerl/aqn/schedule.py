@@ -7,24 +7,22 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 Kind = Literal["exponential", "linear", "cosine", "constant", "target"]
-Measure = Literal["k3", "effective_sample_size"]
 KINDS: tuple[str, ...] = get_args(Kind)
-MEASURES: tuple[str, ...] = get_args(Measure)
 # Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm
 # of 128 weights at one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since
 # weights of 1 in bfloat16 show 0.85 to 1.10 of any sigma above 1.5e-3. Narrow enough for noise of
 # the next stage (0.56 in QeRL's schedule) or twice (1.41).
 LEAST_NOISE = 0.8
 MOST_NOISE = 1.25
-LEAST_SIZE = 0.1  # a target below it is one of k3
 
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """The noise of one step: its stage; sigma; what it is to do to the policy, in the units of the
-    schedule's measure, None where it has no target.
+    """The noise of one step, counted from 0: its stage; sigma; the k3 that it is to make, nats per
+    token, None where it has no target.
     """
 
+    step: int
     stage: int
     sigma: float
     target: float | None = None
@@ -42,7 +40,7 @@ class NoiseSchedule:
     - cosine:      sigma_end + (sigma_start - sigma_end) * (1 + cos(pi f)) / 2
     - constant:    sigma_start; sigma_end is not used
     - target:      sigma_start until a step was measured, then what makes the target; sigma_end is
-      not used. The target's distance goes from target_start to target_end as `exponential` does.
+      not used. The target goes from target_start to target_end as `exponential` does.
 
     K=2 has one noisy stage, at sigma_start (QeRL's code gives NaN there). K=1 has only the stage
     that is off: no noise at all.
@@ -54,11 +52,8 @@ class NoiseSchedule:
         num_stages: K, the stage that is off included.
         total_steps: T, the training steps of the run. If T < K some stages are skipped, never the
             first.
-        target_measure: `mismatch/*` that has the target: "k3", nats per token above 0, or
-            "effective_sample_size", in 0..1.
+        target_start, target_end: of `mismatch/k3`, nats per token above 0.
         sigma_min, sigma_max: bounds of the sigma that follows the target.
-        restart_every: steps after which the whole schedule begins anew, the stage that is off
-            included (an epoch, say); T is then this number. None: one schedule over the run.
 
     Raises:
         ValueError: a field is out of its range; the message names the field, its value and the
@@ -70,8 +65,6 @@ class NoiseSchedule:
     sigma_end: float = 0.0005
     num_stages: int = 10
     total_steps: int
-    restart_every: int | None = None
-    target_measure: str = "k3"
     target_start: float = 0.01
     target_end: float = 0.001
     sigma_min: float = 1e-4
@@ -80,13 +73,11 @@ class NoiseSchedule:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"unknown noise schedule {self.kind!r}; known: {', '.join(KINDS)}")
-        counts = [self.num_stages, self.total_steps]
-        if self.restart_every is not None:
-            counts.append(self.restart_every)
+        counts = (self.num_stages, self.total_steps)
         if not all(isinstance(count, int) and count > 0 for count in counts):
             raise ValueError(
-                f"num_stages = {self.num_stages!r}, total_steps = {self.total_steps!r} and "
-                f"restart_every = {self.restart_every!r} must be integers >= 1"
+                f"num_stages = {self.num_stages!r} and total_steps = {self.total_steps!r} must be "
+                "integers >= 1"
             )
         if not (0 < self.sigma_start < math.inf and 0 <= self.sigma_end < math.inf):
             raise ValueError(
@@ -102,16 +93,11 @@ class NoiseSchedule:
             self._check_target()
 
     def _check_target(self) -> None:
-        if self.target_measure not in MEASURES:
-            known = ", ".join(MEASURES)
-            raise ValueError(f"unknown target_measure {self.target_measure!r}; known: {known}")
-        least, most = (0, math.inf) if self.target_measure == "k3" else (LEAST_SIZE, 1)
         for name, target in (("target_start", self.target_start), ("target_end", self.target_end)):
-            if not least < target < most:
+            if not 0 < target < math.inf:
                 raise ValueError(
-                    f"{name} = {target!r} of {self.target_measure} must be above {least} and below "
-                    f"{most} (k3: 0.01, say, effective_sample_size: 0.98); to run without noise, use "
-                    "aqn=off"
+                    f"{name} = {target!r} of k3 must be above 0 and finite (0.01, say); to run "
+                    "without noise, use aqn=off"
                 )
         if not 0 < self.sigma_min <= self.sigma_start <= self.sigma_max < math.inf:
             raise ValueError(
@@ -121,15 +107,13 @@ class NoiseSchedule:
 
     def stage(self, step: int) -> int:
         """Stage of `step`, 0..K-1: floor(step / (T/K)), in integers. As in QeRL, steps from T on
-        stay in the last stage, if nothing restarts.
+        stay in the last stage.
 
         QeRL divides by the rounded float T/K and so enters a few stages one step late, e.g. stage 5
         of T=22, K=10 at step 12.
         """
         if step < 0:
             raise ValueError(f"step must be >= 0, not {step}")
-        if self.restart_every:
-            return step % self.restart_every * self.num_stages // self.restart_every
         return min(step * self.num_stages // self.total_steps, self.num_stages - 1)
 
     def sigma(self, step: int) -> float:
@@ -153,11 +137,9 @@ class NoiseSchedule:
         stage = self.stage(step)
         sigma = self.sigma(step)
         if self.kind != "target" or not sigma:
-            return NoiseLevel(stage, sigma)
-        ends = (distance(self.target_measure, x) for x in (self.target_start, self.target_end))
-        start, end = ends
-        target = start * (end / start) ** self._fraction(stage)
-        return NoiseLevel(stage, sigma, of_distance(self.target_measure, target))
+            return NoiseLevel(step, stage, sigma)
+        decay = (self.target_end / self.target_start) ** self._fraction(stage)
+        return NoiseLevel(step, stage, sigma, self.target_start * decay)
 
     def _fraction(self, stage: int) -> float:
         """Returns which fraction of the way from start to end is behind."""
@@ -166,24 +148,6 @@ class NoiseSchedule:
     def sigmas(self) -> list[float]:
         """`sigma` of every step of the run."""
         return list(map(self.sigma, range(self.total_steps)))
-
-
-def distance(measure: str, value: float) -> float:
-    """Between the noisy policy and the clean one, >= 0: k3 itself, nats per token, or -log of the
-    effective sample size. Both grow as sigma^2 where the noise is small, and are sums over
-    independent causes.
-
-    >>> round(distance("effective_sample_size", 0.9), 4)
-    0.1054
-    """
-    if measure == "k3":
-        return value
-    return -math.log(value) if value > 0 else math.nan
-
-
-def of_distance(measure: str, distance: float) -> float:
-    """The inverse of `distance`."""
-    return distance if measure == "k3" else math.exp(-distance)
 
 
 def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
@@ -198,7 +162,7 @@ def skipped_strongest_noise(schedule: NoiseSchedule) -> str | None:
     >>> skipped_strongest_noise(NoiseSchedule(total_steps=5))[:60]
     'the strongest noise of the schedule, sigma 0.05, is in none '
     """
-    one_step_a_stage = replace(schedule, total_steps=schedule.num_stages, restart_every=None)
+    one_step_a_stage = replace(schedule, total_steps=schedule.num_stages)
     strongest = max(one_step_a_stage.sigmas())
     reached = max(schedule.sigmas())
     if reached == strongest:

@@ -2,16 +2,16 @@
 
 Plappert et al. (arXiv 1706.01905, section 3.1) scale the noise on a policy's parameters by the
 distance that it makes from the clean policy, and let sigma grow or shrink by a factor of 1.01. Here
-that distance is measured in each step (`mismatch/*`) and grows as sigma^2 where the noise is small,
+that distance is measured in each step (`mismatch/k3`) and grows as sigma^2 where the noise is small,
 so that sigma can go where the target is.
 """
 
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule, distance, of_distance
+from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule
 
 # Of the gap to the target, on a log scale, a step closes p / 4, where the distance grows as sigma^p:
 # p is 2 in a smooth model, 1.4 where tokens change experts (docs/results.md).
@@ -22,25 +22,39 @@ FAR_BELOW = 0.1  # of what is wanted; there sigma grows by the logarithm of the 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
 class NoiseController:
     """The noise of each step, by what that of the steps before did: a function of the schedule and
     of what metrics.jsonl has, so that a resumed run, which reads it again, goes on with the same
     bits.
 
-        level = controller.level(step)                # then sample, train, measure
-        values |= controller.measured(step, values)
+        level = noise.level(step)                     # then apply, sample, train
+        metrics |= noise.update(level, metrics)
 
     In its first stage, which is off, it sees what rounding, the rollout's format and other kernels
     do without noise. Of later steps that share is taken off, in proportion to
     `mismatch/sensitivity`, which falls as the policy becomes certain.
+
+    Args:
+        earlier: metrics of the steps before a run was resumed, by step.
     """
 
-    schedule: NoiseSchedule
-    sigma: float | None = None  # None until a step with noise was measured
-    # over the steps without noise that were measured
-    off_distance: float = 0.0
-    off_sensitivity: float = 0.0
+    def __init__(
+        self, schedule: NoiseSchedule, earlier: Mapping[int, Mapping[str, float]] | None = None
+    ):
+        self.schedule = schedule
+        self.sigma: float | None = None  # None until a step with noise was measured
+        # over the steps without noise that were measured
+        self.off_k3 = 0.0
+        self.off_sensitivity = 0.0
+        if not any(schedule.sigmas()):
+            logger.warning(
+                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
+                "stage 0, which is off",
+                schedule.num_stages,
+                schedule.total_steps,
+            )
+        for step, metrics in sorted((earlier or {}).items()):
+            self.update(self.level(step), metrics)
 
     def level(self, step: int) -> NoiseLevel:
         """The noise of `step`, counted from 0."""
@@ -49,23 +63,21 @@ class NoiseController:
             return level
         return replace(level, sigma=self.sigma)
 
-    def measured(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Takes what the noise of `step` did, which the sigma of later steps follows; returns
-        metrics.
+    def update(self, level: NoiseLevel, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Takes what the noise of a step did, which the sigma of later steps follows; returns more
+        metrics of the step.
 
         Args:
-            values: metrics of the step; without `mismatch/*`, where nothing was trained, sigma
-                stays as it is.
+            level: the step's. metrics: of the step; without `mismatch/*`, where nothing was
+                trained, sigma stays as it is.
         """
-        level = self.level(step)
         schedule = self.schedule
-        measure = schedule.target_measure
-        whole = distance(measure, values.get(f"mismatch/{measure}", math.nan))
-        sensitivity = values.get("mismatch/sensitivity", math.nan)
+        whole = metrics.get("mismatch/k3", math.nan)
+        sensitivity = metrics.get("mismatch/sensitivity", math.nan)
         if schedule.kind != "target" or not (math.isfinite(whole) and sensitivity > 0):
             return {}
         if level.target is None:
-            self.off_distance += whole
+            self.off_k3 += whole
             self.off_sensitivity += sensitivity
             return {}
         if not (self.off_sensitivity or self.sigma):
@@ -73,20 +85,20 @@ class NoiseController:
                 "AQN: none of the steps without noise had a signal, so that what rounding and the "
                 "rollout's format do counts as noise, and sigma stays too small"
             )
-        off = self.off_distance / (self.off_sensitivity or 1.0) * sensitivity
+        off = self.off_k3 / (self.off_sensitivity or 1.0) * sensitivity
         reached = whole - off  # below 0 by chance
-        sigma = next_sigma(level.sigma, reached, distance(measure, level.target), off)
+        sigma = next_sigma(level.sigma, reached, level.target, off)
         self.sigma = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
         return {
             "aqn/without_noise": off,
-            f"aqn/target_{measure}": level.target,
-            f"aqn/reached_{measure}": of_distance(measure, reached),
+            "aqn/target_k3": level.target,
+            "aqn/reached_k3": reached,
         }
 
 
 def next_sigma(sigma: float, reached: float, target: float, off: float = 0.0) -> float:
-    """Sigma after a step whose noise made the distance `reached`, beside `off` that is there
-    without noise.
+    """Sigma after a step whose noise made the k3 `reached`, beside `off` that is there without
+    noise.
 
     What was seen of one step scatters in proportion to all of it, so the change is linear in it:
     then steps that saw too much and too little cancel, and the mean of `reached` is the target. (A

@@ -7,7 +7,6 @@ keys of one allowed value are in recipe/keys.yaml, layouts and batches in layout
 """
 
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -31,7 +30,7 @@ from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe, Selection
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
-from mindspeed_qerl.tasks.packed import pack_rows, packed_template_kwargs, read_packed
+from mindspeed_qerl.tasks.packed import pack_rows, packed_template_kwargs
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = True
@@ -46,7 +45,6 @@ GRAPHS_TP = (1, 2, 4)  # tests/upstream/test_graphs.py
 LOCAL_ONLY = {
     "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
     "rollout_quantization.lora": "a sync brings merged weights alone",
-    "rollout_quantization.ignore": "all linear weights are rounded",
     **dict.fromkeys(
         ("hardware_error.rollout", "hardware_error.training", "hardware_error.evaluation"),
         "errors are modelled on the local engine only, NPUs have their own",
@@ -68,15 +66,6 @@ def needed_cpus(recipe: Recipe) -> int:
 def vllm_dp_size(recipe: Recipe) -> int:
     """VLLM_DP_SIZE: upstream's ranks of one expert parallel group serve their own prompts."""
     return recipe.layout.infer_ep if recipe.model.arguments.get("num_experts") else 1
-
-
-def epoch_steps(recipe: Recipe) -> int:
-    """Iterations of one pass over the packed rows; upstream keeps prompts shorter than
-    max_prompt_length (indexed_dataset.py:545).
-    """
-    lengths, _ = read_packed(f"{recipe.task.data_path}_packed_input_ids_document")
-    kept = int((lengths < recipe.sampling.max_prompt_length).sum())
-    return max(1, math.ceil(kept / recipe.batch.global_batch_size))
 
 
 @cache
@@ -268,7 +257,6 @@ def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
     if mode == "none":
         return
     reasons = {
-        "the MindSpeed-RL engine, which replays the rollout's routes only": mode == "record",
         "a model that has no experts": not recipe.model.arguments.get("num_experts"),
         "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
         "in its cache": recipe.npu.enable_prefix_caching,

@@ -1,6 +1,5 @@
 """The run's observer, told of answers as token ids."""
 
-from mindspeed_qerl.ascend.limits import epoch_steps
 from mindspeed_qerl.families import end_tokens
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -25,7 +24,7 @@ class TokenObserver(RunObserver):
     def __init__(
         self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress
     ):
-        super().__init__(recipe, run, metrics, progress, epoch=epoch_steps(recipe))
+        super().__init__(recipe, run, metrics, progress)
         self.tokenizer = load_tokenizer(recipe.model.path)
         self.ends = end_tokens(recipe.model.path) | {self.tokenizer.eos_token_id} - {None}
         self.problems = Prompts(
@@ -51,7 +50,9 @@ class TokenObserver(RunObserver):
         rows = rows_of_labels(texts["labels"], self.packed_rows)
         golds = [row.answer for row in rows]
         rewards = map(float, answers["rm_scores"])
-        self.sampled(step, zip(texts["prompts"], texts["responses"], golds, rewards))
+        names = ("question", "response", "answer", "reward")
+        columns = zip(texts["prompts"], texts["responses"], golds, rewards)
+        self.sampled(step, (dict(zip(names, values)) for values in columns))
 
     def evaluated_tokens(self, step: int, answers: list[list[list[int]]], seconds: float) -> None:
         """`evaluated`, with the token ids of each problem's answers."""

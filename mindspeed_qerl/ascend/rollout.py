@@ -1,6 +1,7 @@
 """vLLM on one NPU rank: upstream's engine with our sampling, noise and quantization."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -10,12 +11,27 @@ from mindspeed_rl.workers import actor_hybrid_worker
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend.graphs import DecodeGraphs
-from mindspeed_qerl.ascend.limits import epoch_steps
 from mindspeed_qerl.ascend.quantized import QuantizedModel
 from mindspeed_qerl.ascend.recorder import AscendRecorder
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
+
+
+@dataclass(frozen=True)
+class RolloutState:
+    """Describes what vLLM samples by from the next weight sync on.
+
+    Attributes:
+        purpose, step: such as "rollout" or "evaluation", after how many updates: the seeds of its
+            prompts are derived from both.
+        noise: of the norms; None: none. quantized: whether linear weights are, if some may be.
+    """
+
+    purpose: str
+    step: int
+    noise: NoiseLevel | None = None
+    quantized: bool = False
 
 
 class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
@@ -25,23 +41,16 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
 
     Attributes:
         injector, quantized, recorder, graphs: None where there is no noise, no quantization, no
-            replay of the rollout's routes, no captured decoding. quantizes: whether the next weight
-            sync brings quantized weights.
-        noise_step: the step, from 0, whose noise the next weight sync brings; None: a clean model.
-        noise_level: how much; None: what the schedule says by itself.
-        noise_report: of the last sync. seed_of: "rollout" or "evaluation", and the step: what the
-            next prompts' seeds are derived from.
+            replay of the rollout's routes, no captured decoding. state: of the next weight sync.
+            noise_report: of the last one.
     """
 
     injector: NoiseInjector | None = None
     quantized: QuantizedModel | None = None
     recorder: AscendRecorder | None = None
     graphs: DecodeGraphs | None = None
-    quantizes = False
-    noise_step: int | None = None
-    noise_level: NoiseLevel | None = None
+    state = RolloutState("rollout", 0)
     noise_report: NoiseReport | None = None
-    seed_of = ("rollout", 0)
 
     def __init__(self, *args, **kwargs):
         """Upstream's; log-probs are of the distribution that is drawn from, temperature included,
@@ -59,9 +68,8 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
 
     def add_ours(self, recipe: Recipe) -> None:
         """Adds what `recipe` asks for and upstream lacks."""
-        if recipe.noise.enabled:
-            arguments = recipe.noise_arguments(epoch_steps(recipe))
-            self.injector = NoiseInjector(self.model, **arguments)
+        if noise := recipe.noise_arguments:
+            self.injector = NoiseInjector(self.model, **noise)
         if recipe.quantization.enabled:
             self.quantized = QuantizedModel(self.model, recipe.quantization.format)
         if recipe.algorithm.routing_replay == "rollout":
@@ -97,11 +105,11 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         (megatron_weight_loaders.py:225,238), so nothing of it can reach the training weights.
         """
         super().sync_model_weights(params, load_format)
-        if self.quantized is not None and self.quantizes:
+        if self.quantized is not None and self.state.quantized:
             self.quantized.quantize()
         self.noise_report = None
-        if self.injector is not None and self.noise_step is not None:
-            self.noise_report = self.injector.apply(self.noise_step, self.noise_level)
+        if self.injector is not None and self.state.noise is not None:
+            self.noise_report = self.injector.apply(self.state.noise)
 
     def offload_model_weights(self):
         """Upstream's; the noise goes first, since afterwards the weights lie elsewhere, and int8
@@ -150,6 +158,6 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         params = self.sampling_params.clone()
         params.logprobs = 0  # of the sampled token alone
         if params.seed is not None:
-            purpose, step = self.seed_of
-            params.seed = derived_seed(params.seed, f"{purpose}/{prompt}", step)
+            purpose = f"{self.state.purpose}/{prompt}"
+            params.seed = derived_seed(params.seed, purpose, self.state.step)
         return params

@@ -25,10 +25,12 @@ from mindspeed_qerl.algorithm.advantages import (
     rewards_less_kl,
 )
 from mindspeed_qerl.algorithm.metrics import groups_with_signal, merge, reward_metrics
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend.observer import TokenObserver
 from mindspeed_qerl.ascend.resume import write_digests, write_position
 from mindspeed_qerl.ascend.routing import COLUMN, row_fault
 from mindspeed_qerl.common.errors import EngineError
+from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.proof import arrival_metrics, join
 from mindspeed_qerl.quantization.weights import weight_errors
@@ -90,7 +92,8 @@ class QeRLTrainer(RayGRPOTrainer):
     signal.) Weights & Biases itself is written from the run directory (run.wandb_project).
 
     Attributes:
-        step: updates so far. tokens, routes: of this step, that each epoch is to train, and to
+        step: updates so far. noise, level: of the run, and of the step under way; None: a run
+            without. tokens, routes: of this step, that each epoch is to train, and to
             replay routes of. values: metrics of this step. batches_asked: of prompts, in the whole
             run.
     """
@@ -99,22 +102,22 @@ class QeRLTrainer(RayGRPOTrainer):
         grpo_trainer_hybrid.DataStrategy = OurDataStrategy
         self.observer = observer
         self.recipe = observer.recipe
+        self.noise = controller_of(self.recipe, observer.earlier)
         self.replays = self.recipe.algorithm.routing_replay != "none"
         self.routers = read_shape(self.recipe.model.path).routers
         super().__init__(*args, **kwargs)
         self.batches_asked = self.actor_worker.rl_config.batches_asked
         self.values: dict[str, float] = {}
         self.step = self.tokens = self.routes = 0
+        self.level: NoiseLevel | None = None
         self.wandb = self
 
     def fit(self, data_iters):
         """Runs upstream's loop, after an evaluation before the first step."""
         self.step = self.actor_worker.get_iteration()
         self.batches = data_iters
-        self.observer.begin(self.on_ranks("count_adapters"))
-        if self.recipe.noise.enabled:
-            self.observer.noise_targets(self.on_ranks("noise_targets")[0])
-            self._set_noise()
+        self.observer.begin(self.on_ranks("count_adapters"), self.on_ranks("noisy_norms")[0])
+        self._set_noise()
         if self.step == 0:
             self._evaluate()
         super().fit(data_iters)
@@ -122,8 +125,9 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _set_noise(self) -> None:
         """Tells the ranks how much noise the next step has."""
-        if level := self.observer.noise_level(self.step + 1):
-            self.on_ranks("set_noise", level)
+        if self.noise:
+            self.level = self.noise.level(self.step)
+            self.on_ranks("set_noise", self.level)
 
     def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Returns what `method` of the worker returns on each rank."""
@@ -326,7 +330,9 @@ class QeRLTrainer(RayGRPOTrainer):
             movements, unlike = zip(*self.on_ranks("prove"))
             proof = join(movements), {*chain(*unlike)}
             values |= arrival_metrics(proof[0])
-        self.observer.stepped(iteration, values, self.tokens, self.routes)
+        if self.noise and self.level:
+            values |= self.noise.update(self.level, values)
+        self.observer.stepped(iteration, values, self.tokens, self.routes, self.level)
         if proof:
             self.observer.proved(iteration, *proof)
         self._set_noise()

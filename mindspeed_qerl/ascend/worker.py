@@ -6,6 +6,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 
 import ray
@@ -18,7 +19,7 @@ from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend import graphs, loss, ports, proof, routing, weights
 from mindspeed_qerl.ascend.merging import add_dither
-from mindspeed_qerl.ascend.rollout import QeRLInferEngine
+from mindspeed_qerl.ascend.rollout import QeRLInferEngine, RolloutState
 from mindspeed_qerl.common.files import forget_shared_memory
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.adapters import adapters_disabled
@@ -27,6 +28,7 @@ from mindspeed_qerl.routing.replay import Counts
 
 # Stages of upstream's worker that get the routes, if some are replayed.
 REPLAYED = ("actor_log_prob", "actor_train")
+PROOF = RolloutState("proof", 0)
 
 
 @ray.remote(resources={"NPU": 0.7})
@@ -40,6 +42,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         super().__init__(*args, **kwargs)
         self.recipe = self.rl_config.qerl
         self.batches_sampled = Counter()  # by iteration
+        self.noise: NoiseLevel | None = None  # of the next rollouts
 
     def setup_distributed_rank(self):
         """Upstream's, which initialises Megatron; our classes are put in place before the model is
@@ -98,15 +101,14 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def generate_sequences(self):
         """Samples one batch as upstream does, with this iteration's noise."""
-        rollout = self.inference_model
         batch = self.batches_sampled[self.iteration]
         self.batches_sampled[self.iteration] += 1
         # an earlier batch of this iteration left them on the CPU
         if batch and self.generate_config.offload_train_param:
             self.actor_offloader.onload_param()
-        rollout.noise_step = self.iteration
-        rollout.quantizes = True
-        rollout.seed_of = (f"rollout {batch}" if batch else "rollout", self.iteration)
+        purpose = f"rollout {batch}" if batch else "rollout"
+        state = RolloutState(purpose, self.iteration, self.noise, quantized=True)
+        self.inference_model.state = state
         super().generate_sequences()
 
     def sync_generate_process(self, batch_data, experience_count, index, pad_token_id):
@@ -187,8 +189,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         groups = self._world_size // tp
         last = len(prompts) - 1
         share = [min(start + group, last) for start in range(0, len(prompts), groups)]
-        rollout.seed_of = "evaluation", step
-        with self._synced(self.recipe.quantization.evaluation):
+        quantized = self.recipe.quantization.evaluation
+        with self._synced(RolloutState("evaluation", step, quantized=quantized)):
             chosen = [prompts[index] for index in share]
             answered = rollout.sample(chosen, n=n, temperature=temperature)
         if self._rank % tp:
@@ -197,12 +199,11 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         return dict(zip(share, token_ids))
 
     @contextmanager
-    def _synced(self, quantizes: bool = False) -> Iterator[None]:
-        """vLLM with the current weights, noise off; afterwards the training weights are where they
+    def _synced(self, state: RolloutState = PROOF) -> Iterator[None]:
+        """vLLM with the current weights, in `state`; afterwards the training weights are where they
         were.
         """
-        self.inference_model.noise_step = None
-        self.inference_model.quantizes = quantizes
+        self.inference_model.state = state
         self.sharding_manager.enter_infer_mode()
         yield
         self.sharding_manager.exit_infer_mode()
@@ -231,7 +232,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         unlike = []
         multiplied = {}
         if rollout.quantized:
-            with self._synced(quantizes=True):
+            with self._synced(replace(PROOF, quantized=True)):
                 used = rollout.quantized.used()
             multiplied = {name: (used[name], used_base[name]) for name in used}
         copies = proof.Copies(self._world_size, self.recipe.layout, shape.num_key_value_heads)
@@ -255,11 +256,12 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
 
     def set_noise(self, level: NoiseLevel) -> None:
         """Sets how much noise the next rollouts have."""
-        self.inference_model.noise_level = level
+        self.noise = level
 
-    def noise_targets(self) -> list[str]:
-        """Names of the norms that noise goes on."""
-        return [target.name for target in self.inference_model.injector.targets]
+    def noisy_norms(self) -> list[str]:
+        """Names of the norms that noise goes on, if there is some."""
+        injector = self.inference_model.injector
+        return injector.names if injector else []
 
     def noise_metrics(self) -> dict[str, float]:
         """Returns the metrics of the last sync's noise; none without any."""

@@ -75,7 +75,7 @@ def tell_mismatch(
         known = mask.bool() & sampled.isfinite()  # TRL has NaN where vLLM told nothing
         found.append(mismatch(sampled, trained, known))
     metrics = merge(found)
-    names = ("mismatch/k3", "mismatch/effective_sample_size", "mismatch/sensitivity")
+    names = ("mismatch/k3", "mismatch/sensitivity")
     values = {}
     for name in names:
         fields = torch.stack([value.double() for value in vars(metrics[name]).values()])

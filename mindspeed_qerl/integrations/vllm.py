@@ -308,13 +308,9 @@ class WorkerRollout:
                 "default, and both with vLLM in their own process (mode colocate)"
             )
         if self.controller is None:
-            self.controller = NoiseController(schedule)
-            for earlier, values in sorted(self._measured_before(step).items()):
-                self.controller.measured(earlier, values)
-        injector = NoiseInjector(
-            self.model, schedule, settings.targets, settings.exclude, seed=settings.seed
-        )
-        report = injector.apply(step, self.controller.level(step))
+            self.controller = NoiseController(schedule, self._measured_before(step))
+        injector = NoiseInjector(self.model, settings.targets, settings.exclude, seed=settings.seed)
+        report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step
         if step == schedule.total_steps:
@@ -328,7 +324,7 @@ class WorkerRollout:
             "noise",
             step=step,
             total_steps=schedule.total_steps,
-            names=list(report.names),
+            names=injector.names,
             **metrics,
         )
 
@@ -338,7 +334,7 @@ class WorkerRollout:
         """
         if self.controller and self.measured_step != self.noise_step:
             step = self.measured_step = self.noise_step
-            metrics = self.controller.measured(step, values)
+            metrics = self.controller.update(self.controller.level(step), values)
             self._write("measured", step=step, **values, **metrics)
             if not values["mismatch/sensitivity"] > 0:
                 logger.warning("AQN: no log-prob of this step is known, so that sigma stays")

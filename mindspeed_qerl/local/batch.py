@@ -2,8 +2,10 @@
 Megatron's ranks.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -40,8 +42,44 @@ class PromptOrder:
         return chosen
 
 
+@dataclass
+class Answer:
+    """A sampled answer, from the sampler to the batch. In lists those to one prompt are side by
+    side.
+
+    Attributes:
+        prompt, token_ids: of the question and of the answer, with the end token, if it was reached.
+        logprobs: of `token_ids` under the policy that sampled, if they are needed.
+        is_truncated: whether the limit cut it off.
+        routes: [prompt + answer - 1, layers, top_k], the experts that its tokens went to, if they
+            were recorded.
+        question, text, expected: of the task's row, of this answer, and the right one.
+        reward: of length, too. scores: of each verifier. Like the texts, once it is scored.
+    """
+
+    prompt: Sequence[int]
+    token_ids: list[int]
+    logprobs: Sequence[float]
+    is_truncated: bool = False
+    routes: Any = field(default=None, compare=False)  # arrays are not one bool
+    question: str = ""
+    text: str = ""
+    expected: str = ""
+    reward: float = math.nan
+    scores: dict[str, float] = field(default_factory=dict)
+
+    def view(self) -> dict[str, Any]:
+        """Returns what the report keeps of it: a row of rollouts.jsonl."""
+        return {
+            "question": self.question,
+            "response": self.text,
+            "answer": self.expected,
+            "reward": self.reward,
+        }
+
+
 @dataclass(frozen=True)
-class Batch:
+class TrainBatch:
     """Sequences of prompt and completion. Position t of the [N, L-1] arrays speaks of token t + 1,
     as logits do.
     """
@@ -63,7 +101,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def rows(self, index: np.ndarray) -> "Batch":
+    def rows(self, index: np.ndarray) -> "TrainBatch":
         """The rows `index`, trimmed to the longest of them."""
         longest = int(self.lengths[index].max())
         parts = {}
@@ -72,20 +110,19 @@ class Batch:
                 part = value[index]
                 width = longest if name == "tokens" else longest - 1
                 parts[name] = part if part.ndim == 1 else part[:, :width]
-        return Batch(**parts)
+        return TrainBatch(**parts)
 
-    def routes_by_position(self, length: int) -> tuple[np.ndarray | None, np.ndarray]:
+    def routes_by_position(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Padded to `length`, in Megatron's order, position by position: `routes` [length N,
-        layers, top_k], if there are some, and which of these tokens have some, bool [length N].
+        layers, top_k], and which of these tokens have some, bool [length N].
         """
+        assert self.routes is not None, "the rollout recorded them"
         known = (np.arange(length)[:, None] < self.lengths - 1).flatten()
-        if self.routes is None:
-            return None, known
         routes = self.routes.swapaxes(0, 1)
         routes = np.pad(routes, [(0, length - len(routes)), (0, 0), (0, 0), (0, 0)])
         return routes.reshape(-1, *routes.shape[2:]), known
 
-    def padded(self, count: int) -> "Batch":
+    def padded(self, count: int) -> "TrainBatch":
         """With `count` more rows that have no token to train: copies of the first one, so that
         ranks share equally.
         """
@@ -96,35 +133,25 @@ class Batch:
         return batch
 
 
-def build_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-    logprobs: Sequence[Sequence[float]],
-    advantages: np.ndarray | None = None,
-    routes: Sequence[np.ndarray] | None = None,
-) -> Batch:
-    """One row per completion; `prompts[i]` is the prompt of `completions[i]`, `logprobs[i]` the log
-    probabilities of its tokens, `routes[i]` [length - 1, layers, top_k] the experts that its tokens
-    went to, prompt included. advantages: None, zeros.
-    """
-    starts = np.array([len(prompt) for prompt in prompts])
-    lengths = starts + [len(completion) for completion in completions]
+def build_batch(answers: Sequence[Answer]) -> TrainBatch:
+    """One row for each of `answers`, with their routes, if they have some; advantages of 0."""
+    starts = np.array([len(answer.prompt) for answer in answers])
+    lengths = starts + [len(answer.token_ids) for answer in answers]
     position = np.arange(lengths.max())
     known = position < lengths[:, None]
     tokens = np.zeros(known.shape, dtype=np.int64)
-    tokens[known] = np.concatenate([[*p, *c] for p, c in zip(prompts, completions)])
+    tokens[known] = np.concatenate([[*answer.prompt, *answer.token_ids] for answer in answers])
     followed = known[:, 1:]
     mask = followed & (position[1:] >= starts[:, None])
     rollout_logprobs = np.zeros(mask.shape, dtype=np.float32)
-    rollout_logprobs[mask] = np.concatenate(logprobs)
-    if advantages is None:
-        advantages = np.zeros(len(tokens))
+    rollout_logprobs[mask] = np.concatenate([answer.logprobs for answer in answers])
     replayed = None
-    if routes is not None:
-        replayed = np.zeros((*mask.shape, *routes[0].shape[1:]), dtype=routes[0].dtype)
-        replayed[followed] = np.concatenate(routes)
-    advantages = np.asarray(advantages, dtype=np.float32)
-    return Batch(tokens, lengths, mask, rollout_logprobs, advantages, routes=replayed)
+    if answers[0].routes is not None:
+        routes = np.concatenate([answer.routes for answer in answers])
+        replayed = np.zeros((*mask.shape, *routes.shape[1:]), dtype=routes.dtype)
+        replayed[followed] = routes
+    advantages = np.zeros(len(tokens), dtype=np.float32)
+    return TrainBatch(tokens, lengths, mask, rollout_logprobs, advantages, routes=replayed)
 
 
 def deal(lengths: np.ndarray, size: int, ranks: int) -> list[list[np.ndarray]]:

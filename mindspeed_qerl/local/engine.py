@@ -2,8 +2,6 @@
 what they need.
 """
 
-import math
-
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
 from mindspeed_qerl.local.data import load_data
@@ -41,6 +39,5 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         from mindspeed_qerl.local.loop import LocalEngine  # torch: seconds
 
         data = load_data(recipe, run, progress)
-        epoch = math.ceil(len(data.train.rows) / recipe.batch.global_batch_size)
-        observer = RunObserver(recipe, run, metrics, progress, epoch)
+        observer = RunObserver(recipe, run, metrics, progress)
         LocalEngine(recipe, observer, processes, data).train()

@@ -15,7 +15,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,10 +176,10 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
             kind = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
             tell(f"{len(task.rows)} questions, {kind}")
             seed = derived_seed(job.seed, f"evaluation {name}", step)
-            answers = list(chain(*sample(task.prompts, n, temperature, seed)))
+            answers = sample(task.prompts, n, temperature, seed)
             tokens = [answer.token_ids for answer in answers]
             texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            truncated = [answer.truncated for answer in answers]
+            truncated = [answer.is_truncated for answer in answers]
             summary[name], written[name] = evaluate_answers(
                 task.rows, texts, truncated, n, job.verifier
             )
@@ -248,9 +247,9 @@ def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> st
 
 
 def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
-    """(prompts, n, temperature, seed) -> n completions for each prompt."""
+    """(prompts, n, temperature, seed) -> n answers to each prompt."""
     from mindspeed_qerl.families.checkpoint import Checkpoint
-    from mindspeed_qerl.local.rollout import RolloutEngine
+    from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
     from mindspeed_qerl.local.serving import complete, start_vllm
 
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -269,7 +268,8 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
         def sample(prompts: Any, n: int, temperature: float, seed: int) -> Any:
             sampling = common | {"temperature": temperature}
             error = job.hardware_error
-            return engine.generate(prompts, n, seed, sampling, hardware_error=error)[0]
+            request = RolloutRequest(prompts, n, seed, sampling, hardware_error=error)
+            return engine.generate(request)[0]
 
         return sample
     if job.tensor_parallel_size == 1:

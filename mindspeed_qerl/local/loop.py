@@ -11,30 +11,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mindspeed_qerl.algorithm.advantages import overlong_penalty
 from mindspeed_qerl.algorithm.metrics import groups_with_signal, reward_metrics
 from mindspeed_qerl.aqn.injector import NoiseReport
-from mindspeed_qerl.common.seeds import derived_seed
+from mindspeed_qerl.aqn.schedule import NoiseLevel
+from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.local import arithmetic, checkpoint
-from mindspeed_qerl.local.batch import Batch, PromptOrder, deal
+from mindspeed_qerl.local.batch import Answer, PromptOrder, TrainBatch, deal
 from mindspeed_qerl.local.data import Data
 from mindspeed_qerl.local.processes import Processes, WorkerError, recorded_routers
 from mindspeed_qerl.local.rank import TrainRank
-from mindspeed_qerl.local.rollout import RolloutEngine
+from mindspeed_qerl.local.rollout import RolloutEngine, evaluation_request, training_request
 from mindspeed_qerl.local.sampled import (
-    Answer,
     answer_metrics,
     check_answers,
     select,
     tokens_to_replay,
     tokens_to_train,
 )
-from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.lora.proof import Movement, arrival_metrics
 from mindspeed_qerl.recipe.types import Layout, Recipe
 from mindspeed_qerl.runs.observer import RunObserver
@@ -62,6 +61,7 @@ class LocalEngine:
         self.processes = processes
         self.data = data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
+        self.noise = controller_of(recipe, observer.earlier)
         self.routers = recorded_routers(recipe)
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = defaultdict(float)  # of the parts of this iteration
@@ -79,10 +79,8 @@ class LocalEngine:
         observer = self.observer
         processes = self.processes
         processes.wait_until_ready()
-        if recipe.noise.enabled:
-            noise = recipe.noise_arguments(observer.epoch)
-            processes.on_rollout(RolloutEngine.add_noise, noise)
-        observer.begin(processes.on_ranks(TrainRank.describe))
+        norms = processes.on_rollout(RolloutEngine.noisy_norms)
+        observer.begin(processes.on_ranks(TrainRank.describe), norms)
         seconds = time.perf_counter() - processes.started
         observer.run.record(processes=processes.pids, engine_start_seconds=seconds)
         done = self.restore() if recipe.run.resume else 0
@@ -105,7 +103,8 @@ class LocalEngine:
         observer = self.observer
         started = time.perf_counter()
         self.seconds.clear()
-        answers, kept, noise = self.gather(step)
+        level = self.noise.level(step - 1) if self.noise else None
+        answers, kept, report = self.gather(step, level)
         n = recipe.batch.samples_per_prompt
         groups = len(answers) // n
 
@@ -122,7 +121,7 @@ class LocalEngine:
         metrics["selection/sampled_groups"] = groups
         metrics["selection/trained_groups"] = len(kept) // n
         if self.routers:
-            captured = (answer.completion.routes for answer in answers)
+            captured = (answer.routes for answer in answers)
             metrics["routing/captured_tokens"] = sum(map(len, captured))
         if batch is not None and tokens:
             if recipe.algorithm.routing_replay != "none":
@@ -139,15 +138,19 @@ class LocalEngine:
             if observer.wants_proof(step, metrics.get("grad_norm", 0.0)):
                 movement = self.movement()
                 metrics |= arrival_metrics(movement)
-        if noise:
-            metrics |= noise.to_metrics()
+        if report:
+            metrics |= report.to_metrics()
         metrics |= self.seconds
         metrics["time/step"] = time.perf_counter() - started
-        observer.stepped(step, metrics, tokens, routes)
+        if self.noise and level:
+            metrics |= self.noise.update(level, metrics)
+        observer.stepped(step, metrics, tokens, routes, level)
         if movement is not None:
             observer.proved(step, movement)
 
-    def gather(self, step: int) -> tuple[list[Answer], list[Answer], NoiseReport | None]:
+    def gather(
+        self, step: int, noise: NoiseLevel | None
+    ) -> tuple[list[Answer], list[Answer], NoiseReport | None]:
         """Scored answers, those that are trained, and what the noise did. With dynamic sampling
         batches are sampled until enough groups have answers of different rewards (upstream's
         trainer/dapo_trainer_hybrid.py; where it ends the run, too few groups, those are trained
@@ -155,9 +158,9 @@ class LocalEngine:
         """
         selection = self.recipe.selection
         n = self.recipe.batch.samples_per_prompt
-        answers, noise = self.sample(step)
+        answers, report = self.sample(step, noise)
         if not selection.filter_groups_enable:
-            return answers, answers, noise
+            return answers, answers, report
         batches = 1
         wanted = selection.filter_groups_train_batch_size
         metric = selection.filter_groups_metric or ""
@@ -166,51 +169,48 @@ class LocalEngine:
             groups = np.flatnonzero(groups_with_signal(scores, n))[:wanted]
             if len(groups) == wanted or batches == selection.filter_groups_max_batches:
                 rows = (groups[:, None] * n + np.arange(n)).flatten()
-                return answers, [answers[row] for row in rows], noise
+                return answers, [answers[row] for row in rows], report
             self.observer.still_sampling(step, batches, len(groups), wanted)
-            answers += self.sample(step, batches)[0]
+            answers += self.sample(step, noise, batches)[0]
             batches += 1
 
-    def sample(self, step: int, batch: int = 0) -> tuple[list[Answer], NoiseReport | None]:
-        """Answers to the next prompts, by the synced weights with the noise of this step on, and
-        their rewards; `batch` counts those of one step.
+    def sample(
+        self, step: int, noise: NoiseLevel | None, batch: int = 0
+    ) -> tuple[list[Answer], NoiseReport | None]:
+        """Answers to the next prompts, by the synced weights with `noise` on, and their rewards;
+        `batch` counts those of one step.
         """
         recipe = self.recipe
         task = self.data.train
-        n = recipe.batch.samples_per_prompt
         selection = recipe.selection
         with self._timed("rollout"):
             chosen = self.order.take(recipe.batch.global_batch_size)
             prompts = [task.prompts[i] for i in chosen]
-            completions, noise = self._generate(prompts, n, "rollout", step, batch)
-        if noise and step == 1 and not batch:
-            self.observer.noise_targets(noise.names)
+            end = self.data.tokenizer.eos_token_id
+            request = training_request(recipe, prompts, end, step, batch, noise)
+            answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         with self._timed("reward"):
-            rows = [task.rows[i] for i in np.repeat(chosen, n)]
-            texts = self._decode(completions)
+            rows = [task.rows[i] for i in np.repeat(chosen, recipe.batch.samples_per_prompt)]
+            texts = self._decode(answers)
             rewards, scores = score(recipe.task.verifiers, texts, rows)
             if selection.overlong_buffer_enable:
                 rewards = rewards + overlong_penalty(
-                    np.array([len(completion.token_ids) for completion in completions]),
+                    np.array([len(answer.token_ids) for answer in answers]),
                     selection.rollout_max_tokens,
                     selection.overlong_buffer,
                     selection.overlong_buffer_penalty_factor,
                 )
-            answers = []
-            rollouts = []
-            for i, row in enumerate(rows):
-                text = texts[i]
-                reward = float(rewards[i])
-                own_scores = {name: values[i] for name, values in scores.items()}
-                answers.append(
-                    Answer(row, prompts[i // n], completions[i], text, reward, own_scores)
-                )
-                rollouts.append((row.question, text, row.answer, reward))
-            self.observer.sampled(step, rollouts)
+            for i, (answer, row) in enumerate(zip(answers, rows)):
+                answer.question = row.question
+                answer.text = texts[i]
+                answer.expected = row.answer
+                answer.reward = float(rewards[i])
+                answer.scores = {name: values[i] for name, values in scores.items()}
+            self.observer.sampled(step, (answer.view() for answer in answers))
             check_answers(answers, self.routers)
-        return answers, noise
+        return answers, report
 
-    def logprobs_before(self, batch: Batch) -> np.ndarray:
+    def logprobs_before(self, batch: TrainBatch) -> np.ndarray:
         """Before the update, by the policy and by the base model, float32 [2, N, L-1]."""
         logprobs = np.zeros((2, *batch.mask.shape), dtype=np.float32)
         with self._timed("logprobs"):
@@ -222,7 +222,7 @@ class LocalEngine:
                 logprobs[:, index, : shard.shape[2]] = shard
         return logprobs
 
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
         metrics = self._on_shards(TrainRank.train, batch, self.recipe.batch.epochs)[0]
         for part in ("time/logprobs", "time/update"):
@@ -257,13 +257,15 @@ class LocalEngine:
         started = time.perf_counter()
         task = self.data.test
         self.progress("evaluation")
-        n = self.recipe.evaluation.samples_per_problem
         verifier = self.recipe.task.verifier_function[0]
-        answers, noise = self._generate(task.prompts, n, "evaluation", step)
-        truncated = [answer.truncated for answer in answers]
-        result, written = evaluate_answers(task.rows, self._decode(answers), truncated, n, verifier)
+        end = self.data.tokenizer.eos_token_id
+        request = evaluation_request(self.recipe, task.prompts, end, step)
+        answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
+        truncated = [answer.is_truncated for answer in answers]
+        texts = self._decode(answers)
+        result, written = evaluate_answers(task.rows, texts, truncated, request.n, verifier)
         seconds = time.perf_counter() - started
-        sigma = noise.sigma if noise else 0.0
+        sigma = report.sigma if report else 0.0
         self.observer.evaluated(step, result, written, seconds, sigma)
 
     def save(self, step: int) -> None:
@@ -317,50 +319,15 @@ class LocalEngine:
         yield
         self.seconds[f"time/{part}"] += time.perf_counter() - started
 
-    def _generate(
-        self,
-        prompts: Sequence[list[int]],
-        n: int,
-        purpose: Literal["rollout", "evaluation"],
-        step: int,
-        batch: int = 0,
-    ) -> tuple[list[Completion], NoiseReport | None]:
-        """`n` answers to each prompt, side by side, drawn with the seed of this purpose, step and
-        batch; rollouts with noise.
-        """
-        recipe = self.recipe
-        eos = self.data.tokenizer.eos_token_id
-        is_rollout = purpose == "rollout"
-        settings = recipe.sampling if is_rollout else recipe.evaluation
-        sampling = {
-            "max_tokens": recipe.sampling.max_tokens,
-            "stop_token_ids": [] if eos is None else [eos],
-            "temperature": settings.temperature,
-            "logprobs": 0 if is_rollout else None,
-        }
-        groups, noise = self.processes.on_rollout(
-            RolloutEngine.generate,
-            prompts,
-            n,
-            derived_seed(recipe.run.seed, f"{purpose} {batch}" if batch else purpose, step),
-            sampling,
-            step - 1 if is_rollout else None,
-            self.observer.noise_level(step) if is_rollout else None,
-            recipe.hardware_error.arguments(purpose),
-            is_rollout,
-            is_rollout or recipe.quantization.evaluation,
-        )
-        return [answer for group in groups for answer in group], noise
-
-    def _decode(self, answers: Sequence[Completion]) -> list[str]:
+    def _decode(self, answers: Sequence[Answer]) -> list[str]:
         tokens = [answer.token_ids for answer in answers]
         return self.data.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
-    def _shares(self, batch: Batch) -> list[list[np.ndarray]]:
+    def _shares(self, batch: TrainBatch) -> list[list[np.ndarray]]:
         """Per data-parallel rank, its rows of each mini-batch."""
         return deal(batch.lengths, self.recipe.batch.mini_answers, self.recipe.layout.dp)
 
-    def _on_shards(self, method: Callable, batch: Batch, *arguments: Any) -> list:
+    def _on_shards(self, method: Callable, batch: TrainBatch, *arguments: Any) -> list:
         """`method` of each rank on its shard of each mini-batch; ranks that share one data-parallel
         rank's layers get the same.
         """

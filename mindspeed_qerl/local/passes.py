@@ -2,8 +2,8 @@
 schedule (with one pipeline stage: forward, backward, forward, ...).
 """
 
-import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from mindspeed_qerl.algorithm.losses import (
     token_logprobs,
 )
 from mindspeed_qerl.algorithm.metrics import Mean, Metric
-from mindspeed_qerl.local.batch import Batch
+from mindspeed_qerl.local.batch import TrainBatch
 from mindspeed_qerl.local.place import Place
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay
@@ -52,18 +52,13 @@ class Passes:
         self.temperature = recipe.sampling.temperature
 
     @torch.no_grad()
-    def logprobs(
-        self, shard: Batch, size: int, taken: list[MicroBatch] | None = None
-    ) -> np.ndarray:
+    def logprobs(self, shard: TrainBatch, size: int) -> np.ndarray:
         """Log probabilities of the tokens, float32 [N, L-1]; zeros but on the last pipeline stage.
-
-        Args:
-            size: answers in a micro-batch.
-            taken: is given the routes that each micro-batch took.
+        size: answers in a micro-batch.
         """
-        return self._assembled(shard, size, self._run(shard, size, taken=taken))
+        return self._assembled(shard, size, self._run(shard, size))
 
-    def train(self, shard: Batch, divisor: float) -> list[dict[str, Metric]]:
+    def train(self, shard: TrainBatch, divisor: float) -> list[dict[str, Metric]]:
         """Add to the parameters' gradients; returns the metrics of each micro-batch, with tensors
         of the device in them. RuntimeError where a log probability is none. divisor: of the loss,
         for the whole mini-batch.
@@ -73,20 +68,14 @@ class Passes:
         self._assembled(shard, size, [logprobs for _, logprobs in results])
         return [metrics for metrics, _ in results]
 
-    def _run(
-        self,
-        shard: Batch,
-        size: int,
-        divisor: float | None = None,
-        taken: list[MicroBatch] | None = None,
-    ) -> list:
+    def _run(self, shard: TrainBatch, size: int, divisor: float | None = None) -> list:
         """Yields what `_logprobs` gives of each micro-batch, or with a divisor `_trained`."""
         from megatron.core.pipeline_parallel import schedules
 
         starts = range(0, len(shard), size)
         micros = [shard.rows(np.arange(start, min(start + size, len(shard)))) for start in starts]
         return schedules.forward_backward_pipelining_without_interleaving(
-            forward_step_func=partial(self._forward, divisor, taken),
+            forward_step_func=partial(self._forward, divisor),
             data_iterator=iter(micros),
             model=self.model,
             num_microbatches=len(micros),
@@ -97,11 +86,7 @@ class Passes:
         )
 
     def _forward(
-        self,
-        divisor: float | None,
-        taken: list[MicroBatch] | None,
-        micros: Iterator[Batch],
-        model: nn.Module,
+        self, divisor: float | None, micros: Iterator[TrainBatch], model: nn.Module
     ) -> tuple[torch.Tensor, Any]:
         """A forward step of the schedule: the output of this stage, and what makes a result of it,
         if it is the last one.
@@ -116,30 +101,20 @@ class Passes:
         padding = -length % self.place.tp_size  # tensor parallel ranks share the sequence
         tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, padding))))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with self._routed(micro, tokens.shape[1], taken):
+        with self._replaying(micro, tokens.shape[1]):
             output = model(tokens, positions, None)
         tokens = tokens[:, first + 1 : length]
         if divisor is None:
             return output, partial(self._logprobs, tokens)
         return output, partial(self._trained, micro, tokens, first, divisor)
 
-    @contextlib.contextmanager
-    def _routed(self, micro: Batch, length: int, taken: list[MicroBatch] | None) -> Iterator[None]:
-        """Inside, the routes of `micro` are replayed, if it has some, or those that it takes are
-        recorded.
-        """
-        if micro.routes is None and taken is None:
-            yield
-            return
-        routes, known = micro.routes_by_position(length)
-        if routes is not None:
-            routes = self._tensor(routes)
-        current = MicroBatch(routes, self._tensor(known))
-        if taken is not None:
-            taken.append(current)
+    def _replaying(self, micro: TrainBatch, length: int) -> AbstractContextManager:
+        """Inside, the routes of `micro`, padded to `length`, are replayed, if it has some."""
+        if micro.routes is None:
+            return nullcontext()
         assert self.replay, "without it there are no routes"
-        with self.replay.forward(current):
-            yield
+        routes, known = micro.routes_by_position(length)
+        return self.replay.forward(MicroBatch(self._tensor(routes), self._tensor(known)))
 
     def _logits(self, output: torch.Tensor, length: int) -> torch.Tensor:
         """Returns logits of the whole vocabulary, [n, length, vocabulary]."""
@@ -154,7 +129,12 @@ class Passes:
         return token_logprobs(self._logits(output, tokens.shape[1]), tokens, self.temperature)
 
     def _trained(
-        self, micro: Batch, tokens: torch.Tensor, first: int, divisor: float, output: torch.Tensor
+        self,
+        micro: TrainBatch,
+        tokens: torch.Tensor,
+        first: int,
+        divisor: float,
+        output: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[dict[str, Metric], torch.Tensor]]:
         """(loss for `backward`, number of tokens that nothing is divided by, the result: metrics
         and float32 [n, l - 1], on the device, since a copy to the host would wait for it).
@@ -182,7 +162,7 @@ class Passes:
         count = torch.zeros((), dtype=torch.int, device=trained.device)
         return trained, count, (metrics, before)
 
-    def _assembled(self, shard: Batch, size: int, parts: Sequence[torch.Tensor]) -> np.ndarray:
+    def _assembled(self, shard: TrainBatch, size: int, parts: Sequence[torch.Tensor]) -> np.ndarray:
         """The log probabilities of micro-batches as those of their shard, on the host; RuntimeError
         that names the answer where one of a token to train is none.
         """

@@ -176,8 +176,8 @@ def recorded_routers(recipe: Recipe) -> Routers | None:
 
 @contextlib.contextmanager
 def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
-    """A Ray of this run's own and its processes, which are being built (`wait_until_ready`), the
-    rollout engine without noise. Main thread only.
+    """A Ray of this run's own and its processes, which are being built (`wait_until_ready`). Main
+    thread only.
 
     SIGTERM is an interrupt inside. Afterwards, and after a failure anywhere, Ray, its processes and
     their temporary files are gone.
@@ -209,6 +209,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             kv_cache_gib=recipe.local.kv_cache_gib,
             routers=recorded_routers(recipe),
             quantization=recipe.quantization if recipe.quantization.enabled else None,
+            noise=recipe.noise_arguments,
         )
         ranks = []
         for rank in range(world):

@@ -2,21 +2,19 @@
 round what they are given (docs/quantization.md).
 """
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
 from torch.nn.functional import linear
 
-from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.lora.held import held_parts
-from mindspeed_qerl.quantization.weights import QuantizedWeights, ignore_fault, is_quantized
+from mindspeed_qerl.quantization.weights import QuantizedWeights, is_quantized
 from mindspeed_qerl.recipe.types import Quantization
 
 
-class QuantizedModel:
+class QuantizedLayers:
     """The linear layers of vLLM's model that are quantized, and whether they are now (`is_on`).
 
     Args:
@@ -25,30 +23,18 @@ class QuantizedModel:
     Attributes:
         weights: by Hugging Face names. adapters: those of `weights`, as the layers have them: by
             vLLM's parameter names, unpacked.
-
-    Raises:
-        ConfigError: a pattern of `ignore` that names no linear weight, or only some of a layer's,
-            in a format that rounds what the layer is given.
     """
 
     def __init__(self, model: torch.nn.Module, checkpoint: Checkpoint, quantization: Quantization):
-        # by vLLM's names the Hugging Face names of what is fused or stacked in each linear weight
-        names: dict[str, list[str]] = defaultdict(list)
-        for held in held_parts(model):
-            if is_quantized(held.name):
-                names[held.parameter].append(held.name)
-        if fault := ignore_fault(names, quantization.ignore, quantization.format):
-            raise ConfigError(fault)
         self.model = model
         self.is_on = False
-        dtype = model.get_parameter(next(iter(names))).dtype  # the files may have another
         base = {}
-        quantized = set()
-        for parameter, fused in names.items():
-            for name in fused:
-                if is_quantized(name, quantization.ignore):
-                    base[name] = checkpoint.read(name).to(dtype)
-                    quantized.add(parameter)
+        quantized = set()  # by vLLM's names
+        for held in held_parts(model):
+            if is_quantized(held.name):
+                dtype = model.get_parameter(held.parameter).dtype  # the files may have another
+                base[held.name] = checkpoint.read(held.name).to(dtype)
+                quantized.add(held.parameter)
         beside = quantization.lora == "beside"
         self.weights = QuantizedWeights(quantization.format, beside, dict(sorted(base.items())))
         self.activation = self.weights.format.activation
@@ -70,9 +56,8 @@ class QuantizedModel:
         """The layer of vLLM's `parameter` on x [..., in]; of one `expert` of those that are stacked
         there.
         """
-        if not self.is_on or parameter not in self._rounding:
+        if not self.is_on or not self.activation:
             return linear(x, weight, bias)
-        assert self.activation, "only a layer whose activations are rounded is in _rounding"
         y = linear(self.activation(x).to(x.dtype), weight, bias)
         adapter = self.adapters.get(parameter)
         if adapter is None:

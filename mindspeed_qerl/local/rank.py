@@ -19,17 +19,17 @@ from mindspeed_qerl.algorithm.metrics import Metric, merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.local import arithmetic
-from mindspeed_qerl.local.batch import Batch
+from mindspeed_qerl.local.batch import TrainBatch
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode
 from mindspeed_qerl.local.passes import Passes
 from mindspeed_qerl.local.place import join
 from mindspeed_qerl.local.sharded import ShardedAdapters
 from mindspeed_qerl.lora.adapters import adapters_disabled, add_dither, apply_lora
 from mindspeed_qerl.recipe.types import Optimizer, Recipe
-from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay, routing_metrics, total
+from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
 
 
-class TrainRank(ShardedAdapters):
+class TrainRank:
     """A rank of the training world. Every method is called on all ranks at once; those of one
     data-parallel rank get the same shard, and all shards are of equal size.
 
@@ -45,7 +45,7 @@ class TrainRank(ShardedAdapters):
         adam = recipe.optimizer
         self.recipe = recipe
         self.routers = shape.routers
-        place = join(recipe.layout, shape.moe, rank, rendezvous)
+        self.place = place = join(recipe.layout, shape.moe, rank, rendezvous)
         recompute = 0
         if adam.recompute_granularity:
             recompute = adam.recompute_num_layers or shape.num_hidden_layers
@@ -67,7 +67,7 @@ class TrainRank(ShardedAdapters):
         model.to(place.device)
         if dtype == torch.bfloat16:
             add_dither(model, table, place.tp_rank, place.tp_size)
-        super().__init__(model, table, place)
+        self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -82,6 +82,7 @@ class TrainRank(ShardedAdapters):
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+        self.adapters = ShardedAdapters(model, table, place, self.optimizer)
         self.scheduler = _scheduler(self.optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":
@@ -93,12 +94,32 @@ class TrainRank(ShardedAdapters):
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Counts what this rank trains, by LoRA target."""
+        return self.adapters.describe()
+
+    def sync_parts(self) -> int:
+        """Returns how many parts of this rank's merged weights a sync takes."""
+        return len(self.adapters.parts)
+
+    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
+        """Returns a part of a sync."""
+        return self.adapters.merged_weights(part)
+
+    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+        """Returns what the proof of a sync compares with."""
+        return self.adapters.factors()
+
+    def save(self, folder: str) -> None:
+        """Writes the adapters into a checkpoint's folder."""
+        self.adapters.save(folder)
+
     def restore(self, folder: str, updates: int, iteration: int) -> None:
         """Restores the adapters, and the learning rate after `iteration` iterations."""
-        super().restore(folder, updates)
+        self.adapters.restore(folder, updates)
         self.scheduler.step(iteration)
 
-    def logprobs(self, shard: Batch, reference: bool = False) -> np.ndarray:
+    def logprobs(self, shard: TrainBatch, reference: bool = False) -> np.ndarray:
         """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included, its
         own routes) with `reference`; zeros but on the last pipeline stage.
         """
@@ -108,7 +129,7 @@ class TrainRank(ShardedAdapters):
             own = replace(shard, routes=None)
             return self.passes.logprobs(own, self.recipe.batch.ref_forward)
 
-    def logprobs_before(self, shards: list[Batch]) -> list[np.ndarray]:
+    def logprobs_before(self, shards: list[TrainBatch]) -> list[np.ndarray]:
         """Returns of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before
         this iteration's first update.
         """
@@ -118,37 +139,11 @@ class TrainRank(ShardedAdapters):
                 pairs.append(np.stack([self.logprobs(shard), self.logprobs(shard, reference=True)]))
         return pairs
 
-    def with_own_routes(self, shard: Batch) -> Batch:
-        """`shard` with the log-probs of the policy as it is, and the routes of that pass, of this
-        rank's layers.
-        """
-        taken: list[MicroBatch] = []
-        size = self.recipe.batch.actor_forward
-        logprobs = self.passes.logprobs(shard, size, taken)
-        shape = (*shard.mask.shape, len(self.routers.layers), self.routers.top_k)
-        routes = np.zeros(shape, self.routers.dtype)
-        for start, micro in zip(range(0, len(shard), size), taken):
-            self._copy_routes(micro, routes[start : start + size])
-        return replace(shard, old_logprobs=logprobs, routes=routes)
-
-    def _copy_routes(self, micro: MicroBatch, routes: np.ndarray) -> None:
-        """Copies what a micro-batch chose into `routes` [n, L-1, layers, top_k]."""
-        from megatron.core import tensor_parallel
-
-        assert self.replay, "without it no layer chose"
-        for layer, chosen in micro.chosen.items():
-            # under sequence parallelism a rank decides for its part
-            if len(chosen) < len(micro.known):
-                chosen = tensor_parallel.gather_from_sequence_parallel_region(chosen)
-            by_position = chosen.cpu().numpy().reshape(-1, len(routes), self.routers.top_k)
-            length = min(routes.shape[1], len(by_position))
-            routes[:, :length, self.replay.index[layer]] = by_position[:length].swapaxes(0, 1)
-
     def skip(self) -> None:
         """An iteration without an update: the learning rate moves on."""
         self.scheduler.step(1)
 
-    def train(self, shards: list[Batch], epochs: int = 1) -> dict[str, float]:
+    def train(self, shards: list[TrainBatch], epochs: int = 1) -> dict[str, float]:
         """One iteration: `epochs` passes over the mini-batches, one optimizer step for each.
 
         Args:
@@ -166,12 +161,9 @@ class TrainRank(ShardedAdapters):
         metrics["time/update"] = time.perf_counter() - started - before
         return metrics
 
-    def _completed(self, shards: list[Batch], is_only_update: bool) -> list[Batch]:
+    def _completed(self, shards: list[TrainBatch], is_only_update: bool) -> list[TrainBatch]:
         """With the log-probs that the loss compares with."""
-        algorithm = self.recipe.algorithm
-        if algorithm.routing_replay == "record":
-            shards = [self.with_own_routes(shard) for shard in shards]
-        if algorithm.loss_has_kl:
+        if self.recipe.algorithm.loss_has_kl:
             references = [self.logprobs(shard, reference=True) for shard in shards]
             shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
         if is_only_update:  # the policy that is trained is the policy before it
@@ -180,7 +172,7 @@ class TrainRank(ShardedAdapters):
             shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
         return shards
 
-    def _update(self, shards: list[Batch]) -> dict[str, float]:
+    def _update(self, shards: list[TrainBatch]) -> dict[str, float]:
         """One optimizer step a shard; metrics of all."""
         parts = []
         norms = []
@@ -198,7 +190,7 @@ class TrainRank(ShardedAdapters):
                 counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
-            self.adapters_changed()
+            self.adapters.changed()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
         merged = self._merge_over_ranks(parts)

@@ -5,6 +5,7 @@ read back for the proof that a sync arrived; noise on for rollouts and off for e
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,18 +15,89 @@ from torch.nn.functional import linear
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
+from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local import serving
+from mindspeed_qerl.local.batch import Answer
 from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
 from mindspeed_qerl.local.packing import PackedExperts, keep_linear_weights, packed_linears
-from mindspeed_qerl.local.quantized import QuantizedModel
-from mindspeed_qerl.local.serving import Completion
+from mindspeed_qerl.local.quantized import QuantizedLayers
 from mindspeed_qerl.lora.held import kernel_tensors, take_apart
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
-from mindspeed_qerl.recipe.types import Quantization
+from mindspeed_qerl.recipe.types import Quantization, Recipe
 from mindspeed_qerl.routing.routes import Routers
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """Describes one call of the rollout engine.
+
+    Attributes:
+        prompts: token ids. n: answers to each. seed: of the sampler. sampling: keyword arguments
+            of vLLM's SamplingParams.
+        noise: what is on, only inside this call; None: the synced weights.
+        hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as
+            it is.
+        record_routes: whether answers come with their routes, where the engine can record them.
+        quantized: by the weights that are quantized, if some are; else by those that were synced.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    n: int
+    seed: int
+    sampling: dict[str, Any]
+    noise: NoiseLevel | None = None
+    hardware_error: dict[str, Any] | None = None
+    record_routes: bool = False
+    quantized: bool = True
+
+
+def training_request(
+    recipe: Recipe,
+    prompts: Sequence[Sequence[int]],
+    end: int | None,
+    step: int,
+    batch: int,
+    noise: NoiseLevel | None,
+) -> RolloutRequest:
+    """Returns the request for answers to train on, drawn with the seed of a step and of a batch of
+    it. end: id of the token that ends an answer.
+    """
+    purpose = f"rollout {batch}" if batch else "rollout"
+    return RolloutRequest(
+        prompts,
+        recipe.batch.samples_per_prompt,
+        derived_seed(recipe.run.seed, purpose, step),
+        _sampling(recipe, recipe.sampling.temperature, end) | {"logprobs": 0},
+        noise,
+        recipe.hardware_error.arguments("rollout"),
+        record_routes=True,
+    )
+
+
+def evaluation_request(
+    recipe: Recipe, prompts: Sequence[Sequence[int]], end: int | None, step: int
+) -> RolloutRequest:
+    """Returns the request for the evaluation after `step` updates, without noise."""
+    evaluation = recipe.evaluation
+    return RolloutRequest(
+        prompts,
+        evaluation.samples_per_problem,
+        derived_seed(recipe.run.seed, "evaluation", step),
+        _sampling(recipe, evaluation.temperature, end) | {"logprobs": None},
+        hardware_error=recipe.hardware_error.arguments("evaluation"),
+        quantized=recipe.quantization.evaluation,
+    )
+
+
+def _sampling(recipe: Recipe, temperature: float, end: int | None) -> dict[str, Any]:
+    return {
+        "max_tokens": recipe.sampling.max_tokens,
+        "stop_token_ids": [] if end is None else [end],
+        "temperature": temperature,
+    }
 
 
 class RolloutEngine:
@@ -38,6 +110,7 @@ class RolloutEngine:
         kv_cache_gib: memory for the KV cache.
         routers: those of the model, whose choices `generate` can record; None: it cannot.
         quantization: of the linear layers; None: they are what was synced.
+        noise: keyword arguments of `NoiseInjector` besides the model; None: never any.
     """
 
     def __init__(
@@ -49,6 +122,7 @@ class RolloutEngine:
         kv_cache_gib: int,
         routers: Routers | None = None,
         quantization: Quantization | None = None,
+        noise: dict[str, Any] | None = None,
     ):
         keep_linear_weights()
         # in this process, where its weights can be reached
@@ -77,56 +151,38 @@ class RolloutEngine:
             for name, module in model.named_modules()
             if isinstance(module, RoutedExperts)
         ]
-        self.injector: NoiseInjector | None = None
-        self.quantized: QuantizedModel | None = None
+        self.injector = NoiseInjector(model, **noise) if noise else None
+        self.quantized: QuantizedLayers | None = None
         if quantization:
-            self.quantized = QuantizedModel(model, Checkpoint(model_dir), quantization)
+            self.quantized = QuantizedLayers(model, Checkpoint(model_dir), quantization)
             self._put(quantized=True)
 
-    def add_noise(self, aqn: dict[str, Any]) -> None:
-        """Make `noise_step` mean something; aqn: keyword arguments of `NoiseInjector` besides the
-        model.
-        """
-        self.injector = NoiseInjector(self.model, **aqn)
+    def noisy_norms(self) -> list[str]:
+        """Returns the module names of the norms that get noise, if there is some."""
+        return self.injector.names if self.injector else []
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        seed: int,
-        sampling: dict,
-        noise_step: int | None = None,
-        noise_level: NoiseLevel | None = None,
-        hardware_error: dict | None = None,
-        record_routes: bool = False,
-        quantized: bool = True,
-    ) -> tuple[list[list[Completion]], NoiseReport | None]:
-        """Per prompt (token ids) `n` completions, and the noise's report (None without noise). The
-        same call on the same weights gives the same completions.
-
-        Args:
-            seed: of the sampler. sampling: keyword arguments of vLLM's SamplingParams.
-            noise_step: the step whose noise is on, only inside this call; None: the synced weights.
-            noise_level: how much; None: what the schedule says by itself.
-            hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None:
-                computed as it is.
-            quantized: by the weights that are quantized, if some are; else by those that were
-                synced.
+    def generate(self, request: RolloutRequest) -> tuple[list[Answer], NoiseReport | None]:
+        """The answers to a request, those to one prompt side by side, and the noise's report (None
+        without noise). The same request on the same weights gives the same answers.
         """
+        sampling = request.sampling
+        hardware_error = request.hardware_error
         if hardware_error:
-            hardware_error = hardware_error | {"seed": seed}
+            hardware_error = hardware_error | {"seed": request.seed}
             # each answer has errors of its own
             sampling = sampling | {"skip_reading_prefix_cache": True}
-        recorder = self.recorder if record_routes else None
-        with self.policy(noise_step, noise_level, hardware_error, quantized) as report:
-            torch.manual_seed(seed)
-            return serving.complete(self.llm, prompts, recorder=recorder, n=n, **sampling), report
+        recorder = self.recorder if request.record_routes else None
+        with self.policy(request.noise, hardware_error, request.quantized) as report:
+            torch.manual_seed(request.seed)
+            answers = serving.complete(
+                self.llm, request.prompts, recorder=recorder, n=request.n, **sampling
+            )
+        return answers, report
 
     @contextlib.contextmanager
     def policy(
         self,
-        noise_step: int | None = None,
-        noise_level: NoiseLevel | None = None,
+        noise: NoiseLevel | None = None,
         hardware_error: dict | None = None,
         quantized: bool = True,
     ) -> Iterator[NoiseReport | None]:
@@ -142,8 +198,8 @@ class RolloutEngine:
             )
         with contextlib.ExitStack() as undo:
             report = None
-            if self.injector and noise_step is not None:
-                report = self.injector.apply(noise_step, noise_level)
+            if self.injector and noise:
+                report = self.injector.apply(noise)
                 undo.callback(self.injector.remove)
             if self.quantized and not quantized:
                 self._put(quantized=False)

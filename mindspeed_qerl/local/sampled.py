@@ -1,44 +1,29 @@
 """Sampled answers with their rewards, and the batch that is trained of them."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.local.batch import Batch, build_batch
+from mindspeed_qerl.local.batch import Answer, TrainBatch, build_batch
 from mindspeed_qerl.local.processes import WorkerError
-from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.routes import Routers, routes_fault
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible, tokens_fault
-from mindspeed_qerl.tasks.rows import Row
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A sampled answer to the question of a row. In lists those to one prompt are side by side."""
-
-    row: Row
-    prompt: list[int]
-    completion: Completion
-    text: str
-    reward: float  # of length, too
-    scores: dict[str, float]  # of each verifier
 
 
 def answer_metrics(answers: Sequence[Answer]) -> dict[str, Any]:
     """Mean score of each verifier, mean length in tokens, and the share that was cut off."""
-    completions = [answer.completion for answer in answers]
     metrics = {}
     for name in answers[0].scores:
         metrics[f"verifier/{name}/mean"] = np.mean([answer.scores[name] for answer in answers])
-    lengths = [len(each.token_ids) for each in completions]
+    lengths = [len(answer.token_ids) for answer in answers]
     metrics["response/length_mean"] = np.mean(lengths)
     metrics["response/length_max"] = np.max(lengths)
-    metrics["response/truncated_fraction"] = np.mean([each.truncated for each in completions])
+    metrics["response/truncated_fraction"] = np.mean([answer.is_truncated for answer in answers])
     return metrics
 
 
@@ -48,16 +33,15 @@ def check_answers(answers: Sequence[Answer], routers: Routers | None) -> None:
     those that were recorded, if any.
     """
     for answer in answers:
-        words = f"the answer {answer.text[:200]!r} to {answer.row.question[:200]!r}"
-        completion = answer.completion
-        tokens = len(answer.completion.token_ids)
+        words = f"the answer {answer.text[:200]!r} to {answer.question[:200]!r}"
+        tokens = len(answer.token_ids)
         if routers:
             computed = len(answer.prompt) + tokens - 1  # not what follows the last one
-            if fault := routes_fault(completion.routes, computed, routers):
+            if fault := routes_fault(answer.routes, computed, routers):
                 raise WorkerError(
                     f"{words}: {fault}. Nothing can be replayed (algorithm.routing_replay)"
                 )
-        logprobs = np.array(completion.logprobs, dtype=float)
+        logprobs = np.array(answer.logprobs, dtype=float)
         if len(logprobs) != tokens:
             raise WorkerError(
                 f"vLLM gave {len(logprobs)} log probabilities for {tokens} of {words}"
@@ -68,8 +52,8 @@ def check_answers(answers: Sequence[Answer], routers: Routers | None) -> None:
 
 
 def select(
-    answers: Sequence[Answer], recipe: Recipe, logprobs_before: Callable[[Batch], np.ndarray]
-) -> tuple[Batch, dict[str, float]]:
+    answers: Sequence[Answer], recipe: Recipe, logprobs_before: Callable[[TrainBatch], np.ndarray]
+) -> tuple[TrainBatch, dict[str, float]]:
     """Returns what is trained: `answers`, of whole groups, each with its advantage within its
     group; to a multiple of the mini-batch with answers that have no token to train. And metrics of
     the rewards.
@@ -80,14 +64,7 @@ def select(
     """
     algorithm = recipe.algorithm
     count = len(answers)
-    completions = [answer.completion for answer in answers]
-    routes = [completion.routes for completion in completions]
-    batch = build_batch(
-        [answer.prompt for answer in answers],
-        [completion.token_ids for completion in completions],
-        [completion.logprobs for completion in completions],
-        routes=routes if algorithm.routing_replay == "rollout" else None,
-    ).padded(-count % recipe.batch.mini_answers)
+    batch = build_batch(answers).padded(-count % recipe.batch.mini_answers)
     rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
     metrics = {}
     if algorithm.use_kl_in_reward:
@@ -104,12 +81,12 @@ def select(
         algorithm.norm_adv_by_std_in_grpo,
     )
     if algorithm.mask_truncated_completions:
-        batch.mask[:count][[completion.truncated for completion in completions]] = False
+        batch.mask[:count][[answer.is_truncated for answer in answers]] = False
     return batch, metrics
 
 
 def tokens_to_train(
-    answers: Sequence[Answer], recipe: Recipe, batch: Batch, ends: Collection[int]
+    answers: Sequence[Answer], recipe: Recipe, batch: TrainBatch, ends: Collection[int]
 ) -> int:
     """Returns how many tokens of `answers` an epoch has to train, counted on the answers;
     WorkerError where `batch`, which `select` made of them, has others, or lacks the end of one.
@@ -118,9 +95,9 @@ def tokens_to_train(
     finished = np.zeros(len(batch), dtype=bool)
     tokens = 0
     for row, answer in enumerate(answers):
-        finished[row] = not answer.completion.truncated
+        finished[row] = not answer.is_truncated
         if finished[row] or not recipe.algorithm.mask_truncated_completions:
-            tokens += len(answer.completion.token_ids)
+            tokens += len(answer.token_ids)
     faults = (
         advantages_fault(batch.advantages[: len(answers)], recipe.batch.samples_per_prompt),
         tokens_fault(int(batch.mask.sum()), tokens, epochs=1),
@@ -131,7 +108,7 @@ def tokens_to_train(
     return tokens
 
 
-def tokens_to_replay(batch: Batch, recipe: Recipe) -> int:
+def tokens_to_replay(batch: TrainBatch, recipe: Recipe) -> int:
     """Returns how many tokens an epoch over `batch` replays routes of: all but the last one of each
     row, of the mini-batches that have a token to train.
     """

@@ -4,7 +4,6 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -14,24 +13,11 @@ import torch
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.local import arithmetic
+from mindspeed_qerl.local.batch import Answer
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
 
 BLOCK = 128  # tokens: the largest of vLLM's on a CPU
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A sampled answer: token ids (with the end token, if reached), their logprobs under the policy
-    that sampled, if they are needed, and its routes, if they were recorded.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    truncated: bool
-    # [prompt + answer - 1, layers, top_k]: the experts that its tokens went to, or None; arrays are
-    # not compared with ==
-    routes: Any = field(default=None, compare=False)
 
 
 def start_vllm(
@@ -151,11 +137,11 @@ def complete(
     logprobs: int | None = 0,
     seed: int | None = None,
     **sampling: Any,
-) -> list[list[Completion]]:
-    """Per prompt (token ids) its sampled completions, with the logprobs of the sampled tokens, or
-    without (None), and their routes if there is a recorder. With a `seed` each answer has one of
-    its own: vLLM counts on from a prompt's for its further answers. sampling: more keyword
-    arguments of vLLM's SamplingParams.
+) -> list[Answer]:
+    """The answers to prompts (token ids), those to one side by side, with the logprobs of the
+    sampled tokens, or without (None), and their routes if there is a recorder. With a `seed` each
+    answer has one of its own: vLLM counts on from a prompt's for its further answers. sampling:
+    more keyword arguments of vLLM's SamplingParams.
     """
     from vllm import SamplingParams, TokensPrompt
 
@@ -171,12 +157,11 @@ def complete(
     with recorder.recording() if recorder else nullcontext():
         outputs = llm.generate(tokens, params, use_tqdm=use_tqdm)
     routes = recorder.take(outputs) if recorder else repeat(repeat(None))
-    groups = []
-    for output, taken in zip(outputs, routes):
-        completions = []
-        for answer, route in zip(output.outputs, taken):
-            of_tokens = answer.logprobs.logprobs if answer.logprobs else []
-            is_cut_off = answer.finish_reason == "length"
-            completions.append(Completion(list(answer.token_ids), of_tokens, is_cut_off, route))
-        groups.append(completions)
-    return groups
+    answers = []
+    for prompt, output, taken in zip(prompts, outputs, routes):
+        for sampled, route in zip(output.outputs, taken):
+            logprobs_of_tokens = sampled.logprobs.logprobs if sampled.logprobs else []
+            is_truncated = sampled.finish_reason == "length"
+            token_ids = list(sampled.token_ids)
+            answers.append(Answer(prompt, token_ids, logprobs_of_tokens, is_truncated, route))
+    return answers

@@ -25,14 +25,18 @@ class ShardedAdapters:
     method is called on all ranks at once.
 
     Args:
-        table: what the model's parameters are made of.
+        table: what the model's parameters are made of. optimizer: AdamW, of the adapters.
     """
 
-    optimizer: torch.optim.Optimizer  # of the adapters
-
-    def __init__(self, model: nn.Module, table: Iterable[ParameterMapping], place: Place):
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        table: Iterable[ParameterMapping],
+        place: Place,
+        optimizer: torch.optim.Optimizer,
+    ):
         self.place = place
+        self.optimizer = optimizer
         self.table = {mapping.megatron: mapping for mapping in table}
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group
@@ -51,16 +55,12 @@ class ShardedAdapters:
                 count["parameters"] += len(layer.lora_A) * (base.input_size + base.output_size)
         return counts
 
-    def sync_parts(self) -> int:
-        """Returns how many parts of this rank's merged weights a sync takes."""
-        return len(self.parts)
-
     def _is_first(self, layer: LoRALinear) -> bool:
         """Returns True if this rank is the first of those that share the layer."""
         return layer.tp_size == 1 or self.place.tp_rank == 0
 
     def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """HF name -> W + (alpha / r) B A, float32, of one part of a sync."""
+        """HF name -> W + (alpha / r) B A, float32, of one part of a sync; nothing after the last."""
         merged = {}
         for mapping, layer in self.parts[part] if part < len(self.parts) else ():
             weight = self.place.whole(layer.merged_weight().float(), mapping.shared)
@@ -70,7 +70,7 @@ class ShardedAdapters:
         return merged
 
     @torch.no_grad()
-    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+    def factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
         """HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32: the proof of a sync uses
         them.
         """
@@ -119,9 +119,9 @@ class ShardedAdapters:
                     assert mapping.shared, "a parameter that tensor parallel ranks share"
                     value = mapping.shared.shard(value, self.place.tp_rank, self.place.tp_size)
                 part.copy_(value)
-        self.adapters_changed()
+        self.changed()
 
-    def adapters_changed(self) -> None:
+    def changed(self) -> None:
         """After an update, or what was read."""
         for _, layer in self.layers:
             layer.forget_merged()

@@ -3,8 +3,7 @@ instead.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -17,56 +16,13 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 WEIGHT_ERROR = "quantization/weight_error"
 
 
-def is_quantized(name: str, ignore: Iterable[str] = ()) -> bool:
-    """Returns True if the tensor of this Hugging Face name is quantized: a linear weight that no
-    fnmatch pattern of `ignore` names.
+def is_quantized(name: str) -> bool:
+    """Returns True if the tensor of this Hugging Face name is quantized: a linear weight.
 
     >>> is_quantized("model.layers.0.mlp.up_proj.weight"), is_quantized("model.norm.weight")
     (True, False)
-    >>> is_quantized("model.layers.0.self_attn.q_proj.weight", ["model.layers.0.*"])
-    False
     """
-    return name.endswith(tuple(f".{linear}.weight" for linear in LINEARS)) and not any(
-        fnmatchcase(name, pattern) for pattern in ignore
-    )
-
-
-def ignore_fault(
-    layers: Mapping[str, Sequence[str]], ignore: Iterable[str], format: str
-) -> str | None:
-    """Returns what is wrong with the patterns of `ignore`: one that names no linear weight, all of
-    them together every one, or, in a format that rounds what a layer is given, only some of a
-    layer's.
-
-    Args:
-        layers: Hugging Face names of what is fused or stacked in each of vLLM's parameters.
-
-    >>> fused = {"mlp.gate_up_proj.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"]}
-    >>> ignore_fault(fused, ["*.up*"], "nvfp4")
-    """
-    linears = [name for fused in layers.values() for name in fused if is_quantized(name)]
-    for pattern in ignore:
-        if all(is_quantized(name, [pattern]) for name in linears):
-            return (
-                f"rollout_quantization.ignore: {pattern!r} names none of the {len(linears)} linear "
-                f"weights, {linears[0]} and so on. Write a name, or a pattern such as "
-                "'*.down_proj.weight'"
-            )
-    if not any(is_quantized(name, ignore) for name in linears):
-        return (
-            "rollout_quantization.ignore names every linear weight: rollout_quantization=none "
-            "goes without quantization"
-        )
-    for parameter, fused in layers.items() if FORMATS[format].activation else ():
-        ignored = [name for name in fused if not is_quantized(name, ignore)]
-        if 0 < len(ignored) < len(fused):
-            return (
-                f"rollout_quantization.ignore names {ignored[0]}, and not all of "
-                f"{', '.join(fused[:3])}{', ...' if len(fused) > 3 else ''}: {parameter} has them "
-                f"in one layer, and {format} rounds what a layer is given. Name all of them, or "
-                "none"
-            )
-    return None
+    return name.endswith(tuple(f".{linear}.weight" for linear in LINEARS))
 
 
 def squares(error: torch.Tensor, synced: torch.Tensor) -> torch.Tensor:

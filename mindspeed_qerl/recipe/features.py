@@ -2,12 +2,11 @@
 errors of other hardware, and the weights that correct for it.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from mindspeed_qerl.aqn.schedule import Kind, Measure, NoiseSchedule
+from mindspeed_qerl.aqn.schedule import Kind, NoiseSchedule
 from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, part
 
 # local/hardware_error.py has the formulas
@@ -42,30 +41,26 @@ class Noise:
     num_stages: int = Field(10, le=MAX_STEPS)
     targets: Any = "auto"
     exclude: Names = ()
-    restart_every: Any = None  # None, steps, or "epoch": one pass over the training rows
     # schedule "target": what the noise does to the policy, and the sigma that it takes
-    target_measure: Measure = "k3"
     target_start: Float = 0.01
     target_end: Float = 0.001
     sigma_min: Float = 1e-4
     sigma_max: Float = 1.0
-    # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
-    multipliers: Mapping[Any, Any] | None = None
     seed: int | None = None  # None: the run's
 
-    def noise_schedule(self, total_steps: int, epoch: int | None = None) -> NoiseSchedule:
-        """The schedule over a run of `total_steps`; ValueError if a value is out of range.
-
-        Args:
-            epoch: steps of one pass over the training rows; None: not known yet, the whole run
-                counts as one.
-        """
-        restart = self.restart_every
-        if restart == "epoch":
-            restart = epoch or total_steps
-        shared = vars(self).keys() & NoiseSchedule.__dataclass_fields__.keys()
-        values = {name: getattr(self, name) for name in shared} | {"restart_every": restart}
-        return NoiseSchedule(kind=self.schedule, total_steps=total_steps, **values)
+    def noise_schedule(self, total_steps: int) -> NoiseSchedule:
+        """The schedule over a run of `total_steps`; ValueError if a value is out of range."""
+        return NoiseSchedule(
+            kind=self.schedule,
+            sigma_start=self.sigma_start,
+            sigma_end=self.sigma_end,
+            num_stages=self.num_stages,
+            total_steps=total_steps,
+            target_start=self.target_start,
+            target_end=self.target_end,
+            sigma_min=self.sigma_min,
+            sigma_max=self.sigma_max,
+        )
 
 
 @part
@@ -93,7 +88,6 @@ class Quantization:
     format: RolloutFormat = "none"
     # the merged weights at each sync; or the base alone, as QeRL does
     lora: Literal["merged", "beside"] = "merged"
-    ignore: Names = ()  # fnmatch patterns of Hugging Face names of weights that are not quantized
     evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
 
     @property

@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from mindspeed_qerl.aqn.targets import check_multipliers
 from mindspeed_qerl.recipe.features import (
     MAX_STEPS,
     Correction,
@@ -133,9 +132,8 @@ class Algorithm:
     use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)  # else it is in the loss
     log_kl: bool = False  # loss/kl also where its coefficient is 0, for a pass of the reference
     entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
-    # the experts that training goes to: its own choice, that of its pass before the update (R2),
-    # the rollout's (R3)
-    routing_replay: Literal["none", "record", "rollout"] = "none"
+    # the experts that training goes to: its own choice, or the rollout's (R3)
+    routing_replay: Literal["none", "rollout"] = "none"
 
     @property
     def clip_low(self) -> float:
@@ -372,18 +370,15 @@ class Recipe:
     rehearsal: Rehearsal
     upstream: Mapping[str, Mapping[Any, Any]] = Field(default_factory=dict, repr=False)
 
-    def noise_arguments(self, epoch: int) -> dict[str, Any] | None:
-        """For `NoiseInjector`, besides the model; None without noise. epoch: see
-        `Noise.noise_schedule`.
-        """
+    @property
+    def noise_arguments(self) -> dict[str, Any] | None:
+        """Keyword arguments of `NoiseInjector`, besides the model; None without noise."""
         noise = self.noise
         if not noise.enabled:
             return None
         return {
-            "schedule": noise.noise_schedule(self.run.train_iters, epoch),
             "targets": noise.targets,
             "exclude": noise.exclude,
-            "multipliers": check_multipliers(noise.multipliers or {}),
             "seed": self.run.seed if noise.seed is None else noise.seed,
         }
 

@@ -106,7 +106,7 @@ def _small(recipe: Recipe, directory: Path) -> Recipe:
     length = recipe.sampling.max_prompt_length + settings.max_tokens
     batched = max(length, recipe.batch.max_num_batched_tokens)
     if noise.enabled:  # the first stage has no noise: at least the last step must have some
-        noise = replace(noise, num_stages=min(noise.num_stages, settings.steps), restart_every=None)
+        noise = replace(noise, num_stages=min(noise.num_stages, settings.steps))
     if settings.layers != "all":
         layout = replace(layout, num_layer_list=())
     root = Path(recipe.run.root) / "rehearsals"

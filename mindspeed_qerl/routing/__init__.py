@@ -1,3 +1,1 @@
-"""Routing replay: the experts that the rollout chose, or an earlier pass of the trainer, chosen
-again in training.
-"""
+"""Routing replay: the experts that the rollout chose, chosen again in training."""

@@ -25,14 +25,14 @@ class MicroBatch:
     position by position. Tensor parallel ranks all have all of them.
 
     Attributes:
-        routes: [rows, layers, top_k], integers; None: nothing is replayed, only recorded.
+        routes: [rows, layers, top_k], integers.
         known: bool [rows], False where a token keeps the trainer's own choice: padding, and a
             sequence's last token.
         chosen: what each of this rank's layers computed with, int64 [rows or this rank's share of
             them, top_k].
     """
 
-    routes: torch.Tensor | None
+    routes: torch.Tensor
     known: torch.Tensor
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -181,7 +181,6 @@ class RouteReplay:
         """Ids [rows, top_k] of the experts that tokens go to; `own` are those that the router would
         choose.
         """
-        ids = own
         rows = len(micro.known)
         start, end = (rows * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1))
         share = slice(start, end)  # of the rows, that this rank decides for or counts
@@ -190,17 +189,17 @@ class RouteReplay:
                 f"layer {layer} chooses experts for {len(own)} tokens, and there are routes for "
                 f"{rows}"
             )
-        if micro.routes is not None:
-            part = slice(None) if len(own) == rows else share
-            known = micro.known[part]
-            recorded = micro.routes[part, self.index[layer]].to(own)
-            common = (recorded[:, :, None] == own[:, None, :]).any(-1)
-            # of the same experts the trainer's order stays, and with it every bit of its result
-            ids = torch.where((known & ~common.all(-1))[:, None], recorded, own)
-            mine = share if len(own) == rows else slice(None)
-            known, flipped = known[mine], ~common[mine] & known[mine, None]
-            seen = torch.stack([known.sum(), (~known).sum(), flipped.sum()])
-            self.seen[layer] = self.seen.get(layer, 0) + seen
+        part = slice(None) if len(own) == rows else share
+        known = micro.known[part]
+        recorded = micro.routes[part, self.index[layer]].to(own)
+        common = (recorded[:, :, None] == own[:, None, :]).any(-1)
+        # of the same experts the trainer's order stays, and with it every bit of its result
+        ids = torch.where((known & ~common.all(-1))[:, None], recorded, own)
+        mine = share if len(own) == rows else slice(None)
+        known = known[mine]
+        flipped = ~common[mine] & known[:, None]
+        seen = torch.stack([known.sum(), (~known).sum(), flipped.sum()])
+        self.seen[layer] = self.seen.get(layer, 0) + seen
         micro.chosen[layer] = ids
         if self.again is not None and not torch.is_grad_enabled():
             self.again[layer].append(micro)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel, distance
+from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.share import is_too_little
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
@@ -371,15 +371,13 @@ class StepChecks:
     def _bound(self, values: MetricsRow, level: NoiseLevel) -> str | None:
         """A warning of a target that sigma cannot reach within its bounds."""
         noise = self.recipe.noise
-        measure = noise.target_measure
-        reached = values.get(f"aqn/reached_{measure}")
+        reached = values.get("aqn/reached_k3")
         if level.target is None or reached is None:
             return None
-        falls_short = distance(measure, reached) < distance(measure, level.target)
-        if level.sigma != (noise.sigma_max if falls_short else noise.sigma_min):
+        if level.sigma != (noise.sigma_max if reached < level.target else noise.sigma_min):
             return None
         return (
-            f"sigma is at its bound of {level.sigma:g}, where the noise makes {measure} "
+            f"sigma is at its bound of {level.sigma:g}, where the noise makes a k3 of "
             f"{reached:.3g}, and the target is {level.target:.3g}: the run goes on with what the "
             "bound allows (aqn.sigma_min, aqn.sigma_max)"
         )

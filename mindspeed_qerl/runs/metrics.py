@@ -35,12 +35,12 @@ in 0..1:
     routing/flipped                  of the replayed choices, those that the trainer would have made
                                      otherwise; routing/flipped/layer_<number>: of one layer
     aqn/sigma, aqn/stage, aqn/layers nominal noise, its stage, norms that have it
-    aqn/expected_std                 sigma, scaled by multipliers
+    aqn/expected_std                 sigma
     aqn/measured_std, aqn/changed_fraction
                                      of (noisy - clean) weights
     aqn/target_k3, aqn/reached_k3    what the noise is to do and what it did, nats a token, rounding
-                                     taken off; or aqn/target_, aqn/reached_effective_sample_size
-    aqn/without_noise                what was taken off, of k3 or of -log of the size
+                                     taken off
+    aqn/without_noise                what was taken off
     sync/arrived                     share of LoRA's update that the rollout engine's weights moved,
                                      of the target with the least; sync/arrived/<target>,
                                      sync/arrived_error/<target>: its standard error

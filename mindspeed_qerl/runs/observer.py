@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Any
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel
-from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
@@ -16,19 +15,17 @@ from mindspeed_qerl.runs.metrics import MetricsRow, MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.progress import Progress
 
 WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
-ROLLOUT = ("question", "response", "answer", "reward")  # columns of rollouts.jsonl
-Rollout = tuple[str, str, str, float]  # one sampled answer, in that order
 
 
 class RunObserver:
     """Writes and checks what an engine reports. Everything is written before it is checked, so a
     step that cannot be right leaves its metrics and answers behind.
 
-        observer = RunObserver(recipe, run, metrics, progress, epoch=epoch)
-        observer.begin([rank.describe() for rank in ranks])
+        observer = RunObserver(recipe, run, metrics, progress)
+        observer.begin([rank.describe() for rank in ranks], norms)
         observer.evaluated(0, result, answers, seconds)
         for step in range(1, recipe.run.train_iters + 1):
-            observer.sampled(step, rollouts)           # as soon as answers have rewards
+            observer.sampled(step, answers)            # as soon as they have rewards
             observer.stepped(step, values, tokens)     # after the update and the sync
             if observer.wants_proof(step, gradient):
                 observer.proved(step, movement)
@@ -39,43 +36,35 @@ class RunObserver:
     Every method that raises, raises EngineError.
 
     Attributes:
-        noise: what it is in each step; None: a run without. is_proved: whether an update was seen
-            to reach the rollout engine. checks: of the metrics, over the whole run.
+        earlier: metrics of the steps before the run was resumed. is_proved: whether an update was
+            seen to reach the rollout engine. checks: of the metrics, over the whole run.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        run: RunDirectory,
-        metrics: MetricsWriter,
-        progress: Progress,
-        epoch: int,
+        self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress
     ):
-        """epoch: steps of one pass over the training rows."""
         self.recipe = recipe
         self.run = run
         self.metrics = metrics
         self.progress = progress
-        self.epoch = epoch
         routed = read_shape(recipe.model.path).moe
-        earlier = read_jsonl(run.metrics_file)
-        self.is_proved = any("sync/arrived" in row for row in earlier)
-        self.checks = StepChecks(recipe, routed, earlier)
-        self.noise: NoiseController | None = None
-        if recipe.noise.enabled:
-            self.noise = NoiseController(recipe.noise.noise_schedule(recipe.run.train_iters, epoch))
-            for row in earlier:
-                self.noise.measured(row["step"] - 1, row)
-        self._sampled: Counter[int] = Counter()  # rollouts written, by step
+        self.earlier = read_jsonl(run.metrics_file)
+        self.is_proved = any("sync/arrived" in row for row in self.earlier)
+        self.checks = StepChecks(recipe, routed, self.earlier)
+        self._sampled: Counter[int] = Counter()  # answers written, by step
 
     def warn(self, text: str) -> None:
         """A warning for the reader."""
         self.progress.message(f"Warning: {text}")
 
-    def begin(self, ranks: Iterable[Mapping[str, Mapping[str, int]]]) -> None:
-        """Report what LoRA trains. ranks: of each one, "modules" and "parameters" by target."""
-        if self.recipe.noise.restart_every == "epoch":
-            self.run.record(aqn_restart_every=self.epoch)
+    def begin(
+        self, ranks: Iterable[Mapping[str, Mapping[str, int]]], norms: Sequence[str] = ()
+    ) -> None:
+        """Report what LoRA trains, and what gets noise.
+
+        Args:
+            ranks: of each one, "modules" and "parameters" by target. norms: module names.
+        """
         totals: dict[str, Counter[str]] = {target: Counter() for target in self.recipe.lora.targets}
         for rank in ranks:
             for target, counts in rank.items():
@@ -92,15 +81,9 @@ class RunObserver:
                 f"LoRA target {', '.join(missing)} has no module in this model. "
                 "Take it out of megatron_training.lora_target_modules"
             )
-
-    def noise_targets(self, names: Sequence[str]) -> None:
-        """Report the norms that get noise, by module name."""
-        self.run.record(aqn_layers=names)
-        self.progress.message(f"AQN targets {len(names)} RMSNorm layers: {', '.join(names)}")
-
-    def noise_level(self, step: int) -> NoiseLevel | None:
-        """The noise of a step (1-based), once those before it were reported; None: a run without."""
-        return self.noise.level(step - 1) if self.noise else None
+        if norms:
+            self.run.record(aqn_layers=norms)
+            self.progress.message(f"AQN targets {len(norms)} RMSNorm layers: {', '.join(norms)}")
 
     def still_sampling(self, step: int, batches: int, groups: int, wanted: int) -> None:
         """Dynamic sampling has `groups` of the `wanted` groups with different rewards after so
@@ -112,12 +95,13 @@ class RunObserver:
                 "different rewards; rl_config.filter_groups_max_batches would limit that"
             )
 
-    def sampled(self, step: int, rollouts: Iterable[Rollout]) -> None:
-        """Write the first `run.rollout_samples` answers of a step. With dynamic sampling each
-        batch is reported by itself.
+    def sampled(self, step: int, answers: Iterable[dict[str, Any]]) -> None:
+        """Write the first `run.rollout_samples` answers of a step, each with "question",
+        "response", "answer" (the right one) and "reward". With dynamic sampling each batch is
+        reported by itself.
         """
         room = self.recipe.run.rollout_samples - self._sampled[step]
-        rows = [dict(zip(ROLLOUT, rollout)) for rollout in islice(rollouts, room)]
+        rows = list(islice(answers, room))
         self.metrics.log_rollouts(step, rows)
         self._sampled[step] += len(rows)
 
@@ -128,19 +112,24 @@ class RunObserver:
             why = "no group had answers of different rewards"
         self.warn(f"step {step} trains nothing: {why}, of {groups} groups")
 
-    def stepped(self, step: int, values: MetricsRow, tokens: int, routes: int = 0) -> None:
+    def stepped(
+        self,
+        step: int,
+        values: MetricsRow,
+        tokens: int,
+        routes: int = 0,
+        noise: NoiseLevel | None = None,
+    ) -> None:
         """Write the metrics of a step (1-based), then check them.
 
         Args:
             values: by the names of metrics.py. tokens: that each epoch was to train, 0 if nothing
-                is trained. routes: tokens whose routes each epoch was to replay.
+                is trained. routes: tokens whose routes each epoch was to replay. noise: what the
+                step was to have.
         """
-        level = self.noise_level(step)
-        if self.noise:
-            values = {**values, **self.noise.measured(step - 1, values)}
         self.metrics.log(step, values)
         self.progress.step(step, values)
-        for warning in self.checks.check(step, values, tokens, routes, level):
+        for warning in self.checks.check(step, values, tokens, routes, noise):
             self.warn(warning)
 
     def wants_proof(self, step: int, gradient: float) -> bool:

@@ -74,24 +74,13 @@ def test_shapes_of_the_other_kinds():
     assert sigmas("constant") == [0, 3, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("epoch", [1, 7, 10, 25, 100])
-def test_a_restarted_schedule_is_that_of_one_epoch_again_and_again(epoch):
-    fields = dict(sigma_start=0.05, sigma_end=5e-4, num_stages=10)
-    one = NoiseSchedule(**fields, total_steps=epoch).sigmas()
-    restarted = NoiseSchedule(**fields, total_steps=60, restart_every=epoch)
-    assert restarted.sigmas() == [one[step % epoch] for step in range(60)]
-    assert restarted.sigma(10_000 * epoch + 3 % epoch) == one[3 % epoch]
-
-
 @pytest.mark.parametrize(
     "fields, message",
     [
         ({"kind": "exponental"}, "'exponental'; known: exponential, linear"),
-        ({"num_stages": 0}, "num_stages = 0, .* must be integers >= 1"),
-        ({"num_stages": 2.5}, "num_stages = 2.5, "),
-        ({"total_steps": 0}, "total_steps = 0 and"),
-        ({"restart_every": 0}, "restart_every = 0 must be"),
-        ({"restart_every": "epoch"}, "restart_every = 'epoch' must be"),
+        ({"num_stages": 0}, "num_stages = 0 and .* must be integers >= 1"),
+        ({"num_stages": 2.5}, "num_stages = 2.5 and "),
+        ({"total_steps": 0}, "total_steps = 0 must be"),
         ({"sigma_start": -0.1}, "sigma_start = -0.1 must be above 0"),
         ({"sigma_start": 0.0}, "aqn=off"),
         ({"sigma_end": math.nan}, "sigma_end = nan at least 0"),
@@ -110,8 +99,7 @@ def test_bad_step():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("start, end", [(0.05, 5e-4), (5e-4, 0.05)])
-@pytest.mark.parametrize("restart_every", [None, 3, 7, 30])
-def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, end, restart_every):
+def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, end):
     for num_stages in range(1, 13):
         for total_steps in range(1, 27):
             schedule = NoiseSchedule(
@@ -120,15 +108,10 @@ def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, e
                 sigma_end=end,
                 num_stages=num_stages,
                 total_steps=total_steps,
-                restart_every=restart_every,
             )
-            period = restart_every or total_steps
-            hit = {step % period * num_stages // period for step in range(total_steps)} - {0}
+            hit = {step * num_stages // total_steps for step in range(total_steps)} - {0}
             of_stages = {1 if start > end or num_stages == 2 else num_stages - 1}
             if kind in ("constant", "target"):
                 of_stages = set(range(1, num_stages))
             warned = skipped_strongest_noise(schedule)
             assert (warned is None) == (num_stages == 1 or bool(hit & of_stages))
-            if restart_every is None and kind not in ("constant", "target") and num_stages > 2:
-                reached = 2 * total_steps > num_stages if start > end else total_steps >= num_stages
-                assert (warned is None) == (reached and total_steps > 1)

@@ -215,13 +215,6 @@ def test_decode_graphs_with_another_tensor_parallel_size(raw):
         checked(config)
 
 
-def test_recorded_routes_are_of_the_local_engine(raw):
-    config = raw()
-    put(config, "algorithm.routing_replay", "record")
-    with pytest.raises(ConfigError, match="'record' with the MindSpeed-RL engine, which replays"):
-        checked(config)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -82,6 +82,17 @@ def run_ranks(function, ranks, *args):
     mp.start_processes(function, args, ranks, start_method="forkserver")
 
 
+def batch_of(prompts, answers, logprobs=None, advantages=0.0, routes=None):
+    """The TrainBatch of token ids, log-probs of each of which are -1, if none are given."""
+    from mindspeed_qerl.local.batch import Answer, build_batch
+
+    logprobs = logprobs or [[-1.0] * len(answer) for answer in answers]
+    columns = zip(prompts, answers, logprobs, routes or [None] * len(answers), strict=True)
+    batch = build_batch([Answer(p, a, l, routes=r) for p, a, l, r in columns])
+    batch.advantages[:] = advantages
+    return batch
+
+
 def engine_logprobs(engine, sequences, **policy):
     """log p(token t | tokens before it) by a RolloutEngine, for every token but the first of each
     sequence; policy: arguments of `RolloutEngine.policy`.

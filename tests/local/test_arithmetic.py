@@ -41,8 +41,8 @@ def test_every_function_that_torch_leaves_to_mkl_is_called_once_on_one_thread():
     "begin",
     [
         lambda: LocalEngine(
-            SimpleNamespace(run=SimpleNamespace(seed=1)),
-            None,
+            SimpleNamespace(run=SimpleNamespace(seed=1), noise=SimpleNamespace(enabled=False)),
+            SimpleNamespace(earlier=()),
             None,
             SimpleNamespace(train=SimpleNamespace(rows=[1])),
         ),

@@ -2,7 +2,9 @@
 
 import numpy as np
 
-from mindspeed_qerl.local.batch import PromptOrder, build_batch, deal
+from mindspeed_qerl.local.batch import PromptOrder, deal
+
+from .conftest import batch_of
 
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
 COMPLETIONS = [[1], [2, 3, 4], [5, 6]]
@@ -10,7 +12,7 @@ LOGPROBS = [[-0.1], [-0.2, -0.3, -0.4], [-0.5, -0.6]]
 
 
 def test_each_completion_token_is_marked_where_it_is_predicted():
-    batch = build_batch(PROMPTS, COMPLETIONS, LOGPROBS, np.array([1.0, 2.0, 3.0]))
+    batch = batch_of(PROMPTS, COMPLETIONS, LOGPROBS)
     for row, (prompt, completion, logprobs) in enumerate(zip(PROMPTS, COMPLETIONS, LOGPROBS)):
         predicted = [t for t in range(batch.mask.shape[1]) if batch.mask[row, t]]
         assert [batch.tokens[row, t + 1] for t in predicted] == completion
@@ -21,7 +23,7 @@ def test_each_completion_token_is_marked_where_it_is_predicted():
 
 
 def test_rows_are_trimmed_to_the_longest():
-    batch = build_batch(PROMPTS, COMPLETIONS, LOGPROBS, np.zeros(3)).rows(np.array([1]))
+    batch = batch_of(PROMPTS, COMPLETIONS, LOGPROBS).rows(np.array([1]))
     assert (
         batch.tokens.tolist() == [[8, 2, 3, 4]] and batch.mask.shape == (1, 3) and batch.mask.all()
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mindspeed_qerl.common.files import checkpoint_iterations, new_directory
+from mindspeed_qerl.common.files import checkpoint_iterations
 from mindspeed_qerl.families import NAMED_SHAPES
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.recipe.types import LoRA
@@ -121,12 +121,3 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     (tmp_path / ".iter_0000005.removing").mkdir()
     save(tmp_path, 10)
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000010"]
-
-
-def test_a_folder_that_the_same_process_number_left_is_made_anew(tmp_path):
-    left = tmp_path / f".out.making-{os.getpid()}"
-    left.mkdir()
-    (left / "half").touch()
-    with new_directory(tmp_path / "out") as making:
-        (making / "whole").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["out", "whole"]

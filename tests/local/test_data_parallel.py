@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from mindspeed_qerl.families import read_shape
-from mindspeed_qerl.local.batch import build_batch, deal
+from mindspeed_qerl.local.batch import deal
 from mindspeed_qerl.recipe.types import Correction
 
-from .conftest import make_model, recipe_of, run_ranks
+from .conftest import batch_of, make_model, recipe_of, run_ranks
 
 MINI, MINIS = 12, 2  # answers of an update, and updates
 ONE = (1, MINI)
@@ -30,22 +30,16 @@ ICEPOP = {"method": "icepop", "cap": 1.3, "floor": 0.8}
 OPTIONS = {
     "vanilla": option(),
     "gspo": option(loss_mode="gspo", clip_ratio_low=0.01, clip_ratio_high=0.02),
-    "cispo": option(loss_mode="cispo"),
     "sapo": option(loss_mode="sapo", loss_agg_mode="seq-mean-token-mean"),
     "one's own": option(loss_mode="tests.upstream.own_loss:truncated"),
-    "dual clip": option(clip_ratio_c=1.2),
-    "seq-mean-token-sum": option(loss_agg_mode="seq-mean-token-sum"),
     "seq-mean-token-mean": option(loss_agg_mode="seq-mean-token-mean"),
     "seq-mean-token-sum-norm": option(
         loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=20.0
     ),
-    "token_tis": option(correction={"method": "token_tis", "cap": 1.3}),
     "sequence_tis": option(correction={"method": "sequence_tis", "cap": 1.3}),
     "sequence_mask": option(correction=ICEPOP | {"method": "sequence_mask"}),
-    "icepop": option(correction=ICEPOP),
     "geometric_mask": option(correction={"method": "geometric_mask", "cap": 1.1, "floor": 0.9}),
     "KL k3": option(kl_coefficient=0.3),
-    "KL k1": option(kl_coefficient=0.3, kl_penalty="kl"),
     "KL in the reward": option(kl_coefficient=0.3, use_kl_in_reward=True),
     "entropy bonus": option(entropy_coefficient=0.2),
     "cut off": option("a quarter"),
@@ -68,9 +62,7 @@ def batch_of_two_updates(logprobs=None):
     count = MINI * MINIS
     prompts = [rng.integers(0, 96, rng.integers(3, 9)).tolist() for _ in range(count)]
     answers = [rng.integers(0, 96, rng.integers(1, 13)).tolist() for _ in range(count)]
-    batch = build_batch(
-        prompts, answers, [[0.0] * len(answer) for answer in answers], 2 * rng.normal(size=count)
-    )
+    batch = batch_of(prompts, answers, advantages=2 * rng.normal(size=count))
     if logprobs is None:
         return batch
     old = (logprobs + 0.2 * rng.normal(size=logprobs.shape)).astype(np.float32)
@@ -189,21 +181,3 @@ def test_ranks_and_micro_batches_change_nothing(results, option, layout):
         for gradient, wanted in zip(of_rank, gradients, strict=True):
             assert (gradient - wanted).norm() <= 1e-6 * wanted.norm()
             assert (gradient - wanted).abs().max() <= 1e-6 * max(1, wanted.abs().max())
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_every_option_does_something_on_this_batch(results, option):
-    ((metrics, gradients),) = results[ONE, option]
-    ((usual, of_usual),) = results[ONE, "vanilla"]
-    if option == "one's own":
-        assert metrics["policy_loss/ratio"] != 1
-    elif option != "sapo":  # which clips nothing
-        assert metrics["clip_fraction_low"] > 0 < metrics["clip_fraction_high"]
-    for name in ("rollout_correction/truncated_fraction", "rollout_correction/masked_fraction"):
-        assert 0 < metrics.get(name, 0.5) < 1
-    unlike_usual = max(
-        (one - other).norm() / other.norm() for one, other in zip(gradients, of_usual)
-    )
-    if option not in ("vanilla", "KL in the reward"):
-        assert unlike_usual > 1e-3 or metrics["updates"] < usual["updates"]
-    assert (metrics["loss/kl"] != 0) == (option.startswith("KL k") or "together" in option)

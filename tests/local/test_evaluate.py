@@ -8,7 +8,6 @@ import json
 import shutil
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -278,14 +277,6 @@ def test_bad_input_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_that_are_modelled_need_vllm_for_cpus(tiny_model, tmp_path, monkeypatch):
-    platforms = pytest.importorskip("vllm.platforms")
-    monkeypatch.setattr(platforms, "_current_platform", SimpleNamespace(device_name="npu"))
-    what = EvaluationJob(str(tiny_model), "data", quantization=Quantization("nvfp4"))
-    with pytest.raises(ConfigError, match="are modelled in one process of vLLM for CPUs"):
-        evaluate(what, tmp_path / "out", print)
-
-
 def test_an_evaluation_is_written_once(tiny_model, tmp_path):
     with pytest.raises(
         FileExistsError, match="an evaluation is written once. Choose another name, or remove it"
@@ -312,8 +303,3 @@ def test_an_evaluation_is_written_once(tiny_model, tmp_path):
 def test_wrong_arguments(arguments, message):
     done = run_tool("evaluate", *arguments)
     assert done.returncode == 2 and message in done.stderr
-
-
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-    done = run_tool("evaluate", "--run", tmp_path)
-    assert done.returncode == 1 and str(tmp_path) in done.stderr

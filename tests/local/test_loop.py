@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,16 +10,15 @@ import numpy as np
 import pytest
 
 from mindspeed_qerl.aqn.injector import NoiseReport
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local import loop as module
-from mindspeed_qerl.local.batch import Batch as TokenBatch
-from mindspeed_qerl.local.batch import PromptOrder, build_batch
+from mindspeed_qerl.local.batch import Answer, PromptOrder, TrainBatch
 from mindspeed_qerl.local.loop import LocalEngine, data_rank
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import RolloutEngine
-from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.recipe.types import (
     Algorithm,
     Batch,
@@ -27,6 +27,7 @@ from mindspeed_qerl.recipe.types import (
     HardwareError,
     Layout,
     Local,
+    Noise,
     Quantization,
     Run,
     Sampling,
@@ -37,6 +38,8 @@ from mindspeed_qerl.runs.checks import StepChecks
 from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.tasks.rows import row_of
 
+from .conftest import batch_of
+
 ROWS = [row_of({"prompt": f"{i}?", "answer": str(i)}) for i in range(4)]
 PROMPTS = SimpleNamespace(rows=ROWS, prompts=[[100 + i] for i in range(4)])
 EOS = 2
@@ -44,7 +47,6 @@ NOISE = NoiseReport(
     sigma=0.05,
     stage=1,
     layers=1,
-    names=("norm",),
     expected_std=0.05,
     measured_std=0.05,
     changed_fraction=1.0,
@@ -63,7 +65,7 @@ PROOF = dict(
 class Told:
     """An observer, or a Progress, that keeps what it is told: (name, *arguments)."""
 
-    epoch = 2
+    earlier = ()
 
     def __init__(self):
         self.calls = []
@@ -75,9 +77,6 @@ class Told:
 
     def wants_proof(self, step, gradient):
         return False
-
-    def noise_level(self, step):
-        return f"of step {step}"
 
     def __getattr__(self, name):
         return lambda *arguments, **named: self.calls.append((name, *arguments, *named.items()))
@@ -106,12 +105,12 @@ class Processes:
         self.calls.append((method, *arguments))
         if method is not RolloutEngine.generate:
             return self.results.get(method.__name__)
-        prompts, n, _, _, noise_step = arguments[:5]
-        groups = []
-        for [first] in prompts:
-            right = Completion([first - 100, EOS], [-0.1, -0.2], False)
-            groups.append([right, Completion([9, 9, 9], [-0.3] * 3, True)][:n])
-        return groups, NOISE if noise_step is not None else None
+        [request] = arguments
+        answers = []
+        for prompt in request.prompts:
+            right = Answer(prompt, [prompt[0] - 100, EOS], [-0.1, -0.2])
+            answers += [right, Answer(prompt, [9, 9, 9], [-0.3] * 3, True)][: request.n]
+        return answers, NOISE if request.noise else None
 
     call = on_rollout
 
@@ -140,110 +139,98 @@ def loop(cls=LocalEngine, observer=None, processes=None, **parts):
         "quantization": Quantization("nvfp4"),
         "hardware_error": HardwareError(rollout=("gaussian",), evaluation=("bf16_blocks",)),
         "local": Local(),
+        "noise": Noise(),
         **parts,
     }
     data = SimpleNamespace(tokenizer=TOKENIZER, train=PROMPTS, test=PROMPTS)
     return cls(SimpleNamespace(**parts), observer or Told(), processes or Processes(), data)
 
 
-def generated(call):
-    """What a call of the rollout engine was given, by name."""
-    names = ("prompts", "n", "seed", "sampling", "noise_step", "noise", "kinds", "routes")
-    names += ("quantized",)
-    method, *arguments = call
-    assert method is RolloutEngine.generate
-    given = dict(zip(names, arguments, strict=True))
-    return given | {"kinds": given["kinds"]["kinds"]}
+def requests(engine):
+    """What the rollout engine was asked, as plain values."""
+    asked = []
+    for method, request in engine.processes.calls:
+        assert method is RolloutEngine.generate
+        asked.append(asdict(request) | {"hardware_error": request.hardware_error["kinds"]})
+    return asked
 
 
 def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
     engine = loop()
-    answers, noise = engine.sample(4)
+    level = NoiseLevel(step=3, stage=1, sigma=0.05)
+    answers, report = engine.sample(4, level)
     chosen = PromptOrder(4, seed=5).take(2)
-    assert generated(engine.processes.calls[0]) == dict(
-        prompts=[[100 + i] for i in chosen],
-        n=2,
-        noise_step=3,
-        noise="of step 4",
-        seed=derived_seed(5, "rollout", 4),
-        kinds=("gaussian",),
-        sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
-        routes=True,
-        quantized=True,
-    )
-    assert noise is NOISE
+    assert requests(engine) == [
+        dict(
+            prompts=[[100 + i] for i in chosen],
+            n=2,
+            noise=asdict(level),
+            seed=derived_seed(5, "rollout", 4),
+            hardware_error=("gaussian",),
+            sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
+            record_routes=True,
+            quantized=True,
+        )
+    ]
+    assert report is NOISE
     numbers = [i for i in chosen for _ in range(2)]
-    expected = [(ROWS[i], [100 + i]) for i in numbers]
-    assert [(answer.row, answer.prompt) for answer in answers] == expected
+    expected = [(ROWS[i].question, [100 + i]) for i in numbers]
+    assert [(answer.question, answer.prompt) for answer in answers] == expected
     # right, less half of the penalty for its length; wrong, and as long as it may be
-    earned = [(answer.reward, answer.scores, answer.completion.truncated) for answer in answers]
+    earned = [(answer.reward, answer.scores, answer.is_truncated) for answer in answers]
     assert earned == [(1 - 0.5, {"gsm8k": 1}, False), (0 - 1.0, {"gsm8k": 0}, True)] * 2
-    engine.sample(4, 1)
-    engine.sample(5)
-    calls = [generated(call) for call in engine.processes.calls]
-    assert len({call["seed"] for call in calls}) == 3 and calls[2]["noise_step"] == 4
+    engine.sample(4, level, 1)
+    engine.sample(5, level)
+    assert len({request["seed"] for request in requests(engine)}) == 3
 
 
 def test_an_evaluation_samples_without_noise_at_its_own_temperature():
     engine = loop()
     engine.evaluate(4)
-    [call] = engine.processes.calls
-    assert generated(call) == dict(
-        prompts=PROMPTS.prompts,
-        n=1,
-        noise_step=None,
-        noise=None,
-        kinds=("bf16_blocks",),
-        seed=derived_seed(5, "evaluation", 4),
-        sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.3, "logprobs": None},
-        routes=False,
-        quantized=False,
-    )
+    assert requests(engine) == [
+        dict(
+            prompts=PROMPTS.prompts,
+            n=1,
+            noise=None,
+            hardware_error=("bf16_blocks",),
+            seed=derived_seed(5, "evaluation", 4),
+            sampling={
+                "max_tokens": 3,
+                "stop_token_ids": [EOS],
+                "temperature": 0.3,
+                "logprobs": None,
+            },
+            record_routes=False,
+            quantized=False,
+        )
+    ]
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(), Layout(world=2), Layout(world=8, tp=2, pp=2), Layout(world=4, pp=2)]
-)
-def test_every_answer_is_in_one_share_of_its_mini_batch(layout):
-    """Ranks of one data-parallel rank get the same; Megatron counts tensor parallel ranks first,
-    stages last.
-    """
-    batch = build_batch([[1]] * 8, [[number] for number in range(8)], [[-0.1]] * 8, np.zeros(8))
-    calls = {}
-
+def test_an_update_trains_all_epochs_and_its_times_are_of_the_iteration():
     class Rank:
-        def __init__(self, number):
-            self.number = number
-
         def call(self, method, shards, epochs):
-            shares = [shard.tokens[:, 1].tolist() for shard in shards]
-            calls[self.number] = (method, shares, epochs)
+            assert (method, len(shards), epochs) == (TrainRank.train, 2, 3)
             return {"time/logprobs": 1.0, "time/update": 2.0, "updates": 6, "loss/total": 0.5}
 
-    processes = Processes([Rank(number) for number in range(layout.world)])
     settings = Batch(samples_per_prompt=2, mini_batch_size=2, epochs=3)
-    engine = loop(processes=processes, layout=layout, batch=settings)
+    engine = loop(processes=Processes([Rank()]), batch=settings)
+    batch = batch_of([[1]] * 8, [[number] for number in range(8)])
     assert engine.update(batch) == {"loss/total": 0.5} and engine.updates == 6
     assert engine.seconds == {"time/logprobs": 1.0, "time/update": 2.0}
-    assert {(method, epochs) for method, _, epochs in calls.values()} == {(TrainRank.train, 3)}
-    places = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
-    for number, (_, data, _) in enumerate(places):
-        assert data_rank(number, layout) == data and calls[number][1] == calls[data * layout.tp][1]
-    for mini in range(2):
-        shares = [calls[data * layout.tp][1][mini] for data in range(layout.dp)]
-        assert sorted(itertools.chain(*shares)) == list(range(4 * mini, 4 * mini + 4))
-        assert len({len(share) for share in shares}) == 1
 
 
 @pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=8, tp=2, pp=2)])
 def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
     """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage
-    only.
+    only. Megatron counts tensor parallel ranks first, stages last.
     """
+    places = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
+    for number, (_, data, _) in enumerate(places):
+        assert data_rank(number, layout) == data
     lengths = np.array([9, 4, 7, 5, 6, 3, 8, 2])
     tokens = 10 * np.arange(8)[:, None] + np.arange(9)
     mask = np.arange(1, 9) < lengths[:, None]
-    batch = TokenBatch(
+    batch = TrainBatch(
         tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32)
     )
 
@@ -309,13 +296,14 @@ class Watched(LocalEngine):
 
 
 def test_an_iteration_trains_then_syncs_then_reports():
-    engine = loop(Watched)
+    engine = loop(Watched, noise=Noise(enabled=True, schedule="target", num_stages=3))
     engine.ends = {EOS}
     engine.iteration(4)
     assert engine.parts == [("update", 10), "sync"]
     assert engine.observer.names() == ["sampled", "stepped"]
-    _, step, values, tokens, routes = engine.observer.calls[-1]
+    _, step, values, tokens, routes, level = engine.observer.calls[-1]
     assert (step, tokens, routes) == (4, 10, 0)
+    assert (level.step, level.stage, level.sigma) == (3, 1, 0.05) and "aqn/reached_k3" in values
     assert values["loss/total"] == 0.5 and values["aqn/sigma"] == 0.05
     assert values["response/truncated_fraction"] == 0.5 and values["verifier/gsm8k/mean"] == 0.5
     assert values["reward/mean"] == pytest.approx(-0.25)
@@ -343,7 +331,6 @@ def observed(monkeypatch):
         loop(
             Watched,
             run=Run(train_iters=1, seed=5),
-            noise=SimpleNamespace(enabled=False, restart_every="never"),
             model=SimpleNamespace(path="", dtype="float32"),
             lora=SimpleNamespace(targets=("linear_qkv",)),
             correction=Correction(),
@@ -351,7 +338,7 @@ def observed(monkeypatch):
         Files(),
     )
     run = SimpleNamespace(record=lambda **_: None, metrics_file=Path("none"))
-    engine.observer = RunObserver(engine.recipe, run, files, Told(), epoch=2)
+    engine.observer = RunObserver(engine.recipe, run, files, Told())
     engine.observer.checks = SimpleNamespace(check=lambda *_: [])
     engine.ends = {EOS}
     return engine, files.written
@@ -361,8 +348,8 @@ def observed(monkeypatch):
 def test_what_a_failing_step_saw_is_written_before_it_fails(observed, fault):
     engine, written = observed
     if fault == "logprobs":
-        bad = Completion([1, EOS], [math.nan, -0.1], False)
-        engine.processes.on_rollout = lambda *_: ([[bad, bad]] * 2, None)
+        bad = Answer([100], [1, EOS], [math.nan, -0.1])
+        engine.processes.on_rollout = lambda *_: ([bad] * 4, None)
     elif fault == "metrics":
         engine.observer.checks = StepChecks(engine.recipe, routed=False, earlier=[])
         engine.loss = math.nan
@@ -379,8 +366,8 @@ def sampled_with(drawn):
     """Stands for `LocalEngine.sample`: the rewards of each batch, two answers a prompt."""
     from .test_sampled import sampled
 
-    def sample(step, batch=0):
-        sample.batches.append((step, batch))
+    def sample(step, noise, batch=0):
+        sample.batches.append((step, noise, batch))
         return sampled(drawn(batch)), f"noise of batch {batch}"
 
     sample.batches = []
@@ -406,12 +393,12 @@ def test_dynamic_sampling_asks_until_enough_groups_have_a_signal(metric, limit, 
     )
     engine = loop(selection=selection)
     engine.sample = sampled_with(drawn.__getitem__)
-    answers, trained, noise = engine.gather(7)
+    answers, trained, report = engine.gather(7, None)
     rewards = list(itertools.chain(*drawn[:batches]))
     expected = [rewards[2 * group + place] for group in kept for place in range(2)]
     assert [answer.reward for answer in trained] == expected
-    assert engine.sample.batches == [(7, batch) for batch in range(batches)]
-    assert noise == "noise of batch 0"
+    assert engine.sample.batches == [(7, None, batch) for batch in range(batches)]
+    assert report == "noise of batch 0"
     assert [answer.reward for answer in answers] == rewards
     assert engine.observer.names() == ["still_sampling"] * (batches - 1)
 

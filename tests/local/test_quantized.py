@@ -9,23 +9,22 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local.packing import PackedLinear
-from mindspeed_qerl.local.quantized import QuantizedModel
+from mindspeed_qerl.local.quantized import QuantizedLayers
 from mindspeed_qerl.quantization.formats import FORMATS
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.checks import sync_faults
 
 from .conftest import FEW_FAMILIES, engine_logprobs
 from .test_rollout import (
-    SAMPLING,
     assert_answers_are_of_the_noisy_policy,
     changed_weights,
     factors,
     noisy_engine,
     reference_logprobs,
     reference_model,
+    sample,
     sequences,
     sync,
 )
@@ -52,7 +51,7 @@ def requantize(engine, *settings, **more):
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = PackedLinear()
     checkpoint = Checkpoint(engine.model_dir)
-    engine.quantized = QuantizedModel(engine.model, checkpoint, Quantization(*settings, **more))
+    engine.quantized = QuantizedLayers(engine.model, checkpoint, Quantization(*settings, **more))
     sync(engine, {name: checkpoint.read(name) for name in base})
 
 
@@ -185,11 +184,11 @@ def test_answers_carry_the_logprobs_of_the_quantized_policy_with_its_noise(engin
     requantize(engine, "nvfp4")
     sync(engine, changed_weights(model_dir))
     prompts, _ = assert_answers_are_of_the_noisy_policy(engine)
-    as_synced, _ = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, quantized=False)
+    as_synced, _ = sample(engine, prompts, 2, seed=4, quantized=False)
     quantized, engine.quantized = engine.quantized, None
     try:
         sync(engine, changed_weights(model_dir))
-        assert engine.generate(prompts, 2, seed=4, sampling=SAMPLING)[0] == as_synced
+        assert sample(engine, prompts, 2, seed=4)[0] == as_synced
     finally:
         engine.quantized = quantized
     sync(engine, changed_weights(model_dir))
@@ -200,34 +199,9 @@ def test_files_of_another_dtype_round_nothing_that_is_synced(engine, model_dir):
         def read(self, name):
             return super().read(name).bfloat16()
 
-    weights = QuantizedModel(engine.model, Half(model_dir), Quantization("nvfp4")).weights
+    weights = QuantizedLayers(engine.model, Half(model_dir), Quantization("nvfp4")).weights
     for name, weight in changed_weights(model_dir).items():
         weights.receive(name, weight)
         weights.quantize()
         assert torch.equal(weights.synced[name], weight)
         assert torch.equal(weights.used[name], FORMATS["nvfp4"].weight(weight))
-
-
-def test_ignored_weights_stay_as_they_are(engine, model_dir):
-    requantize(engine, "nvfp4", ignore=("model.layers.0.*", "*.q_proj.weight"))
-    weights = changed_weights(model_dir)
-    sync(engine, weights)
-    expected = transformers_logprobs(
-        model_dir,
-        {
-            name: weight
-            if ".layers.0." in name or "q_proj" in name
-            else FORMATS["nvfp4"].weight(weight)
-            for name, weight in weights.items()
-        },
-    )
-    assert np.abs(np.array(engine_logprobs(engine, sequences())) - expected).max() < 1e-5
-    for name, pattern, message in (
-        ("nvfp4", "*.gate.weight", "'\\*.gate.weight' names none of the .* linear weights"),
-        ("nvfp4", "*", "names every linear weight"),
-        ("int8_w8a8", "*.q_proj.weight", "names .*q_proj.weight, and not all of .*k_proj"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            QuantizedModel(
-                engine.model, Checkpoint(model_dir), Quantization(name, ignore=(pattern,))
-            )

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local import limits
 from mindspeed_qerl.local.packing import PackedLinear
-from mindspeed_qerl.local.rollout import RolloutEngine
+from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
 from mindspeed_qerl.local.serving import check_built
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
@@ -27,8 +27,7 @@ from .conftest import FAMILIES, FEW_FAMILIES, engine_logprobs, make_model
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
 
-STEP = 5  # of 10 steps in 10 stages: sigma is well above 0
-SCHEDULE = NoiseSchedule(sigma_start=0.2, sigma_end=0.05, num_stages=10, total_steps=10)
+NOISE = NoiseLevel(step=5, stage=5, sigma=0.1)
 SAMPLING = dict(max_tokens=6, temperature=1.0, stop_token_ids=[2])
 
 
@@ -49,9 +48,11 @@ def engine(model_dir):
 
 
 def noisy_engine(model_dir, dtype, **options):
-    engine = RolloutEngine(str(model_dir), dtype, 64, 16, 1, **options)
-    engine.add_noise(dict(schedule=SCHEDULE, seed=3))
-    return engine
+    return RolloutEngine(str(model_dir), dtype, 64, 16, 1, noise=dict(seed=3), **options)
+
+
+def sample(engine, prompts, n, seed, sampling=SAMPLING, **more):
+    return engine.generate(RolloutRequest(prompts, n, seed, sampling, **more))
 
 
 def reference_model(model_dir, weights=None):
@@ -145,11 +146,9 @@ def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
     sync(engine, weights)
     model = reference_model(model_dir, weights)
     clean = reference_logprobs(model)
-    NoiseInjector(model, SCHEDULE, seed=3).apply(STEP)
+    NoiseInjector(model, seed=3).apply(NOISE)
     noisy = reference_logprobs(model)
-    assert (
-        np.abs(np.array(engine_logprobs(engine, sequences(), noise_step=STEP)) - noisy).max() < 1e-5
-    )
+    assert np.abs(np.array(engine_logprobs(engine, sequences(), noise=NOISE)) - noisy).max() < 1e-5
     # and it is gone again
     assert np.abs(np.array(engine_logprobs(engine, sequences())) - clean).max() < 1e-5
     assert np.abs(noisy - clean).max() > 0.01
@@ -160,14 +159,12 @@ def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
 def assert_answers_are_of_the_noisy_policy(engine):
     """By their logprobs; the prompts, and the report of the noise."""
     prompts = [row[:8] for row in sequences()]
-    completions, report = engine.generate(prompts, 2, seed=4, sampling=SAMPLING, noise_step=STEP)
-    assert report.sigma == SCHEDULE.sigma(STEP) > 0
-    answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
-    scored = engine_logprobs(
-        engine, [prompt + answer.token_ids for prompt, answer in answers], noise_step=STEP
-    )
-    for (prompt, answer), logprobs in zip(answers, scored, strict=True):
-        np.testing.assert_allclose(answer.logprobs, logprobs[len(prompt) - 1 :], atol=1e-5)
+    answers, report = sample(engine, prompts, 2, seed=4, noise=NOISE)
+    assert report.sigma == NOISE.sigma
+    whole = [answer.prompt + answer.token_ids for answer in answers]
+    scored = engine_logprobs(engine, whole, noise=NOISE)
+    for answer, logprobs in zip(answers, scored, strict=True):
+        np.testing.assert_allclose(answer.logprobs, logprobs[len(answer.prompt) - 1 :], atol=1e-5)
     return prompts, report
 
 
@@ -178,9 +175,8 @@ def test_completions_carry_the_logprobs_of_the_noisy_policy(engine, model_dir):
     sync(engine, changed_weights(model_dir))
     _, report = assert_answers_are_of_the_noisy_policy(engine)
     if "experts" in str(engine.model):
-        assert report.layers == 2 and all(
-            name.endswith("post_attention_layernorm") for name in report.names
-        )
+        names = [name.rpartition(".")[2] for name in engine.noisy_norms()]
+        assert report.layers == 2 and names == ["post_attention_layernorm"] * 2
     else:
         assert report.layers == 5  # two a layer, and the final one
 
@@ -191,19 +187,19 @@ def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(en
     """
     weights, prompts = changed_weights(model_dir), [row[:8] for row in sequences()]
     sync(engine, weights)
-    completions, _ = engine.generate(prompts, 16, seed=4, sampling={**SAMPLING, "temperature": 2.0})
-    answers = [(prompt, answer) for prompt, group in zip(prompts, completions) for answer in group]
+    answers, _ = sample(engine, prompts, 16, seed=4, sampling={**SAMPLING, "temperature": 2.0})
+    # what comes after an answer changes nothing in it
     tokens = torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(prompt + answer.token_ids) for prompt, answer in answers], batch_first=True
-    )  # what comes after an answer changes nothing in it
+        [torch.tensor(answer.prompt + answer.token_ids) for answer in answers], batch_first=True
+    )
     with torch.no_grad():
         logprobs = (reference_model(model_dir, weights)(tokens).logits[:, 7:] / 2.0).log_softmax(-1)
-    for (_, answer), of_answer in zip(answers, logprobs):
+    for answer, of_answer in zip(answers, logprobs):
         expected = of_answer[range(len(answer.token_ids)), answer.token_ids]
         np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
-        assert (answer.token_ids[-1] == 2) != answer.truncated
-        assert len(answer.token_ids) == SAMPLING["max_tokens"] or not answer.truncated
-    assert {answer.truncated for _, answer in answers} == {True, False}
+        assert (answer.token_ids[-1] == 2) != answer.is_truncated
+        assert len(answer.token_ids) == SAMPLING["max_tokens"] or not answer.is_truncated
+    assert {answer.is_truncated for answer in answers} == {True, False}
 
 
 def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(engine, model_dir):
@@ -215,35 +211,27 @@ def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(eng
     hook = engine.model.model.embed_tokens.register_forward_hook(
         lambda *call: computed.append(len(call[2]))
     )
-    for seed, noise_step in ((6, STEP), (6, None), (7, None)):
+    for seed, noise in ((6, NOISE), (6, None), (7, None)):
         weights = changed_weights(model_dir, seed)
         sync(engine, weights)
         computed.clear()
-        completions, _ = engine.generate(
-            prompts, 4, seed=1, sampling=sampling, noise_step=noise_step
-        )
+        answers, _ = sample(engine, prompts, 4, 1, sampling, noise=noise)
         # 32 of a prompt's 40 tokens once, the rest and all but an answer's last token for each of
         # its four answers
         assert sum(computed) == 3 * (32 + 4 * (8 + 6 - 1))
-        if noise_step is None:
-            tokens = torch.tensor(
-                [
-                    prompt + answer.token_ids
-                    for prompt, group in zip(prompts, completions)
-                    for answer in group
-                ]
-            )
+        if noise is None:
+            tokens = torch.tensor([answer.prompt + answer.token_ids for answer in answers])
             with torch.no_grad():
                 logprobs = (
                     reference_model(model_dir, weights)(tokens).logits[:, 39:-1].log_softmax(-1)
                 )
             np.testing.assert_allclose(
-                [answer.logprobs for group in completions for answer in group],
+                [answer.logprobs for answer in answers],
                 logprobs.gather(-1, tokens[:, 40:, None])[..., 0],
                 atol=1e-5,
             )
     computed.clear()
-    engine.generate(prompts, 4, seed=1, sampling=sampling, hardware_error=dict(kinds=["gaussian"]))
+    sample(engine, prompts, 4, 1, sampling, hardware_error=dict(kinds=["gaussian"]))
     # on other hardware each answer has errors of its own
     assert sum(computed) == 3 * 4 * (40 + 6 - 1)
     hook.remove()
@@ -255,17 +243,17 @@ def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, m
     prompts = [row[:8] for row in sequences()]
     injector, engine.injector = engine.injector, None
     try:
-        without_aqn, _ = engine.generate(prompts, 4, seed=9, sampling=SAMPLING)
+        without_aqn, _ = sample(engine, prompts, 4, seed=9)
     finally:
         engine.injector = injector
-    noisy, _ = engine.generate(prompts, 4, seed=9, sampling=SAMPLING, noise_step=STEP)
-    with_aqn, report = engine.generate(prompts, 4, seed=9, sampling=SAMPLING)
+    noisy, _ = sample(engine, prompts, 4, seed=9, noise=NOISE)
+    with_aqn, report = sample(engine, prompts, 4, seed=9)
     assert report is None
     assert with_aqn == without_aqn != noisy
-    assert engine.generate(prompts, 4, seed=10, sampling=SAMPLING)[0] != with_aqn
-    engine.injector.apply(STEP)
+    assert sample(engine, prompts, 4, seed=10)[0] != with_aqn
+    engine.injector.apply(NOISE)
     with pytest.raises(RuntimeError, match="the noise of an earlier call is still on"):
-        engine.generate(prompts, 4, seed=9, sampling=SAMPLING)
+        sample(engine, prompts, 4, seed=9)
     engine.injector.remove()
 
 
@@ -393,7 +381,7 @@ def layers_and_engines_of_a_processor(rank, models, path):
         engines[family] = {
             "movement": engine.movement(lora),
             "logprobs": engine_logprobs(engine, sequences()),
-            "answers": engine.generate([row[:8] for row in sequences()], 2, 4, SAMPLING, STEP)[0],
+            "answers": sample(engine, [row[:8] for row in sequences()], 2, 4, noise=NOISE)[0],
         }
         lost = "model.layers.1.self_attn.o_proj.weight"
         sync(engine, {**weights, lost: Checkpoint(model_dir).read(lost).float()})
@@ -485,7 +473,7 @@ def test_bfloat16_engines_compute_on_every_processor_what_was_synced(processor):
         exact, rounded = reference_logprobs(model), reference_logprobs(model.bfloat16())
         error, usual = np.abs(engine["logprobs"] - exact), np.abs(rounded - exact)
         assert error.mean() < 2 * usual.mean() and error.max() < 4 * usual.max() < 1
-        assert all(len(answer.logprobs) for group in engine["answers"] for answer in group)
+        assert all(len(answer.logprobs) for answer in engine["answers"])
         for target, entry in engine["movement"].items():
             assert entry["max_error"] == 0 == entry["lost"] and entry["moved"] > 0.1, target
         lost = {

@@ -2,47 +2,41 @@
 
 import math
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mindspeed_qerl.local.batch import Answer
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.sampled import (
-    Answer,
     check_answers,
     select,
     tokens_to_replay,
     tokens_to_train,
 )
-from mindspeed_qerl.local.serving import Completion
 from mindspeed_qerl.recipe.types import Algorithm, Batch, Selection
 from mindspeed_qerl.routing.routes import Routers
-from mindspeed_qerl.tasks.rows import row_of
 
-ANSWERS = [
-    Completion([1, 2], [-0.1, -0.2], False),
-    Completion([3], [-0.3], False),
-    Completion([4], [-0.4], True),
-    Completion([1, 1, 1], [-0.5, -0.6, -0.7], True),
-]
-ROW = row_of({"prompt": "2+2?", "answer": "4"})
+PROMPTS = ([5, 6], [5, 6], [7], [7])
+IDS = ([1, 2], [3], [4], [1, 1, 1])
+LOGPROBS = ([-0.1, -0.2], [-0.3], [-0.4], [-0.5, -0.6, -0.7])
 
 
-def sampled(rewards, completions=ANSWERS, prompts=((5, 6), (5, 6), (7,), (7,))):
+def sampled(rewards, ids=IDS):
+    """Answers to two prompts, the second one's cut off."""
     answers = []
-    for reward, completion, prompt in zip(rewards, completions, prompts):
-        scores = {"gsm8k": float(reward > 1)}
-        answers.append(Answer(ROW, list(prompt), completion, "?", float(reward), scores))
+    for reward, prompt, tokens, logprobs in zip(rewards, PROMPTS, ids, LOGPROBS):
+        answer = Answer(prompt, tokens, logprobs, is_truncated=prompt == [7])
+        answer.question, answer.text, answer.reward = "2+2?", "?", float(reward)
+        answer.scores = {"gsm8k": float(reward > 1)}
+        answers.append(answer)
     return answers
 
 
-def pair(completions):
-    return sampled([0, 1], completions, [[5], [5]])
-
-
-def selected(rewards, completions=ANSWERS, logprobs_before=None, **options):
-    return select(sampled(rewards, completions), recipe(**options), logprobs_before)
+def selected(rewards, logprobs_before=None, **options):
+    return select(sampled(rewards), recipe(**options), logprobs_before)
 
 
 def recipe(mini_batch_size=1, **options):
@@ -61,9 +55,8 @@ def test_every_answer_is_trained_with_its_groups_advantage():
     batch, _ = selected([1, 0, 2, 2])
     assert batch.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0], abs=1e-5)
     assert batch.tokens.tolist() == [[5, 6, 1, 2], [5, 6, 3, 0], [7, 4, 0, 0], [7, 1, 1, 1]]
-    assert batch.mask.sum() == sum(len(answer.token_ids) for answer in ANSWERS)
-    logprobs = [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7]
-    assert batch.rollout_logprobs[batch.mask].tolist() == pytest.approx(logprobs)
+    assert batch.mask.sum() == 7
+    assert batch.rollout_logprobs[batch.mask].tolist() == pytest.approx([*chain(*LOGPROBS)])
     masked, _ = selected([1, 0, 0, 3], mask_truncated_completions=True)
     assert masked.mask.any(1).tolist() == [True, True, False, False]
 
@@ -126,44 +119,30 @@ def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():
     ],
 )
 def test_a_log_probability_that_is_none_names_the_answer(logprobs, given):
-    answers = [ANSWERS[0], Completion([3, 4], logprobs, False)]
+    answers = sampled([0, 1])
+    check_answers(answers, None)
+    answers[0].logprobs = logprobs
     with pytest.raises(WorkerError, match=rf"vLLM gave {given} of the answer '\?' to '2\+2\?'"):
-        check_answers(pair(answers), None)
-    check_answers(pair(ANSWERS[:2]), None)
+        check_answers(answers, None)
 
 
-@pytest.mark.parametrize(
-    "routes, fault",
-    [
-        (None, "it has no routes"),
-        (np.zeros((1, 2, 2)), r"its routes have the shape \[1, 2, 2\], and 2 tokens in 2 layers"),
-        (
-            np.full((2, 2, 2), (0, 8)),
-            r"layer 0 sends token 0 to an expert that is none of its 8: \[0, 8\]",
-        ),
-        (np.full((2, 2, 2), 5), r"layer 0 sends token 0 to the same expert twice: \[5, 5\]"),
-    ],
-)
-def test_routes_that_cannot_be_name_the_answer(routes, fault):
-    routers, good = Routers((0, 1), experts=8, top_k=2), np.full((2, 2, 2), (3, 1), dtype=np.uint8)
-    answers = [
-        Completion([3, 4], [-0.1, -0.2], False, good[[0, 0]]),
-        Completion([3, 4], [-0.1, -0.2], False, routes),
-    ]
+def test_routes_that_cannot_be_name_the_answer():
+    routers = Routers((0, 1), experts=8, top_k=2)
+    good = Answer([5], [3, 4], [-0.1, -0.2], routes=np.full((2, 2, 2), (3, 1), dtype=np.uint8))
+    check_answers([good], routers)
+    bad = replace(good, text="?", question="2+2?", routes=None)
     with pytest.raises(
-        WorkerError, match=rf"the answer '\?' to '2\+2\?': {fault}.*algorithm.routing_replay"
+        WorkerError,
+        match=r"the answer '\?' to '2\+2\?': it has no routes.*algorithm.routing_replay",
     ):
-        check_answers(pair(answers), routers)
-    answers[1] = replace(answers[1], routes=good)
-    check_answers(pair(answers), routers)
+        check_answers([good, bad], routers)
 
 
 def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_trained():
-    answers = [
-        replace(answer, routes=np.full((tokens, 2, 2), (row, 7), dtype=np.uint8))
-        for row, (answer, tokens) in enumerate(zip(ANSWERS, (3, 2, 1, 3)))
-    ]
-    batch, _ = selected([1, 0, 2, 2], answers, routing_replay="rollout")
+    answers = sampled([1, 0, 2, 2])
+    for row, (answer, tokens) in enumerate(zip(answers, (3, 2, 1, 3))):
+        answer.routes = np.full((tokens, 2, 2), (row, 7), dtype=np.uint8)
+    batch, _ = select(answers, recipe(), None)
     width = batch.tokens.shape[1] - 1
     assert batch.routes.shape == (4, width, 2, 2) and batch.routes.dtype == np.uint8
     for row, answer in enumerate(answers):
@@ -173,25 +152,21 @@ def test_routes_of_a_batch_are_padded_with_its_rows_and_counted_where_they_are_t
     assert tokens_to_replay(batch, recipe()) == 4
 
 
-def with_batch(completions, **options):
-    answers = sampled([1, 0, 2, 2], completions)
+def with_batch(ids=IDS, **options):
+    answers = sampled([1, 0, 2, 2], ids)
     return answers, recipe(**options), select(answers, recipe(**options), None)[0]
 
 
 def test_the_tokens_to_train_are_counted_on_the_answers():
-    finished = [
-        Completion([1, 2], [-0.1, -0.2], False),
-        Completion([2], [-0.3], False),
-        *ANSWERS[2:],
-    ]
+    finished = ([1, 2], [2], *IDS[2:])
     assert tokens_to_train(*with_batch(finished), ends={2}) == 7
     assert tokens_to_train(*with_batch(finished, mask_truncated_completions=True), ends={2}) == 3
-    assert tokens_to_train(*with_batch(ANSWERS), ends=()) == 7  # of a model that names no end token
+    assert tokens_to_train(*with_batch(), ends=()) == 7  # of a model that names no end token
     with pytest.raises(
         WorkerError, match=r"1 of 2 answers .* none of the end tokens \[2\]: the first one's is 3"
     ):
-        tokens_to_train(*with_batch(ANSWERS), ends={2})
-    answers, asked, batch = with_batch(ANSWERS)
+        tokens_to_train(*with_batch(), ends={2})
+    answers, asked, batch = with_batch()
     batch.mask[3, -1] = False
     with pytest.raises(WorkerError, match=r"^6 tokens were trained, and 7 were sampled and kept"):
         tokens_to_train(answers, asked, batch, ends=())

@@ -16,8 +16,6 @@ from mindspeed_qerl.local import evaluate as evaluate_module
 from mindspeed_qerl.local.data import load_data
 from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.tasks.prompts import Prompts
-from mindspeed_qerl.tasks.rows import read_rows
 
 from .conftest import recipe_of
 
@@ -30,21 +28,6 @@ def tokenizer():
         "{% if add_generation_prompt %}####{% endif %}"
     )
     return tokenizer
-
-
-def test_plain_prompts_are_the_question_and_a_newline(tokenizer, data_dir):
-    path = data_dir / "train_chat.parquet"
-    task = Prompts(path, tokenizer, "plain", 96)
-    assert [tokenizer.decode(ids) for ids in task.prompts] == [
-        row.columns["question"] + "\n" for row in read_rows(path)
-    ]
-
-
-def test_chat_prompts_keep_the_templates_special_tokens(tokenizer, data_dir):
-    task = Prompts(data_dir / "test_chat.parquet", tokenizer, "chat", 96, limit=3)
-    assert len(task.prompts) == 3
-    for ids in task.prompts:
-        assert ids[0] == tokenizer.eos_token_id and tokenizer.decode(ids[-1]) == "####"
 
 
 DATED = "{{ strftime_now('%Y %d %H') }} {% for m in messages %}<eos>{{ m['content'] }}{% endfor %}"

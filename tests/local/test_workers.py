@@ -95,16 +95,6 @@ def counters(folder, *names):
     return [Worker(name, "collections", "Counter", folder / f"{name}.log", {}) for name in names]
 
 
-def test_a_process_that_a_debugger_stops_is_waited_for(box, tmp_path):
-    ranks = counters(tmp_path, "rank 0", "rank 1")
-    processes = Processes(ranks[:1], ranks[1])
-    processes.wait_until_ready()
-    stopped = psutil.Process(processes.pids["rank 1"])
-    stopped.suspend()
-    threading.Timer(3, stopped.resume).start()  # longer than the driver waits between two looks
-    assert processes.on_rollout(Counter.total) == 0
-
-
 class Unpicklable(ValueError):
     def __reduce__(self):
         raise TypeError("no pickle")

@@ -196,31 +196,6 @@ def test_nvfp4_is_vllms(kind):
     assert torch.equal(FORMATS["nvfp4"].weight(x), ref_nvfp4_quant_dequant(x, unit, 16))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_what_every_format_keeps(name):
-    """Signs, zeros, scale by powers of two, and what was quantized before; float32 of the same
-    shape.
-    """
-    x = tensors()["random"]
-    of_format = FORMATS[name].weight(x)
-    assert (
-        of_format.dtype == torch.float32
-        and of_format.shape == x.shape
-        and torch.isfinite(of_format).all()
-    )
-    assert torch.equal(FORMATS[name].weight(-x), -of_format)
-    assert torch.equal(FORMATS[name].weight(x * 2**10), of_format * 2**10)
-    assert torch.equal(
-        FORMATS[name].weight(x.bfloat16()), FORMATS[name].weight(x.bfloat16().float())
-    )
-    assert torch.allclose(FORMATS[name].weight(of_format), of_format, rtol=1e-6)
-    if activation := FORMATS[name].activation:
-        tokens = x.view(4, 64, 256)
-        assert torch.equal(
-            activation(tokens)[2], activation(tokens[2])
-        )  # no token knows of another
-
-
 @pytest.mark.parametrize("name", ["int8_w8a8", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,13 +15,12 @@ import torch
 
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import build_batch
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.tasks.prompts import Prompts
 from tests import ROOT
 
-from ..local.conftest import run_ranks
+from ..local.conftest import batch_of, engine_logprobs, run_ranks
 
 MODEL = Path(os.environ.get("REAL_MODEL", ROOT / "models" / "smollm2_135m_instruct")).resolve()
 DATA = ROOT / "data" / "gsm8k"
@@ -55,9 +54,7 @@ def batch(task, tokenizer):
         [*tokenizer.encode(row.columns["solution"]), tokenizer.eos_token_id] for row in task.rows
     ]
     advantages = np.resize([1.0, -1.0], ROWS)
-    return build_batch(
-        task.prompts, answers, [np.full(len(answer), -1.0) for answer in answers], advantages
-    )
+    return batch_of(task.prompts, answers, advantages=advantages)
 
 
 def sequences(batch):
@@ -108,7 +105,7 @@ def test_logprobs_of_vllm(expected, batch):
     engine = RolloutEngine(
         str(MODEL), "float32", max_model_len=512, max_num_seqs=ROWS, kv_cache_gib=1
     )
-    for row, logprobs in enumerate(engine.logprobs(sequences(batch))):
+    for row, logprobs in enumerate(engine_logprobs(engine, sequences(batch))):
         mask = batch.mask[row, : len(logprobs)]
         assert (
             np.abs(np.array(logprobs, dtype=np.float32) - expected[row, : len(logprobs)])[

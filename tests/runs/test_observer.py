@@ -5,19 +5,16 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_qerl.common.errors import EngineError
-from mindspeed_qerl.recipe.types import (
-    Evaluation,
-    LoRA,
-    Noise,
-    Quantization,
-    Run,
-)
+from mindspeed_qerl.recipe.types import Evaluation, LoRA, Quantization, Run
 from mindspeed_qerl.runs.metrics import MetricsWriter, read_jsonl
 from mindspeed_qerl.runs.observer import RunObserver
 
 from .test_checks import ARRIVED
 
-ROLLOUTS = [(f"{i} + 1?", str(i + 1), str(i + 1), 1.0) for i in range(4)]
+ANSWERS = [
+    {"question": f"{i} + 1?", "response": str(i + 1), "answer": str(i + 1), "reward": 1.0}
+    for i in range(4)
+]
 RANK = {"linear_qkv": {"modules": 2, "parameters": 1200}}
 
 
@@ -25,19 +22,18 @@ RANK = {"linear_qkv": {"modules": 2, "parameters": 1200}}
 def observer(new_run):
     """A function that makes the observer of a new run of 5 steps; what it says is in `said`."""
 
-    def make(noise=Noise(enabled=False)):  # noqa: B008
+    def make():
         recipe = SimpleNamespace(
             model=SimpleNamespace(path="qwen3_8b", dtype="float32"),
             run=Run(train_iters=5, rollout_samples=3, prove_every=3),
             lora=LoRA(targets=("linear_qkv",)),
-            noise=noise,
             evaluation=Evaluation(every=2, temperature=0.3),
             quantization=Quantization("nvfp4"),
         )
         run, said = new_run(), []
         ignored = lambda *_: None
         progress = SimpleNamespace(message=said.append, step=ignored, evaluated=ignored)
-        made = RunObserver(recipe, run, MetricsWriter(run, tensorboard=False), progress, epoch=7)
+        made = RunObserver(recipe, run, MetricsWriter(run, tensorboard=False), progress)
         made.said = said
         return made
 
@@ -53,7 +49,7 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observer):
         raise EngineError("step 1 cannot be right")
 
     observer.checks.check = refuse
-    observer.sampled(1, ROLLOUTS)
+    observer.sampled(1, ANSWERS)
     with pytest.raises(EngineError, match="cannot be right"):
         observer.stepped(1, {"loss/total": 7.0}, tokens=3)
     assert [row["response"] for row in read_jsonl(run.rollouts_file)] == ["1", "2", "3"]
@@ -72,8 +68,8 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observer):
 def test_batches_of_one_step_share_its_samples(observer):
     observer = observer()
     for step in (1, 2):
-        observer.sampled(step, ROLLOUTS[:2])
-        observer.sampled(step, iter(ROLLOUTS[2:]))
+        observer.sampled(step, ANSWERS[:2])
+        observer.sampled(step, iter(ANSWERS[2:]))
     rows = read_jsonl(observer.run.rollouts_file)
     assert [(row["step"], row["answer"]) for row in rows] == [
         (step, answer) for step in (1, 2) for answer in "123"
@@ -82,12 +78,10 @@ def test_batches_of_one_step_share_its_samples(observer):
 
 
 def test_lora_is_counted_over_ranks_and_proved(observer):
-    observer = observer(noise=Noise(restart_every="epoch"))
-    observer.begin([RANK, {}, RANK])
-    observer.noise_targets(("norm",))
+    observer = observer()
+    observer.begin([RANK, {}, RANK], ["norm"])
     observer.end()
     assert observer.run.facts() == {
-        "aqn_restart_every": 7,
         "lora": {"linear_qkv": {"modules": 4, "parameters": 2400}},
         "aqn_layers": ["norm"],
     }
@@ -155,23 +149,5 @@ def test_a_resumed_run_knows_the_noise_of_its_steps(observer, tmp_path):
     rows = tmp_path / "rows.jsonl"
     noise = '{"step": 2, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}'
     rows.write_text('{"step": 1, "aqn/expected_std": 0.0}\n' + noise + "\n")
-    resumed = RunObserver(recipe, SimpleNamespace(metrics_file=rows), None, None, epoch=7)
+    resumed = RunObserver(recipe, SimpleNamespace(metrics_file=rows), None, None)
     assert resumed.checks.noise == [(0.05, 0.04)]
-
-
-def test_a_resumed_run_follows_its_target_as_if_it_had_not_stopped(observer):
-    """One stage of one step without noise, then four that follow; read again after each step."""
-    noise = Noise(enabled=True, schedule="target", num_stages=5)
-    unbroken = observer(noise)
-    unbroken.checks.check = lambda *_: []
-    for step in range(1, 6):
-        level = unbroken.noise_level(step)
-        seen = {"mismatch/k3": (0.3 + step / 10) * level.sigma**2 + 1e-4}
-        unbroken.stepped(step, seen | {"mismatch/sensitivity": 0.5, "aqn/sigma": level.sigma}, 1)
-        files = SimpleNamespace(metrics_file=unbroken.run.metrics_file)
-        resumed = RunObserver(unbroken.recipe, files, None, None, epoch=7)
-        assert resumed.noise_level(step + 1) == unbroken.noise_level(step + 1)
-    rows = read_jsonl(unbroken.run.metrics_file)
-    assert ["aqn/reached_k3" in row for row in rows] == [False, True, True, True, True]
-    assert len({row["aqn/sigma"] for row in rows}) > 3
-    assert observer().noise_level(1) is None

@@ -235,7 +235,7 @@ def main(case: Case, folder: str, results: str) -> None:
     served = Served(case, folder)
     runner, model, report = served.runner, served.model, {}
     schedule = NoiseSchedule(sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=2, total_steps=4)
-    injector = NoiseInjector(model, schedule, seed=1)
+    injector = NoiseInjector(model, seed=1)
     reference, rounded = (
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
@@ -251,7 +251,7 @@ def main(case: Case, folder: str, results: str) -> None:
 
     clean, report["cached"] = served.answers()
     report["clean"] = beside(clean)
-    injector.apply(3)
+    injector.apply(schedule.level(3))
     noisy, _ = served.answers()
     report["unmatched"], _ = beside(noisy)
     for twin in (reference, rounded):

@@ -55,7 +55,7 @@ def beside_transformers(served: Served, graphs, folder: str) -> dict:
     from mindspeed_qerl.aqn.schedule import NoiseSchedule
 
     schedule = NoiseSchedule(sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=3, total_steps=4)
-    injector = NoiseInjector(served.model, schedule, seed=1)
+    injector = NoiseInjector(served.model, seed=1)
     twins = [
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
         for dtype in (torch.float32, torch.bfloat16)
@@ -65,7 +65,7 @@ def beside_transformers(served: Served, graphs, folder: str) -> dict:
         if step is None:
             injector.remove()
         else:
-            injector.apply(step)
+            injector.apply(schedule.level(step))
         for twin in twins:
             weights = dict(twin.named_parameters())
             for target in injector.targets:

@@ -110,10 +110,9 @@ def graph_classes():
                 others = [answer for group in eager for answer in group]
                 pairs = [(drawn(a), drawn(b)) for a, b in zip(answers, others, strict=True)]
                 distances = [abs(x - y) for (_, a), (_, b) in pairs for x, y in zip(a, b)]
-                purpose, step = rollout.seed_of
-                report = rollout.noise_report
+                state, report = rollout.state, rollout.noise_report
                 line = {
-                    "purpose": purpose, "step": step, "sigma": report.sigma if report else None,
+                    "purpose": state.purpose, "step": state.step, "sigma": report.sigma if report else None,
                     "replayed": steps, "resets": emptied, "distance": max(distances, default=0.0),
                     "same": all(a == b for (a, _), (b, _) in pairs),
                     "routes": [

@@ -17,7 +17,7 @@ import yaml
 from reference import expert_name, unpacked
 
 from mindspeed_qerl.families import read_shape
-from mindspeed_qerl.local.batch import build_batch
+from mindspeed_qerl.local.batch import Answer, build_batch
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.lora.adapters import lora_layers
 from mindspeed_qerl.recipe.reader import read
@@ -47,13 +47,12 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
     routes = None
     if recipe.algorithm.routing_replay == "rollout":  # else the dock's column is empty
         routes = list(map(unpacked, dock["routes"]))
-    batch = build_batch(
-        [prompt.tolist() for prompt in dock["prompts"]],
-        [response.tolist() for response in dock["responses"]],
-        [logprobs.tolist() for logprobs in dock["rollout_log_prob"]],
-        torch.stack([advantages[0] for advantages in dock["advantages"]]).numpy(),
-        routes,
-    )
+    columns = [dock[name] for name in ("prompts", "responses", "rollout_log_prob")]
+    answers = [Answer(*(ids.tolist() for ids in row)) for row in zip(*columns)]
+    for answer, recorded in zip(answers, routes or ()):
+        answer.routes = recorded
+    batch = build_batch(answers)
+    batch.advantages[:] = [advantages[0] for advantages in dock["advantages"]]
     batch.mask[[not trained.item() for trained in dock["trained"]]] = False
     logprobs = torch.from_numpy(trainer.logprobs(batch)[batch.mask])
     gradients, step = {}, trainer.optimizer.step

@@ -52,6 +52,7 @@ def probe_classes():
     import ray
     from reference import Place, drawn, shard
 
+    from mindspeed_qerl.ascend.rollout import RolloutState
     from mindspeed_qerl.ascend.worker import QeRLWorker
 
     DockTrainer = dock_trainer()
@@ -88,8 +89,16 @@ def probe_classes():
         def _copied(self):
             return copied(self._parameters())
 
+        def level(self, noise_step):
+            recipe = self.recipe
+            return recipe.noise.noise_schedule(recipe.run.train_iters).level(noise_step)
+
+        def prepare(self, noise_step):
+            noise = None if noise_step is None else self.level(noise_step)
+            self.inference_model.state = RolloutState("probe", 0, noise)
+
         def synced(self, noise_step):
-            self.inference_model.noise_step = noise_step
+            self.prepare(noise_step)
             self.sharding_manager.enter_infer_mode()
             weights = copied(dict(self.inference_model.model.named_parameters()))
             self.sharding_manager.exit_infer_mode()
@@ -105,7 +114,7 @@ def probe_classes():
                 self.inference_model,
                 self.inference_model.llm.llm_engine.model_executor.driver_worker,
             )
-            rollout.noise_step = noise_step
+            self.prepare(noise_step)
             self.sharding_manager.enter_infer_mode()
             held = [
                 parameter.untyped_storage().size()
@@ -145,13 +154,13 @@ def probe_classes():
             # the noise of step 1, where it is on: the policy that samples is not the one that is
             # trained
             apply = self.inference_model.injector.apply
-            self.inference_model.injector.apply = lambda step, level=None: apply(step + 1)
+            self.inference_model.injector.apply = lambda level: apply(self.level(level.step + 1))
             self.seen["rollouts"] = []
             rollout, sample = self.inference_model, self.inference_model.sample
 
             def keep_rollouts(prompts, **options):
                 groups = sample(prompts, **options)
-                if rollout.seed_of[0] == "rollout":
+                if rollout.state.purpose == "rollout":
                     for prompt, group in zip(prompts, groups):
                         routes = [getattr(answer, "routes", None) for answer in group]
                         self.seen["rollouts"].append((prompt, list(map(drawn, group)), routes))

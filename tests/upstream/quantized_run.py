@@ -43,13 +43,12 @@ def quantized_classes():
                     isinstance(getattr(module, "quant_method", None), Int8Linear)
                     for module in model.modules()
                 )
-                purpose, step = rollout.seed_of
                 with open(Path(FOLDER) / f"rank{self._rank}.jsonl", "a") as file:
                     file.write(
                         json.dumps(
                             {
-                                "purpose": purpose,
-                                "step": step,
+                                "purpose": rollout.state.purpose,
+                                "step": rollout.state.step,
                                 "magnitudes": magnitudes(model),
                                 "int8_layers": int8,
                             }

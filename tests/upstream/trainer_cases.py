@@ -98,7 +98,6 @@ def make(monkeypatch):
         observer = object.__new__(TokenObserver)
         vars(observer).update(
             ends={EOS},
-            noise=None,
             tokenizer=SimpleNamespace(decode=str),
             progress=SimpleNamespace(message=said.append),
             written=[],
@@ -106,6 +105,8 @@ def make(monkeypatch):
         )
         vars(trainer).update(
             observer=observer,
+            noise=None,
+            level=None,
             transfer_dock=dock,
             data_strategy=strategy,
             dataset_additional_keys=["labels"],
@@ -178,7 +179,7 @@ def logged(trainer, **on_ranks):
     """(values, tokens) that the observer is told of the step."""
     told = []
     vars(trainer.observer).update(
-        stepped=lambda step, values, tokens, routes: told.append((values, tokens)),
+        stepped=lambda step, values, tokens, routes, noise: told.append((values, tokens)),
         wants_proof=lambda step, gradient: False,
         wants_evaluation=lambda step: False,
     )
@@ -213,14 +214,17 @@ def test_a_step_that_trains_nothing_says_so(batch, options, why, make):
 
 def test_the_ranks_are_told_the_noise_of_the_next_step_once_this_one_was_reported(make):
     trainer, _, _ = make(answers(LIKE))
-    of_step = {8: NoiseLevel(stage=1, sigma=0.1)}
     told, logged_with = [], logged(trainer)
-    trainer.observer.noise_level = lambda step: of_step.get(step)
-    trainer.observer.stepped = lambda *_: told.append("stepped")
+    assert logged_with[1] == 0  # a run without noise tells nobody
+    trainer.level = before = NoiseLevel(step=6, stage=1, sigma=0.1)
+    after = NoiseLevel(step=7, stage=1, sigma=0.2)
+    trainer.noise = SimpleNamespace(
+        level={7: after}.get, update=lambda level, values: {"aqn/reached_k3": level.sigma}
+    )
+    trainer.observer.stepped = lambda step, values, *more: told.append((step, values, more))
     trainer.actor_worker.execute_sync_command = lambda *call: told.append(call) or [{}]
     trainer.log_metrics({}, 7)
-    assert told[-2:] == ["stepped", ("set_noise", NoiseLevel(stage=1, sigma=0.1))]
-    assert logged_with[1] == 0  # a run without noise tells nobody
+    assert told[-2:] == [(7, {"aqn/reached_k3": 0.1}, (0, 0, before)), ("set_noise", after)]
 
 
 def test_the_error_of_quantized_weights_counts_each_part_once(make):
