@@ -42,14 +42,6 @@ def top_p(dtype):
         (f"{HALF}, not float32", lambda: rotary(torch.float32, True, torch.arange(3))),
         ("not float64", lambda: top_p(torch.float64)),
         ("bfloat16, not float", lambda: quantized.npu_dynamic_quant(ONES)),
-        (
-            "bfloat16, not float",
-            lambda: quantized.npu_add_rms_norm_quant(ONES, ONES, ONES[0], ONES[0], None),
-        ),
-        (
-            "bfloat16, not float",
-            lambda: quantized.npu_quantize(ONES.double(), ONES[0], None, torch.qint8, -1, False),
-        ),
     ],
 )
 def test_what_no_page_has_is_refused(words, call, monkeypatch):

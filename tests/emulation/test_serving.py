@@ -179,63 +179,6 @@ test_apply_rotary_refuses = refusals(
 )
 
 
-# Positions of several kinds
-
-
-@DTYPES
-@pytest.mark.parametrize("mode", ["half", "interleaved"])
-@pytest.mark.parametrize("sections", [None, [0, 0, 0], [16, 24, 24], [16, 16, 16, 16], [8, 12, 12]])
-def test_mrope(dtype, tolerance, mode, sections):
-    kinds = len(sections) if sections and any(sections) else 0
-    size, head_size = (64, 96) if sections == [8, 12, 12] else (128, 128)
-    positions = torch.from_numpy(
-        np.random.default_rng(0).integers(0, 50, (kinds, 7) if kinds else 7)
-    )
-    cos_sin = table(size, dtype)
-    inputs = [normal(7, n * head_size, dtype=dtype, seed=n) for n in (4, 2)]
-    kind_of_angle = np.repeat(np.arange(kinds), sections) if kinds else None
-    chosen = np.empty((7, size))
-    for token in range(7):
-        for angle in range(size // 2):
-            row = positions[kind_of_angle[angle], token] if kinds else positions[token]
-            chosen[token, [angle, angle + size // 2]] = wide(cos_sin)[
-                row, [angle, angle + size // 2]
-            ]
-    results = serving.npu_mrope(
-        positions, *inputs, cos_sin, head_size, mrope_section=sections, rotary_mode=mode
-    )
-    for x, result in zip(inputs, results, strict=True):
-        heads = wide(x).reshape(7, -1, head_size)
-        heads[..., :size] = turn(
-            heads[..., :size], chosen[:, None], "half" if mode == "half" else "interleave"
-        )
-        assert result.dtype == dtype
-        np.testing.assert_allclose(wide(result), heads.reshape(x.shape), **tolerance)
-
-
-test_mrope_refuses = refusals(
-    serving.npu_mrope,
-    dict(
-        positions=torch.zeros(3, 5).long(),
-        query=normal(5, 256),
-        key=normal(5, 128),
-        cos_sin_cache=table(128),
-        head_size=128,
-        mrope_section=[16, 24, 24],
-    ),
-    ("half or interleaved", dict(rotary_mode="interleave")),
-    (r"positions must be \(3, 5\)", dict(positions=torch.arange(5))),
-    (r"positions must be \(5,\)", dict(mrope_section=None)),
-    ("16, 24, 24", dict(mrope_section=[32, 16, 16])),
-    ("sum to 64", dict(mrope_section=[8, 12, 12])),
-    ("multiples of 16", dict(head_size=136)),
-    ("not the larger", dict(head_size=64)),
-    ("key must be", dict(key=normal(5, 100))),
-    ("rows of a table of 50", dict(positions=torch.full((3, 5), 50))),
-    ("one dtype", dict(cos_sin_cache=table(128).float())),
-)
-
-
 # Sampling
 
 
