@@ -8,7 +8,7 @@ import torch
 
 from mindspeed_qerl.emulation import quantized
 from tests.emulation.refusals import refusals
-from tests.emulation.test_operators import EXACT, ONE_ROUNDING, normal, wide
+from tests.emulation.test_operators import normal, wide
 
 
 def check_int8(result, before_rounding):

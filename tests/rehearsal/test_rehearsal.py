@@ -26,7 +26,7 @@ from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse, prepare
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import ROOT
-from tests.upstream.measure import terms
+from tests.upstream.rehearsal import terms
 from tests.word_problems import converted
 
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))

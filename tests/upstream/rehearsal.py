@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl import emulation
+from mindspeed_qerl.layout import parts
+from mindspeed_qerl.layout.memory import Memory
 from mindspeed_qerl.runs.directory import RunDirectory
 
 HERE = Path(__file__).parent
@@ -360,6 +362,23 @@ def shrink(family: str, model: str) -> dict[str, Any]:
     }
 
 
+def terms(memory: Memory) -> dict[str, int]:
+    """Bytes of what a rehearsal measures as well here."""
+    update = {part.name: part.bytes for part in memory.moments["update"]}
+    sizes = {"KV cache of a token": memory.kv_token}
+    sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW", "merged weights")}
+    sizes |= {"frozen base": 0, "vLLM's weights": 0}
+    for part in memory.moments["weight sync"]:
+        name = part.name.partition(",")[0]  # of the dense part, and of the experts
+        if name in ("frozen base", "vLLM's weights"):
+            sizes[name] += part.bytes
+    sizes["sync buffers"] = parts.size_of(parts.sync(memory.plan, memory.stage))
+    for part in memory.moments["rollout"]:
+        if part.name == "int8 copies":
+            sizes[part.name] = part.bytes
+    return sizes
+
+
 def environment(upstream: Path, *folders: Path) -> dict[str, str]:
     """This process's environment with the checkouts on PYTHONPATH, and this one, whatever is
     installed; and `folders`.
@@ -420,13 +439,16 @@ def run_engine(
     return run_python(engine_command(config, folder)[1:], environment(upstream, *folders), folder)
 
 
-def run_script(
-    script: str, config: dict[str, Any], upstream: Path, folder: Path, *arguments: str
+def run_module(
+    module: str, config: dict[str, Any], upstream: Path, folder: Path, fault: str = ""
 ) -> subprocess.CompletedProcess:
-    """A whole run by a script of this folder (probe.py:main), which writes into `folder`."""
+    """A whole run with the worker of a module of this folder (drive.py), which writes into
+    `folder`.
+    """
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [HERE / script, folder / "config.yaml", folder, *arguments]
-    return run_python(command, environment(upstream, HERE), folder)
+    told = {"DRIVEN_FOLDER": str(folder), "DRIVEN_FAULT": fault}
+    command = [HERE / "drive.py", module, folder / "config.yaml"]
+    return run_python(command, environment(upstream, HERE) | told, folder)
 
 
 def finished(done: subprocess.CompletedProcess, runs: Path) -> RunDirectory:
