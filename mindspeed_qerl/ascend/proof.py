@@ -11,11 +11,11 @@ from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
 
+from mindspeed_qerl.ascend.merging import adapted_layers
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.lora.checkpoint import (
     ADAPTER,
@@ -51,24 +51,22 @@ def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[
     is_first_tp = state.get_tensor_model_parallel_rank() == 0
     is_first_ep = state.get_expert_model_parallel_rank() == 0
     counts: dict[str, Counter] = defaultdict(Counter)
-    for name, parameter in chain(*(chunk.named_parameters() for chunk in chunks)):
-        if not parameter.requires_grad or "lora_" not in name:
-            continue
-        # `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a` of grouped experts
-        *modules, leaf = name.split(".")
-        is_expert = "experts" in modules
+    for _, module_name, module in adapted_layers(chunks):
+        is_expert = module_name.endswith(".experts")
+        replica = state.get_data_parallel_rank(with_context_parallel=True)
         if is_expert:
-            target = EXPERTS[leaf.split("_")[0]]
             replica = state.get_expert_data_parallel_rank()
-        else:
-            target = next(part for part in modules if part.startswith("linear_"))
-            replica = state.get_data_parallel_rank(with_context_parallel=True)
-        if replica:
-            continue
-        if name.endswith(("lora_a", "lora_A.default.weight")) and is_first_tp:
-            counts[target]["modules"] += is_first_ep or not is_expert
-        if is_first_tp or parameter.tensor_model_parallel:
-            counts[target]["parameters"] += parameter.numel()
+        for name, parameter in module.named_parameters():
+            if replica or "lora_" not in name or not parameter.requires_grad:
+                continue
+            # `weight1_lora_a` of grouped experts, `lora_A.default.weight` of a linear layer
+            target = module_name.rpartition(".")[2]
+            if is_expert:
+                target = EXPERTS[name.split("_")[0]]
+            if name.endswith(("lora_a", "lora_A.default.weight")):
+                counts[target]["modules"] += is_first_tp and (is_first_ep or not is_expert)
+            if is_first_tp or parameter.tensor_model_parallel:
+                counts[target]["parameters"] += parameter.numel()
     return dict(counts)
 
 
@@ -77,15 +75,10 @@ def adapters_by_layer(chunks: list[torch.nn.Module]) -> dict[int, Tensors]:
     in layer 0.
     """
     adapters: dict[int, Tensors] = defaultdict(dict)
-    for chunk in chunks:
-        modules = dict(chunk.named_modules())
-        decoder = next(name for name in modules if name.endswith("decoder"))
-        for name, parameter in chunk.named_parameters():
-            name = name[name.find("decoder.layers.") :]
-            if match := ADAPTER.match(name):
-                layer = modules[decoder].layers[int(match[1])].layer_number - 1
-                in_first = name.replace(f"layers.{match[1]}.", "layers.0.", 1)
-                adapters[layer][in_first] = parameter.detach().to("cpu", copy=True)
+    for layer, module_name, module in adapted_layers(chunks):
+        for name, parameter in module.named_parameters(f"decoder.layers.0.{module_name}"):
+            if ADAPTER.match(name):
+                adapters[layer][name] = parameter.detach().to("cpu", copy=True)
     return adapters
 
 

@@ -56,8 +56,3 @@ def test_what_a_page_has_is_computed(monkeypatch):
     decode(half)
     half.check()
     top_p(torch.float32)
-
-
-def test_half_precision_in_fused_attention_is_bfloat16():
-    with pytest.raises(ValueError, match="must be bfloat16, not float16"):
-        fused(chunks(torch.float16))

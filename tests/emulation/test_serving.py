@@ -113,15 +113,12 @@ test_rotary_refuses = refusals(
     ),
     (r"\(1, 3, 2, 16\)", dict(query=normal(1, 3, 2, 16))),
     (r"query must be \(3, a multiple of 16\)", dict(query=normal(4, 32))),
-    ("key must be", dict(key=normal(3, 24))),
     ("multiple of key's 48", dict(key=normal(3, 48))),
     ("head_size must be the width 16", dict(head_size=32, is_neox_style=False)),
-    ("multiple of 16", dict(cos_sin_cache=table(24), query=normal(3, 24), key=normal(3, 24))),
     ("one dtype", dict(key=normal(3, 16).half())),
     ("float64 like query", dict(cos_sin_cache=table(16, torch.float32))),
     ("contiguous", dict(key=normal(16, 3).t())),
     (r"rows of a table of 50, not \[50\]", dict(positions=torch.tensor([0, 50, 3]))),
-    (r"not \[-1\]", dict(positions=torch.tensor([0, -1, 3]))),
     ("integers", dict(positions=torch.tensor([0.0, 1.0, 3.0]))),
 )
 
@@ -172,8 +169,6 @@ test_apply_rotary_refuses = refusals(
     ("head size of 128", dict.fromkeys("query key cos sin".split(), normal(1, 5, 1, 64))),
     ("4-D", dict(cos=normal(5, 1, 128))),
     ("dimension 2", dict(cos=normal(1, 1, 1, 128))),
-    ("dimension 2", dict(sin=normal(1, 5, 3, 128))),
-    ("dimension 2", dict(key=normal(1, 4, 3, 128))),
     ("dimension 1", dict(layout="BNSD")),
     ("one dtype", dict(sin=normal(1, 5, 1, 128).float())),
 )
@@ -232,11 +227,9 @@ test_top_k_top_p_refuses = refusals(
     ),
     ("p or k must be given", dict(p=None, k=None)),
     ("from 1 to 5, not", dict(k=torch.tensor([1, 6], dtype=torch.int32))),
-    ("from 1 to 5, not", dict(k=torch.tensor([0, 3], dtype=torch.int32))),
     ("2 numbers", dict(k=torch.tensor([1], dtype=torch.int32))),
     ("k must be int32", dict(k=torch.tensor([1, 2]))),
     ("from 0 to 1, not", dict(p=torch.tensor([0.5, 1.5]))),
-    ("2 numbers", dict(p=torch.tensor([0.5]))),
     ("one dtype", dict(p=torch.tensor([0.5, 0.5]).half())),
     ("2-D", dict(logits=torch.zeros(5))),
     (

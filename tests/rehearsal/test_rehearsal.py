@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
-from mindspeed_qerl.layout.memory import stage_memory
-from mindspeed_qerl.layout.parts import Settings
-from mindspeed_qerl.layout.plan import Plan, plan_of
+from mindspeed_qerl.families import NAMED_SHAPES, read_shape
+from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.local import limits as local
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
@@ -26,7 +24,6 @@ from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse, prepare
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import ROOT
-from tests.upstream.rehearsal import terms
 from tests.word_problems import converted
 
 NPU_CONFIGS = sorted(path.stem for path in CONFIGS.glob("*npu*.yaml"))
@@ -290,43 +287,3 @@ def test_from_the_command_line_to_the_report(variables, tmp_path, stages):
         "linear_fc1": 128 * stages,
         "linear_fc2": 128 * stages,
     }
-
-
-# What two emulated NPUs allocated (tests/upstream/test_rehearsal.py), TP 2, vLLM TP 1 x EP 2,
-# Qwen2-MoE of two layers
-MEASURED = {
-    "KV cache of a token": 512,
-    "adapters": 35_328,
-    "gradients": 70_656,
-    "AdamW": 211_968,
-    "merged weights": 344_064,
-    "frozen base": 1_399_040,
-    "vLLM's weights": 2_595_584,
-    "sync buffers": 3_145_728,
-}
-
-
-def test_what_was_measured_is_what_is_planned():
-    """By the planner's formulas for the model and the layout of MEASURED."""
-    shape = ModelShape(
-        "tiny",
-        "qwen2_moe",
-        2,
-        128,
-        4,
-        2,
-        32,
-        0,
-        4096,
-        1e6,
-        False,
-        4096,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=64,
-    )
-    layout = Layout(2, tp=2, ep=1, infer_tp=1, infer_ep=2, sequence_parallel=True)
-    plan = Plan(shape, layout, padded_vocab_size=4096)
-    planned = terms(stage_memory(plan, Settings(lora_r=4), 0))
-    assert planned == {term: MEASURED[term] for term in planned}

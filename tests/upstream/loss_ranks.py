@@ -36,7 +36,6 @@ OPTIONS = [
     (dict(CLIP, loss_mode="sapo", tau_neg=1.3), dict(method="sequence_mask")),
     (dict(CLIP, loss_mode="dppo_tv"), {}),
     (dict(CLIP, loss_mode="dppo_kl", clip_ratio_c=1.5), {}),
-    (dict(CLIP, loss_mode="own_loss:truncated"), {}),
 ]
 
 
