@@ -127,16 +127,15 @@ def npu_apply_rotary_pos_emb(
     ops/rotary_embedding.py:73.
 
     Args:
-        query, key: (B, S, N, 128), N of its own each; float16, bfloat16 or float32. layout "SBND"
-            and "BNSD" order the dimensions otherwise; any other string means BSND, as in torch_npu.
-        cos, sin: the same with N = 1.
+        query, key: (B, S, N, 128), N of its own each; float16, bfloat16 or float32. cos, sin: the
+            same with N = 1.
 
     Returns:
         query and key themselves.
 
     Raises:
         ValueError: another dtype or shape.
-        NotImplementedError: rotary_mode "quarter".
+        NotImplementedError: rotary_mode "quarter", another layout.
     """
     name = "npu_apply_rotary_pos_emb"
     require(
@@ -145,12 +144,12 @@ def npu_apply_rotary_pos_emb(
         "rotary_mode must be half, interleave or quarter",
         repr(rotary_mode),
     )
-    if rotary_mode == "quarter":
+    if rotary_mode == "quarter" or layout != "BSH":
         raise NotImplementedError(
-            f"{name}: rotary_mode 'quarter' is not emulated, 'half' and 'interleave' are"
+            f"{name}: rotary_mode {rotary_mode!r} with layout {layout!r} is not emulated, 'half' and "
+            "'interleave' with 'BSH' are"
         )
     require_dtype(name, (*HALF, torch.float32), query=query, key=key, cos=cos, sin=sin)
-    heads = 1 if layout == "BNSD" else 2
     shapes = [list(x.shape) for x in (query, key, cos, sin)]
     require(
         name,
@@ -158,12 +157,12 @@ def npu_apply_rotary_pos_emb(
         "query, key, cos and sin must be 4-D with a head size of 128",
         shapes,
     )
-    numbers = [shape.pop(heads) for shape in shapes]
+    numbers = [shape.pop(2) for shape in shapes]
     require(
         name,
         all(shape == shapes[0] for shape in shapes) and numbers[2:] == [1, 1],
-        f"query, key, cos and sin must differ in dimension {heads}, the heads, alone, cos and sin "
-        "having one",
+        "query, key, cos and sin must differ in dimension 2, the heads, alone, cos and sin having "
+        "one",
         [tuple(x.shape) for x in (query, key, cos, sin)],
     )
     for x in (query, key):

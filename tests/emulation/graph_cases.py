@@ -138,25 +138,11 @@ def host_reads(device):
     return found
 
 
-def after_an_error(device):
-    """The next capture is not hurt by one that failed."""
-    x = device.tensor(1, 2)
-    raised(device.captured, x.sum().item)
-    graph, y = device.captured(lambda: x + 1)
-    graph.replay()
-    return numbers(y)
-
-
 def without_a_capture(device):
     x = device.tensor(1)
     graph, _ = device.captured(lambda: x + 1)
     graph.reset()
     return raised(device.graph().replay), raised(graph.replay)
-
-
-def captured_in_a_capture(device):
-    x = device.tensor(1)
-    return raised(device.captured, lambda: device.captured(lambda: x + 1))
 
 
 def results_that_are_held(device):
@@ -188,9 +174,7 @@ CASES = [
     views_of_inputs,
     numbers_of_the_capture,
     host_reads,
-    after_an_error,
     without_a_capture,
-    captured_in_a_capture,
     results_that_are_held,
     asks_whether_it_captures,
 ]

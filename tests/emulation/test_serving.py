@@ -125,21 +125,11 @@ test_rotary_refuses = refusals(
 
 # Positions by cosines and sines, in place
 
-SHAPES = {
-    "BSH": (2, 5, 3, 128),
-    "BSND": (2, 5, 3, 128),
-    "SBND": (5, 2, 3, 128),
-    "BNSD": (2, 3, 5, 128),
-}
-
 
 @DTYPES
-@pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
-    heads = SHAPES[layout].index(3)
-    query = normal(*SHAPES[layout], dtype=dtype)
-    key = normal(*SHAPES[layout], dtype=dtype, seed=1).narrow(heads, 0, 1).contiguous()
+def test_apply_rotary_in_place(dtype, tolerance, mode):
+    query, key = normal(2, 5, 3, 128, dtype=dtype), normal(2, 5, 1, 128, dtype=dtype, seed=1)
     angle = wide(normal(*key.shape[:3], 64))
     both = np.concatenate([angle, angle], -1) if mode == "half" else angle.repeat(2, -1)
     cos, sin = (torch.from_numpy(f(both)) for f in (np.cos, np.sin))
@@ -150,7 +140,7 @@ def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
             [wide(t)[..., :64] if mode == "half" else wide(t)[..., ::2] for t in (cos, sin)], -1
         )
         expected = [turn(wide(x), one, mode) for x in (query, key)]
-    returned = serving.npu_apply_rotary_pos_emb(query, key, cos, sin, layout, rotary_mode=mode)
+    returned = serving.npu_apply_rotary_pos_emb(query, key, cos, sin, rotary_mode=mode)
     for x, result, wanted in zip((query, key), returned, expected, strict=True):
         assert result is x
         np.testing.assert_allclose(wide(x), wanted, **tolerance)
@@ -169,7 +159,7 @@ test_apply_rotary_refuses = refusals(
     ("head size of 128", dict.fromkeys("query key cos sin".split(), normal(1, 5, 1, 64))),
     ("4-D", dict(cos=normal(5, 1, 128))),
     ("dimension 2", dict(cos=normal(1, 1, 1, 128))),
-    ("dimension 1", dict(layout="BNSD")),
+    ("BNSD", dict(layout="BNSD")),
     ("one dtype", dict(sin=normal(1, 5, 1, 128).float())),
 )
 

@@ -224,9 +224,12 @@ def make_config(
     infer_ep: int = 1,
     train_iters: int = 3,
     samples: int = 2,
+    base: Path | None = None,
     changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A whole config for the engine. `changes` maps dotted keys to values."""
+    """A whole config for the engine. `changes` maps dotted keys to values; in `base` a checkpoint
+    of the base weights is written for it.
+    """
     mixture = "moe" in family
     answers, train_dp = 4 * samples, npus // (tp * pp)
     config = dict(
@@ -328,6 +331,10 @@ def make_config(
         eval=dict(every=2, n_problems=6, samples_per_problem=2),
         run=dict(root=str(runs), name="rehearsal", tensorboard=False),
     )
+    if base:
+        from checkpoints import write_base_checkpoint
+
+        config["actor_config"]["load"] = str(write_base_checkpoint(model, base, tp, pp, ep))
     for key, value in (changes or {}).items():
         section = config
         *parents, last = key.split(".")

@@ -43,11 +43,6 @@ SAID = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_graphs_answer_as_the_same_steps_without_and_as_transformers(case, upstream, models):
     case = Case(**{**vars(case), "graphs": SIZES})

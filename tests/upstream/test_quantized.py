@@ -6,7 +6,6 @@ from statistics import fmean
 
 import pytest
 from ascend_rollout import Case, make, run_case
-from checkpoints import write_base_checkpoint
 from rehearsal import LAYERS, NOISY_NORMS, finished, make_config, run_module
 from safetensors.torch import load_file
 
@@ -43,11 +42,6 @@ def relative_errors(weights, format: str) -> dict[str, float]:
     return {key: (error / whole) ** 0.5 for key, (error, whole) in sums.items()}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
     model = make(Case(case.family, case.dtype), models)
@@ -81,16 +75,15 @@ def start(family, layout, format, folder, upstream, tiny, *fault, **changes):
     with.
     """
     model, data = tiny(family)
-    base = write_base_checkpoint(
-        model, folder / "base", tp=layout.get("tp", 1), ep=layout.get("ep", 1)
-    )
     changes = {
-        "actor_config.load": str(base),
         "rollout_quantization": {"format": format},
         "eval.every": 1,
         **changes,
     }
-    config = make_config(family, model, data, folder, samples=8, changes=changes, **layout)
+    base = folder / "base"
+    config = make_config(
+        family, model, data, folder, samples=8, base=base, changes=changes, **layout
+    )
     done = run_module("quantized_run", config, upstream, folder, *fault)
     return done, load_file(model / "model.safetensors")
 

@@ -29,11 +29,6 @@ FLOAT32 = 2e-5  # log-probs of a hundred products each, rounded on their way thr
 EAGER = ["NPUModelRunner", False, 0]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
     ranks = run_case(case, make(case, models), upstream, "noise_ranks")
