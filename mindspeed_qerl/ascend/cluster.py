@@ -37,12 +37,11 @@ def look() -> dict[str, Any]:
         "available": ray.available_resources(),
         "nodes": len(nodes),
         "npus": [int(node["Resources"].get("NPU", 0)) for node in nodes],
-        "jobs": [_job_in_words(job) for job in jobs],
+        "jobs": [
+            f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
+            for job in jobs
+        ],
     }
-
-
-def _job_in_words(job: dict[str, Any]) -> str:
-    return f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
 
 
 def interface_of(address: str) -> str | None:

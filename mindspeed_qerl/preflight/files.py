@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
-from mindspeed_qerl.ascend.convert import conversion_command
+from mindspeed_qerl.ascend.resume import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folders
 from mindspeed_qerl.families.checkpoint import whole_files

@@ -84,25 +84,8 @@ def run(given: dict) -> dict:
     rows, _, assist_info, nums, recv_counts, tp_recv_counts, expand_scales = dispatched
     kind = given.get("expert_token_nums_type", 1)
     results = expert_rows(rows, w13[mine], w2[mine], nums, kind)
-    common = {
-        name: given[name]
-        for name in given
-        if name
-        in (
-            "expert_ids",
-            "moe_expert_num",
-            "ep_world_size",
-            "ep_rank_id",
-            "group_ep",
-            "global_bs",
-            "x_active_mask",
-            "expert_shard_type",
-            "shared_expert_rank_num",
-            "group_tp",
-            "tp_world_size",
-            "tp_rank_id",
-        )
-    }
+    of_dispatch = {"x", "expert_token_nums_type", "scales", "quant_mode"}
+    common = {name: value for name, value in given.items() if name not in of_dispatch}
     combined = mc2.npu_moe_distribute_combine_v2(
         expand_x=results,
         assist_info_for_combine=assist_info,

@@ -56,24 +56,6 @@ def test_the_last_queries_of_each_sequence_see_what_is_before_them(dtype, size, 
     batch.check()
 
 
-def test_a_cache_with_the_heads_first():
-    batch = chunks()
-    key, value = (
-        cache.transpose(1, 2).contiguous() for cache in (batch.key_cache, batch.value_cache)
-    )
-    fused(batch, key=key, value=value)
-    batch.check()
-
-
-@pytest.mark.parametrize("mask", [MASK.bool(), MASK.to(torch.uint8)[None], MASK[None, None]])
-def test_the_compressed_mask_in_every_form(mask):
-    batch = chunks()
-    fused(
-        batch, atten_mask=mask, pre_tokens=1, next_tokens=0, inner_precise=1
-    )  # none of which means anything here
-    batch.check()
-
-
 @DTYPES
 def test_without_a_mask_every_query_sees_every_key(dtype):
     batch = chunks(dtype)
@@ -93,13 +75,6 @@ def test_logarithm_of_the_sum():
                 expected = np.log(np.exp(SCALE * seen @ wide(batch.query)[start + i, head]).sum())
                 np.testing.assert_allclose(lse[start + i, head, 0], expected, rtol=1e-5, atol=1e-5)
         start += count
-
-
-def test_as_many_key_heads_as_heads_by_default():
-    batch = chunks()
-    batch.query = batch.query[:, :KV_HEADS].contiguous()
-    fused(batch, num_heads=KV_HEADS, num_key_value_heads=0)
-    batch.check()
 
 
 WRONG = MASK.clone()
@@ -139,21 +114,3 @@ test_it_refuses = refusals(
     ("2 columns of block_table hold 256", dict(block_table=int32([[0, 1]] * 5))),
     ("blocks of a cache", dict(block_table=int32([[0, 1, 99]] * 5))),
 )
-
-
-WIDE = dict(
-    query=torch.zeros(1, 1024, 64).bfloat16(),
-    actual_seq_lengths=[1],
-    actual_seq_lengths_kv=[1],
-    block_table=int32([[0]]),
-    num_heads=1024,
-    num_key_value_heads=1024,
-)
-CACHE = torch.zeros(1, 128, 65536).bfloat16()
-test_a_flat_cache_of_too_many_columns_is_refused = refusals(
-    partial(fused, chunks()), WIDE, ("65535", dict(key=CACHE, value=CACHE))
-)
-
-
-def test_it_is_taken_with_the_heads_first():
-    fused(chunks(), key=CACHE.view(1, 1024, 128, 64), value=CACHE.view(1, 1024, 128, 64), **WIDE)

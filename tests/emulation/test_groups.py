@@ -258,10 +258,3 @@ def test_gradients_of_unpermuting_are_those_of_autograd(with_probs):
     )
     for ours, theirs in zip(got, expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_capacity_is_refused():
-    with pytest.raises(NotImplementedError, match="drop_and_pad"):
-        operators.npu_moe_token_permute_with_routing_map(
-            normal(5, 3), routing()[0], drop_and_pad=True
-        )

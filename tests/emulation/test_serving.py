@@ -73,20 +73,6 @@ def test_rotary_in_place(dtype, tolerance, neox):
         np.testing.assert_allclose(wide(x), expected, **tolerance)
 
 
-def test_rotary_of_the_turned_parts_alone_as_a_caller_with_smaller_rotary_dim_passes_them():
-    for x, expected in rotary(torch.float64, True, torch.arange(5), size=16, head_size=64):
-        np.testing.assert_allclose(wide(x), expected, **EXACT)
-
-
-def test_rotary_takes_a_float32_table_for_float16():
-    cos_sin, query, key = table(16, torch.float32), normal(3, 32).half(), normal(3, 16).half()
-    expected = turn(
-        wide(query).reshape(3, 2, 16), wide(cos_sin)[[2, 0, 1]][:, None], "half"
-    ).reshape(3, 32)
-    serving._npu_rotary_embedding(torch.tensor([2, 0, 1]), query, key, 16, cos_sin, True)
-    np.testing.assert_allclose(wide(query), expected, rtol=2**-11 * 1.01, atol=1e-6)
-
-
 def test_rotary_holds_on_to_the_first_table():
     rotary(torch.float64, True, torch.arange(5))
     for x, expected in rotary(

@@ -18,7 +18,7 @@ import pytest
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.contract import PINS, Finding
-from mindspeed_qerl.ascend.convert import conversion_command
+from mindspeed_qerl.ascend.resume import conversion_command
 from mindspeed_qerl.preflight import FAILED, PASSED, TABLE, WARNING, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
 from mindspeed_qerl.preflight.probes import CANN_PROBE, read_table, see_npus

@@ -125,21 +125,14 @@ def faults(served: Served, graphs) -> dict[str, str]:
     def another_input(name):
         setattr(runner, name, getattr(runner, name).clone())
 
-    def steps(name):
-        for entry in runner.model.concrete_aclgraph_entries.values():
-            found = [step for step in entry.aclgraph.steps if getattr(step, "name", "") == name]
-            yield entry.aclgraph.steps, found[-1]
-
     def stale_copy():
         """Of the last norm's weight, of which the address was kept."""
         stale = norm.weight / 2
-        for _, step in steps("npu_add_rms_norm"):
-            (x, residual, _, *rest), more = step.arguments
-            step.arguments = (x, residual, stale, *rest), more
-
-    def lost_operator():
-        for recorded, step in steps("npu_swiglu"):
-            recorded.remove(step)
+        for entry in runner.model.concrete_aclgraph_entries.values():
+            steps = entry.aclgraph.steps
+            last = [s for s in steps if getattr(s, "name", "") == "npu_add_rms_norm"][-1]
+            (x, residual, _, *rest), more = last.arguments
+            last.arguments = (x, residual, stale, *rest), more
 
     def old_lengths():
         def updated(stream, context, size):
@@ -148,9 +141,6 @@ def faults(served: Served, graphs) -> dict[str, str]:
             update_attn_params(stream, context, size)
 
         model_runner_v1.update_attn_params = updated
-
-    def lost_update():
-        model_runner_v1.update_attn_params = lambda *arguments: None
 
     planted = {
         "repointed_weight": repointed_weight,
@@ -161,9 +151,7 @@ def faults(served: Served, graphs) -> dict[str, str]:
         "another_input": partial(another_input, "input_ids"),
         "another_slot_mapping": partial(another_input, "slot_mapping"),
         "stale_copy": stale_copy,
-        "lost_operator": lost_operator,
         "old_lengths": old_lengths,
-        "lost_update": lost_update,
         "size_that_was_not_captured": runner.model.concrete_aclgraph_entries.clear,
     }
     update_attn_params = acl_graph.update_attn_params

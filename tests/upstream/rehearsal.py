@@ -108,21 +108,6 @@ FAMILIES = {
         ),
     ),
 }
-# of a model, for Megatron
-SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "max_position_embeddings",
-    "padded_vocab_size",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "n_shared_experts",
-)
 # aqn.targets auto
 NOISY_NORMS = {
     "qwen2": 2 * LAYERS + 1,
@@ -351,7 +336,7 @@ def shrink(family: str, model: str) -> dict[str, Any]:
     shape = FAMILIES[family][2]
     recompute = {"megatron_training.recompute_num_layers": LAYERS}
     return {
-        **{f"model.{model}.{key}": shape[key] for key in SIZES if key in shape},
+        **{f"model.{model}.{key}": size for key, size in shape.items() if type(size) is int},
         **(recompute if "moe" in family else {}),
         "rl_config.actor_resource.num_npus": 4,
         "megatron_training.train_iters": 2,

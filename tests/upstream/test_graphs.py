@@ -38,7 +38,8 @@ SAID = {
         ],
         MOVED,
     ),
-    **dict.fromkeys(["stale_copy", "lost_operator", "old_lengths", "lost_update"], DIFFERS),
+    "stale_copy": DIFFERS,
+    "old_lengths": DIFFERS,
     "size_that_was_not_captured": "capturing",
 }
 

@@ -106,12 +106,7 @@ def start(family, layout, format, folder, upstream, tiny, *fault, **changes):
             {"rollout_quantization": {"format": "int8_w8a8", "evaluation": True}},
         ),
     ],
-    ids=[
-        "qwen3_moe-ep2-nvfp4-replayed",
-        "qwen3_moe-infer_tp2_ep2-nvfp4",
-        "qwen2-tp2-mxfp4",
-        "qwen3-infer_tp2-int8_w8a8",
-    ],
+    ids=str,
 )
 def test_a_run(family, layout, format, ours, upstream, tiny, tmp_path):
     """With noise, proofs, evaluations, and routing replay of a mixture: what each sample is drawn

@@ -55,11 +55,7 @@ def left_by_vllm() -> set[Path]:
     return {*Path("/dev/shm").glob("psm_*"), *sockets}
 
 
-@pytest.mark.parametrize(
-    "family, layout",
-    RUNS,
-    ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS],
-)
+@pytest.mark.parametrize("family, layout", RUNS, ids=str)
 def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     before = left_by_vllm()
     # answers enough that some are right, so that adapters move
