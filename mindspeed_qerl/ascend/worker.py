@@ -79,17 +79,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     def _build_sharding_manager(self):
         weights.install()
         if self.recipe.lora.targets and self.megatron_config.bf16:
-            state = self.parallel_state
-            shape = read_shape(self.recipe.model.path)
-            tp = (
-                state.get_tensor_model_parallel_rank(),
-                state.get_tensor_model_parallel_world_size(),
-            )
-            ep = (
-                state.get_expert_model_parallel_rank(),
-                state.get_expert_model_parallel_world_size(),
-            )
-            add_dither(self.model, shape, tp, ep)
+            add_dither(self.model, read_shape(self.recipe.model.path), self.parallel_state)
         manager = super()._build_sharding_manager()
         offload = manager.offload_infer_params
         # buffers that graphs read stay

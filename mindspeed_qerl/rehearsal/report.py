@@ -63,8 +63,6 @@ def _proved(
         f"of {batch.micro_batch_size}, {batch.global_batch_size // batch.mini_batch_size} "
         f"update(s) a step; {len(steps)} steps."
     )
-    counts = [f"{target}: {count['modules']} modules" for target, count in facts["lora"].items()]
-    yield f"LoRA trains {', '.join(counts)}."
     if movement := facts.get("lora_movement"):
         shares = []
         for target, entry in movement.items():
