@@ -9,8 +9,7 @@ how upstream moves weights to vLLM.
 import re
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -113,26 +112,20 @@ def copied_weights(model: torch.nn.Module) -> Tensors:
     return {held.name: held.part.to("cpu", copy=True) for held in held_weights(model)}
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Knows how many ranks of vLLM hold the same part of a weight, which is no new evidence."""
+def copies_of(name: str, layout: Layout, kv_heads: int) -> int:
+    """Returns how many ranks of vLLM hold the same part of the Hugging Face tensor `name`, which is
+    no new evidence.
 
-    world: int
-    layout: Layout
-    kv_heads: int
-
-    def of(self, name: str) -> int:
-        """Returns how many hold a part of the Hugging Face tensor `name`.
-
-        >>> copies = Copies(8, Layout(world=8, infer_tp=4, infer_ep=2), kv_heads=2)
-        >>> [copies.of(f"{name}_proj.weight") for name in ("experts.3.up", "attn.o", "attn.k")]
-        [1, 2, 4]
-        """
-        tp = self.layout.infer_tp
-        if "experts." in name:
-            return self.world // (tp * self.layout.infer_ep)
-        shared = min(tp, self.kv_heads) if name.endswith(("k_proj.weight", "v_proj.weight")) else tp
-        return self.world // shared
+    >>> names = [f"{name}_proj.weight" for name in ("experts.3.up", "attn.o", "attn.k")]
+    >>> [copies_of(name, Layout(world=8, infer_tp=4, infer_ep=2), kv_heads=2) for name in names]
+    [1, 2, 4]
+    """
+    tp = layout.infer_tp
+    if "experts." in name:
+        return layout.world // (tp * layout.infer_ep)
+    if name.endswith(("k_proj.weight", "v_proj.weight")):
+        tp = min(tp, kv_heads)
+    return layout.world // tp
 
 
 def movement_of_layer(
@@ -140,14 +133,15 @@ def movement_of_layer(
     base: Tensors,
     pairs: dict[str, Pair],
     scaling: float,
-    copies: Copies,
+    copies: Callable[[str], int],
     multiplied: dict[str, Pair],
 ) -> Movement:
     """Compares this rank's parts of one layer's weights; in sums over all ranks each counts once.
 
     Args:
-        weights, base: of `held_weights`, with adapters and without. multiplied: what kernels
-            multiply with in their places, with adapters and without, where rollouts are quantized.
+        weights, base: of `held_weights`, with adapters and without. copies: `copies_of` by the
+            tensor's name. multiplied: what kernels multiply with in their places, with adapters and
+            without, where rollouts are quantized.
     """
     movements = []
     for held in weights:
@@ -167,6 +161,6 @@ def movement_of_layer(
                 pair = used.to(device), used_base.to(device)
             found = movement(held.part, base[held.name].to(device), update, dither, pair)
             for key in ("product", "square", "variance"):
-                found[key] /= copies.of(held.name)
+                found[key] /= copies(held.name)
             movements.append({TARGETS[name.rpartition(".")[2]]: found})
     return join(movements)

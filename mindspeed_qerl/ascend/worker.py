@@ -6,6 +6,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 
 import ray
@@ -224,7 +225,9 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             with self._synced(quantizes=True):
                 used = rollout.quantized.used()
             multiplied = {name: (used[name], used_base[name]) for name in used}
-        copies = proof.Copies(self._world_size, self.recipe.layout, shape.num_key_value_heads)
+        copies = partial(
+            proof.copies_of, layout=self.recipe.layout, kv_heads=shape.num_key_value_heads
+        )
         with self._synced():
             for layer in range(shape.num_hidden_layers):
                 tensors = adapters.get(layer, {})
