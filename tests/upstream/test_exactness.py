@@ -3,7 +3,7 @@ log-probabilities, rewards, advantages, gradients.
 
 Training and rollout compute in bfloat16 (upstream's grouped experts refuse float32), the references
 in float32. bfloat16 keeps 8 bits, so a single rounding moves a number by up to 2^-9 = 0.2 % of it.
-Weights are compared to one rounding of the merged weight. A log-probability is a sum of some
+Weights are compared to one rounding of the merged weight, up or down. A log-probability is a sum of some
 hundred products rounded on its way through two layers; transformers' own bfloat16 is the yardstick
 there. All 8 experts are active, so that no rounding can change a route; or two are, and those that
 vLLM chose are replayed by upstream and by the references.
@@ -167,9 +167,7 @@ def vllm_place(probe, rank: int) -> tuple[int, int, range]:
 
 
 def test_vllm_has_base_plus_scaled_b_a(probe):
-    """Within two roundings of the merged weight (upstream rounds B A and the sum), and with the
-    move plainly there.
-    """
+    """Within one rounding of the merged weight, up or down, and with the move plainly there."""
     exact, base = probe.hf(with_adapters(probe.full, probe.adapters)), probe.hf(probe.full)
     moved = set()
     for rank in probe.ranks:
@@ -179,7 +177,7 @@ def test_vllm_has_base_plus_scaled_b_a(probe):
                 vllm_shard(name, exact, *place),
                 vllm_shard(name, base, *place).float(),
             )
-            step = torch.maximum(expected.abs(), (expected - before).abs()) * 2**-8 + 1e-6
+            step = expected.abs() * 2**-7 + 1e-6
             assert ((tensor.float() - expected).abs() <= step).all(), name
             if (expected != before).any():
                 moved.add(name.split(".", 3)[-1])
