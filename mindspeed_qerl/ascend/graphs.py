@@ -8,7 +8,7 @@ are copied into the same memory. That they are is checked, not trusted: `require
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +102,6 @@ class DecodeGraphs:
     def _compared(self, run: Callable, has_sequences: bool) -> Callable:
         """The first captured step after `ready` asked for it, without its graph, too."""
 
-        @wraps(run)
         def compared(*args, **kwargs):
             context = get_forward_context()
             if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
@@ -140,7 +139,6 @@ class DecodeGraphs:
     def _told(self, sync: Callable) -> Callable:
         """Remembers what data parallel ranks tell each other before a step."""
 
-        @wraps(sync)
         def synced(*args, **kwargs):
             result = sync(*args, **kwargs)
             self._is_prefill_anywhere = result[2]
@@ -153,7 +151,6 @@ class DecodeGraphs:
         collectives. Upstream goes by the number of tokens alone (model_runner_v1.py:1939).
         """
 
-        @wraps(dispatch)
         def dispatched(descriptor):
             if self._is_prefill_anywhere:
                 return CUDAGraphMode.NONE, None

@@ -4,6 +4,7 @@ weight (lora/rounding.py), and experts, which lie in one matrix.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -37,23 +38,25 @@ def merge_experts(
     return rounded.view(weight.shape)
 
 
-def add_dither(
-    chunks: list[torch.nn.Module], shape: ModelShape, tp: tuple[int, int], ep: tuple[int, int]
-) -> None:
+def add_dither(chunks: list[torch.nn.Module], shape: ModelShape, state: Any) -> None:
     """Give each adapted weight of this rank the random bits that it is rounded by, as its attribute
-    `dither`. tp, ep: this rank's number among tensor and expert parallel ranks, and their size.
+    `dither`. state: upstream's parallel state.
     """
+    tp_rank = state.get_tensor_model_parallel_rank()
+    tp_size = state.get_tensor_model_parallel_world_size()
     table = table_of_layer(shape)
     for layer, name, module in adapted_layers(chunks):
         if hasattr(module, "base_layer"):
             weight = module.base_layer.weight
             mapping = _of_layer(table[name], layer)
-            weight.dither = dither_of_part(mapping, weight.shape, *tp).to(weight.device)
+            weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(
+                weight.device
+            )
             continue
         # whole experts are dealt to expert ranks, and by those to their tensor ranks
         count = module.num_local_experts
         hidden = module.config.hidden_size
-        first = (ep[0] * tp[1] + tp[0]) * count
+        first = (state.get_expert_model_parallel_rank() * tp_size + tp_rank) * count
         for which in module.adapted:
             weight = getattr(module, which)
             bits = []

@@ -9,13 +9,12 @@ how upstream moves weights to vLLM.
 import re
 from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from mindspeed_qerl.ascend.merging import adapted_layers
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.lora.checkpoint import (
     ADAPTER,
@@ -51,24 +50,22 @@ def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[
     is_first_tp = state.get_tensor_model_parallel_rank() == 0
     is_first_ep = state.get_expert_model_parallel_rank() == 0
     counts: dict[str, Counter] = defaultdict(Counter)
-    for name, parameter in chain(*(chunk.named_parameters() for chunk in chunks)):
-        if not parameter.requires_grad or "lora_" not in name:
-            continue
-        # `...linear_qkv.lora_A.default.weight`, `...experts.weight1_lora_a` of grouped experts
-        *modules, leaf = name.split(".")
-        is_expert = "experts" in modules
+    for _, module_name, module in adapted_layers(chunks):
+        is_expert = module_name.endswith(".experts")
+        replica = state.get_data_parallel_rank(with_context_parallel=True)
         if is_expert:
-            target = EXPERTS[leaf.split("_")[0]]
             replica = state.get_expert_data_parallel_rank()
-        else:
-            target = next(part for part in modules if part.startswith("linear_"))
-            replica = state.get_data_parallel_rank(with_context_parallel=True)
-        if replica:
-            continue
-        if name.endswith(("lora_a", "lora_A.default.weight")) and is_first_tp:
-            counts[target]["modules"] += is_first_ep or not is_expert
-        if is_first_tp or parameter.tensor_model_parallel:
-            counts[target]["parameters"] += parameter.numel()
+        for name, parameter in module.named_parameters():
+            if replica or "lora_" not in name or not parameter.requires_grad:
+                continue
+            # `weight1_lora_a` of grouped experts, `lora_A.default.weight` of a linear layer
+            target = module_name.rpartition(".")[2]
+            if is_expert:
+                target = EXPERTS[name.split("_")[0]]
+            if name.endswith(("lora_a", "lora_A.default.weight")):
+                counts[target]["modules"] += is_first_tp and (is_first_ep or not is_expert)
+            if is_first_tp or parameter.tensor_model_parallel:
+                counts[target]["parameters"] += parameter.numel()
     return dict(counts)
 
 
@@ -77,15 +74,10 @@ def adapters_by_layer(chunks: list[torch.nn.Module]) -> dict[int, Tensors]:
     in layer 0.
     """
     adapters: dict[int, Tensors] = defaultdict(dict)
-    for chunk in chunks:
-        modules = dict(chunk.named_modules())
-        decoder = next(name for name in modules if name.endswith("decoder"))
-        for name, parameter in chunk.named_parameters():
-            name = name[name.find("decoder.layers.") :]
-            if match := ADAPTER.match(name):
-                layer = modules[decoder].layers[int(match[1])].layer_number - 1
-                in_first = name.replace(f"layers.{match[1]}.", "layers.0.", 1)
-                adapters[layer][in_first] = parameter.detach().to("cpu", copy=True)
+    for layer, module_name, module in adapted_layers(chunks):
+        for name, parameter in module.named_parameters(f"decoder.layers.0.{module_name}"):
+            if ADAPTER.match(name):
+                adapters[layer][name] = parameter.detach().to("cpu", copy=True)
     return adapters
 
 
@@ -120,26 +112,20 @@ def copied_weights(model: torch.nn.Module) -> Tensors:
     return {held.name: held.part.to("cpu", copy=True) for held in held_weights(model)}
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Knows how many ranks of vLLM hold the same part of a weight, which is no new evidence."""
+def copies_of(name: str, layout: Layout, kv_heads: int) -> int:
+    """Returns how many ranks of vLLM hold the same part of the Hugging Face tensor `name`, which is
+    no new evidence.
 
-    world: int
-    layout: Layout
-    kv_heads: int
-
-    def of(self, name: str) -> int:
-        """Returns how many hold a part of the Hugging Face tensor `name`.
-
-        >>> copies = Copies(8, Layout(world=8, infer_tp=4, infer_ep=2), kv_heads=2)
-        >>> [copies.of(f"{name}_proj.weight") for name in ("experts.3.up", "attn.o", "attn.k")]
-        [1, 2, 4]
-        """
-        tp = self.layout.infer_tp
-        if "experts." in name:
-            return self.world // (tp * self.layout.infer_ep)
-        shared = min(tp, self.kv_heads) if name.endswith(("k_proj.weight", "v_proj.weight")) else tp
-        return self.world // shared
+    >>> names = [f"{name}_proj.weight" for name in ("experts.3.up", "attn.o", "attn.k")]
+    >>> [copies_of(name, Layout(world=8, infer_tp=4, infer_ep=2), kv_heads=2) for name in names]
+    [1, 2, 4]
+    """
+    tp = layout.infer_tp
+    if "experts." in name:
+        return layout.world // (tp * layout.infer_ep)
+    if name.endswith(("k_proj.weight", "v_proj.weight")):
+        tp = min(tp, kv_heads)
+    return layout.world // tp
 
 
 def movement_of_layer(
@@ -147,14 +133,15 @@ def movement_of_layer(
     base: Tensors,
     pairs: dict[str, Pair],
     scaling: float,
-    copies: Copies,
+    copies: Callable[[str], int],
     multiplied: dict[str, Pair],
 ) -> Movement:
     """Compares this rank's parts of one layer's weights; in sums over all ranks each counts once.
 
     Args:
-        weights, base: of `held_weights`, with adapters and without. multiplied: what kernels
-            multiply with in their places, with adapters and without, where rollouts are quantized.
+        weights, base: of `held_weights`, with adapters and without. copies: `copies_of` by the
+            tensor's name. multiplied: what kernels multiply with in their places, with adapters and
+            without, where rollouts are quantized.
     """
     movements = []
     for held in weights:
@@ -174,6 +161,6 @@ def movement_of_layer(
                 pair = used.to(device), used_base.to(device)
             found = movement(held.part, base[held.name].to(device), update, dither, pair)
             for key in ("product", "square", "variance"):
-                found[key] /= copies.of(held.name)
+                found[key] /= copies(held.name)
             movements.append({TARGETS[name.rpartition(".")[2]]: found})
     return join(movements)

@@ -106,13 +106,9 @@ class RoutedPasses:
             recorded = unpack(row, self.routers).astype(np.int32)
             routes.append(np.pad(recorded, ((0, padding), (0, 0), (0, 0))))
             known.append(np.arange(width) < length - 1)
-        join = np.concatenate
-        if not self.is_packed:
-            join = _by_position
-        on_device = [torch.from_numpy(join(rows)).to(device) for rows in (routes, known)]
+        on_device = []
+        for rows in (routes, known):
+            # of sequences of one length their first rows, then their second ones, ...
+            ordered = rows if self.is_packed else np.stack(rows, axis=1)
+            on_device.append(torch.from_numpy(np.concatenate(ordered)).to(device))
         return MicroBatch(*on_device)
-
-
-def _by_position(rows: list[np.ndarray]) -> np.ndarray:
-    """Joins sequences of one length: their first rows, then their second ones, ..."""
-    return np.concatenate(np.stack(rows, axis=1))

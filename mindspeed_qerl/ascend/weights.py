@@ -8,7 +8,6 @@ adaptor for Qwen2-MoE. Here the container sees a model without LoRA, by the name
 and each weight it reads from it comes merged.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -20,8 +19,6 @@ from mindspeed_qerl.ascend.merging import merge_experts
 from mindspeed_qerl.families import FAMILIES
 from mindspeed_qerl.families.base import Adaptor
 from mindspeed_qerl.lora.rounding import merged
-
-EXPERT_WEIGHT = re.compile(r"mlp\.experts\.weight[12]$")
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
@@ -42,16 +39,13 @@ class MergedWeights(Mapping[str, torch.Tensor]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        parameters = self.parameters
-        linear = name.removesuffix(".weight")
-        weight = parameters[name]
-        if EXPERT_WEIGHT.search(name) and f"{name}_lora_a" in parameters:
-            a = parameters[f"{name}_lora_a"]
-            b = parameters[f"{name}_lora_b"]
+        weight = self.parameters[name]
+        of_linear = name.removesuffix(".weight") + ".lora_{}.default.weight"
+        if f"{name}_lora_a" in self.parameters:  # grouped experts
+            a, b = (self.parameters[f"{name}_lora_{side}"] for side in "ab")
             result = merge_experts(name, weight, a, b, self.rank, self.scaling)
-        elif f"{linear}.lora_A.default.weight" in parameters:
-            a = parameters[f"{linear}.lora_A.default.weight"]
-            b = parameters[f"{linear}.lora_B.default.weight"]
+        elif of_linear.format("A") in self.parameters:
+            a, b = (self.parameters[of_linear.format(side)] for side in "AB")
             result = merged(weight, b, a, self.scaling, getattr(weight, "dither", None))
         else:
             return weight

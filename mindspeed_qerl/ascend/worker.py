@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import ray
@@ -82,17 +83,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
     def _build_sharding_manager(self):
         weights.install()
         if self.recipe.lora.targets and self.megatron_config.bf16:
-            state = self.parallel_state
-            shape = read_shape(self.recipe.model.path)
-            tp = (
-                state.get_tensor_model_parallel_rank(),
-                state.get_tensor_model_parallel_world_size(),
-            )
-            ep = (
-                state.get_expert_model_parallel_rank(),
-                state.get_expert_model_parallel_world_size(),
-            )
-            add_dither(self.model, shape, tp, ep)
+            add_dither(self.model, read_shape(self.recipe.model.path), self.parallel_state)
         manager = super()._build_sharding_manager()
         offload = manager.offload_infer_params
         # buffers that graphs read stay
@@ -235,7 +226,9 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             with self._synced(replace(PROOF, quantized=True)):
                 used = rollout.quantized.used()
             multiplied = {name: (used[name], used_base[name]) for name in used}
-        copies = proof.Copies(self._world_size, self.recipe.layout, shape.num_key_value_heads)
+        copies = partial(
+            proof.copies_of, layout=self.recipe.layout, kv_heads=shape.num_key_value_heads
+        )
         with self._synced():
             for layer in range(shape.num_hidden_layers):
                 tensors = adapters.get(layer, {})

@@ -67,35 +67,32 @@ def npu_moe_init_routing_v2(
     (op_plugin/ops/opapi/MoeInitRoutingV2KernelNpuOpApi.cpp:67-97); the caller converts.
 
     Args:
-        x: (T, H). expert_idx: int32 (T, K), in [0, expert_num). scale: float32 (T,).
+        x: (T, H). expert_idx: int32 (T, K), in [0, expert_num).
         active_num: T * K or -1; expert_capacity is not used.
         active_expert_range: the first expert and the last + 1.
 
     Returns:
         (T * K, H): A rows, the rest unwritten;
-        int32 (T * K,): row_idx_type 0: for each of a token's experts, token by token, its row, -1
-            outside the range; 1: for each of the A rows its place in expert_idx, the rest
-            unwritten;
-        int64: expert_tokens_num_type 1: (experts in the range,) rows of each; 2: (expert_num, 2)
-            expert and rows of those that have some, the rest unwritten;
-        float32 (T * K,): scale of each of the A rows if given, the rest unwritten.
+        int32 (T * K,): for each of a token's experts, token by token, its row, -1 outside the range;
+        int64 (experts in the range,): rows of each;
+        float32 (T * K,): unwritten.
 
     Raises:
-        NotImplementedError: quantization, drop_pad_mode 1, expert_tokens_num_type 0 (a sum), no
-            expert_tokens_num_flag, all of which CANN 8.3.RC1 and 8.5.0 refuse too, but quant_mode
-            1.
+        NotImplementedError: quantization, scale, drop_pad_mode 1, expert_tokens_num_type 0 (a sum)
+            or 2 (pairs), no expert_tokens_num_flag, row_idx_type 1 (places of rows).
         ValueError: another active_num, a range or an expert outside [0, expert_num), shapes or
             dtypes that differ.
     """
     operator = "npu_moe_init_routing_v2"
     refuse(
         operator,
+        scale=(scale, (None,)),
         offset=(offset, (None,)),
         drop_pad_mode=(drop_pad_mode, (0,)),
-        expert_tokens_num_type=(expert_tokens_num_type, (1, 2)),
+        expert_tokens_num_type=(expert_tokens_num_type, (1,)),
         expert_tokens_num_flag=(expert_tokens_num_flag, (True,)),
         quant_mode=(quant_mode, (-1,)),
-        row_idx_type=(row_idx_type, (0, 1)),
+        row_idx_type=(row_idx_type, (0,)),
     )
     check_dtype(operator, torch.int32, expert_idx=expert_idx)
     if x.dim() != 2 or expert_idx.dim() != 2 or len(x) != len(expert_idx):
@@ -117,10 +114,6 @@ def npu_moe_init_routing_v2(
             f"{operator}: active_expert_range is {list(active_expert_range)}, it must be a first "
             f"expert and a last + 1 within [0, {expert_num}]"
         )
-    if scale is not None and scale.shape != x.shape[:1]:
-        raise ValueError(
-            f"{operator}: scale is {tuple(scale.shape)}, it must be {tuple(x.shape[:1])}"
-        )
 
     experts = expert_idx.flatten().long()
     if ((experts < 0) | (experts >= expert_num)).any():
@@ -132,20 +125,9 @@ def npu_moe_init_routing_v2(
     expanded_x = unwritten(x, total, x.shape[1])
     expanded_scale = unwritten(x, total, dtype=torch.float32)
     expanded_x[: len(place)] = x[place // k]
-    if scale is not None:
-        expanded_scale[: len(place)] = scale[place // k]
-    if row_idx_type == 0:
-        row_idx = torch.full_like(expert_idx, -1).flatten()
-        row_idx[place] = torch.arange(len(place), dtype=torch.int32)
-    else:
-        row_idx = unwritten(expert_idx, total)
-        row_idx[: len(place)] = place.int()
+    row_idx = torch.full_like(expert_idx, -1).flatten()
+    row_idx[place] = torch.arange(len(place), dtype=torch.int32)
     counts = torch.bincount(experts[active] - first, minlength=last - first)
-    if expert_tokens_num_type == 2:
-        busy = counts.nonzero().flatten()
-        pairs = unwritten(counts, expert_num, 2)
-        pairs[: len(busy)] = torch.stack((busy + first, counts[busy]), 1)
-        counts = pairs
     return expanded_x, row_idx, counts, expanded_scale
 
 

@@ -34,11 +34,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mindspeed_qerl.emulation import counts, extensions
 
-KEEPS_FREED = False
-"""True: memory that was freed since a capture is still there, and nobody has taken it: the least that
-can go wrong. For tests of what an NPU then computes."""
-
-_left: dict[int, torch.UntypedStorage] = {}  # by storage that was resized
 # Operators of torch_npu that write into what was there before the capture, and those arguments.
 WRITTEN = {"_npu_reshape_and_cache": ("key_cache", "value_cache")}
 CHANGES_STORAGE = {"set_", "resize_"}
@@ -67,13 +62,11 @@ class Place:
         if isinstance(storage, StorageWeakRef):
             storage = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
         if storage is None or storage.nbytes() < self._end and not hasattr(storage, "plain"):
-            if not KEEPS_FREED:
-                happened = "freed" if storage is None else f"resized to {storage.nbytes()} bytes"
-                raise RuntimeError(
-                    f"a graph uses {self.dtype} {tuple(self.size)}, whose memory was {happened} "
-                    "since it was captured; an NPU uses what lies there now"
-                )
-            storage = _left.setdefault(storage._cdata, torch.UntypedStorage(self._end).fill_(0))
+            happened = "freed" if storage is None else f"resized to {storage.nbytes()} bytes"
+            raise RuntimeError(
+                f"a graph uses {self.dtype} {tuple(self.size)}, whose memory was {happened} since "
+                "it was captured; an NPU uses what lies there now"
+            )
         tensor = torch.empty(0, dtype=self.dtype)
         return tensor.set_(storage, self.offset, self.size, self.stride)
 
@@ -87,7 +80,7 @@ class Place:
 def place_of(tensor: torch.Tensor, made: dict[int, torch.UntypedStorage]) -> Place:
     """made: storages of the graph's own, by address of the C++ object."""
     storage = tensor.untyped_storage()
-    if storage._cdata not in made and not KEEPS_FREED:
+    if storage._cdata not in made:
         storage = StorageWeakRef(storage)
     return Place(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 

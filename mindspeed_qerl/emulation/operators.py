@@ -203,7 +203,7 @@ def npu_grouped_matmul(
     Args:
         group_list: int64 (G,), ends of the groups (group_list_type 0) or their sizes (1); a group
             may be empty.
-        split_item: 2, 3: one tensor, rows of no group unwritten; 0, 1: one for each group.
+        split_item: 2 or 3: one tensor, rows of no group unwritten.
 
     Raises:
         NotImplementedError: several x, a bias, an activation, a list as group_list or any other
@@ -221,9 +221,9 @@ def npu_grouped_matmul(
             "npu_grouped_matmul is emulated for one x and a tensor group_list, without "
             f"{', '.join(given) or 'more of them'}"
         )
-    if group_type is None or split_item not in range(4) or group_list.dtype != torch.int64:
+    if group_type is None or split_item not in (2, 3) or group_list.dtype != torch.int64:
         raise ValueError(
-            "npu_grouped_matmul wants a group_type, a split_item of 0 to 3 and an int64 "
+            "npu_grouped_matmul wants a group_type, a split_item of 2 or 3 and an int64 "
             f"group_list, not {group_type}, {split_item}, {group_list.dtype}"
         )
     arguments = (
@@ -233,7 +233,7 @@ def npu_grouped_matmul(
         group_type,
         group_list_type,
     )
-    return _grouped_matmuls(*arguments) if split_item < 2 else [_grouped_matmul(*arguments)]
+    return [_grouped_matmul(*arguments)]
 
 
 def npu_gmm(x, weight, bias, group_list, group_type=0, group_list_type=0) -> list[Tensor]:
@@ -309,37 +309,27 @@ def npu_moe_gating_top_k_softmax(
     """The k largest softmax probabilities of router logits x (T, E), the first of equal ones.
 
     op-plugin docs/context/torch_npu-npu_moe_gating_top_k_softmax.md; equal ones:
-    test/test_custom_ops/test_npu_moe_gating_top_k_softmax.py (a stable sort); finished:
-    ops-transformer (2026) moe/moe_gating_top_k_softmax/docs/aclnnMoeGatingTopKSoftmax.md. Caller:
-    VA ops/moe/experts_selector.py:199.
-
-    Args:
-        finished: bool (T,); a True row gets expert E, which there is not.
+    test/test_custom_ops/test_npu_moe_gating_top_k_softmax.py (a stable sort). Caller: VA
+    ops/moe/experts_selector.py:199.
 
     Returns:
         probabilities (T, k), rounded to x's dtype; experts (T, k), int32; row_idx (T, k), int32:
         column-major numbering.
 
     Raises:
-        NotImplementedError: x of three dimensions.
-        ValueError: k that is not in [0, E], finished not bool or not (T,).
+        NotImplementedError: finished, x of three dimensions.
+        ValueError: k that is not in [0, E].
     """
-    if x.dim() != 2:
+    if x.dim() != 2 or finished is not None:
         raise NotImplementedError(
-            f"npu_moe_gating_top_k_softmax is emulated for x (T, E), not {tuple(x.shape)}"
+            "npu_moe_gating_top_k_softmax is emulated for x (T, E) without finished, not "
+            f"{tuple(x.shape)}"
         )
     if not 0 <= k <= x.shape[1]:
         raise ValueError(f"npu_moe_gating_top_k_softmax: k is {k}, it must be in [0, {x.shape[1]}]")
     weights, experts = _wide(x).softmax(-1).sort(dim=-1, descending=True, stable=True)
     weights = weights[:, :k]
     experts = experts[:, :k]
-    if finished is not None:
-        if finished.dtype != torch.bool or finished.shape != x.shape[:1]:
-            raise ValueError(
-                f"npu_moe_gating_top_k_softmax: finished must be bool {tuple(x.shape[:1])}, not "
-                f"{finished.dtype} {tuple(finished.shape)}"
-            )
-        experts = experts.masked_fill(finished[:, None], x.shape[1])
     rows = torch.arange(x.shape[0] * k, dtype=torch.int32).view(k, -1).t()
     return weights.to(x.dtype), experts.int(), rows.contiguous()
 

@@ -127,16 +127,15 @@ def npu_apply_rotary_pos_emb(
     ops/rotary_embedding.py:73.
 
     Args:
-        query, key: (B, S, N, 128), N of its own each; float16, bfloat16 or float32. layout "SBND"
-            and "BNSD" order the dimensions otherwise; any other string means BSND, as in torch_npu.
-        cos, sin: the same with N = 1.
+        query, key: (B, S, N, 128), N of its own each; float16, bfloat16 or float32. cos, sin: the
+            same with N = 1.
 
     Returns:
         query and key themselves.
 
     Raises:
         ValueError: another dtype or shape.
-        NotImplementedError: rotary_mode "quarter".
+        NotImplementedError: rotary_mode "quarter", another layout.
     """
     name = "npu_apply_rotary_pos_emb"
     require(
@@ -145,12 +144,12 @@ def npu_apply_rotary_pos_emb(
         "rotary_mode must be half, interleave or quarter",
         repr(rotary_mode),
     )
-    if rotary_mode == "quarter":
+    if rotary_mode == "quarter" or layout != "BSH":
         raise NotImplementedError(
-            f"{name}: rotary_mode 'quarter' is not emulated, 'half' and 'interleave' are"
+            f"{name}: rotary_mode {rotary_mode!r} with layout {layout!r} is not emulated, 'half' and "
+            "'interleave' with 'BSH' are"
         )
     require_dtype(name, (*HALF, torch.float32), query=query, key=key, cos=cos, sin=sin)
-    heads = 1 if layout == "BNSD" else 2
     shapes = [list(x.shape) for x in (query, key, cos, sin)]
     require(
         name,
@@ -158,108 +157,17 @@ def npu_apply_rotary_pos_emb(
         "query, key, cos and sin must be 4-D with a head size of 128",
         shapes,
     )
-    numbers = [shape.pop(heads) for shape in shapes]
+    numbers = [shape.pop(2) for shape in shapes]
     require(
         name,
         all(shape == shapes[0] for shape in shapes) and numbers[2:] == [1, 1],
-        f"query, key, cos and sin must differ in dimension {heads}, the heads, alone, cos and sin "
-        "having one",
+        "query, key, cos and sin must differ in dimension 2, the heads, alone, cos and sin having "
+        "one",
         [tuple(x.shape) for x in (query, key, cos, sin)],
     )
     for x in (query, key):
         x.copy_(npu_rotary_mul(x, cos, sin, rotary_mode))
     return query, key
-
-
-def npu_mrope(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    cos_sin_cache: Tensor,
-    head_size: int,
-    *,
-    mrope_section: list[int] | None = None,
-    rotary_mode: str | None = "half",
-) -> tuple[Tensor, Tensor]:
-    """The first R columns of every head, turned by one position for each token, or by three or four
-    for sections of the columns; R is the width of the table, and the other columns stay.
-
-    Contract: Ascend/op-plugin, docs/zh/custom_APIs/torch_npu/torch_npu-npu_mrope.md, without its
-    cache_mode, which 7.2.0 does not have. Caller: VA ops/rotary_embedding.py:423.
-
-    Args:
-        positions: (T,), or (sections, T); int32 or int64.
-        query, key: (T, heads * head_size), float16, bfloat16 or float32.
-        cos_sin_cache: (positions, R), of the same dtype: R/2 cosines, then R/2 sines. R and
-            head_size are multiples of 32, of 16 for float32.
-        mrope_section: how many of the R/2 angles each row of positions gives; None or zeros for
-            (T,).
-        rotary_mode: "half" pairs column i with i + R/2, "interleaved" with its neighbour.
-
-    Returns:
-        New tensors like query and key.
-
-    Raises:
-        ValueError: another dtype or shape, or sections that CANN does not take.
-    """
-    name = "npu_mrope"
-    rotary_mode = rotary_mode or "half"
-    require(
-        name,
-        rotary_mode in ("half", "interleaved"),
-        "rotary_mode must be half or interleaved",
-        repr(rotary_mode),
-    )
-    require_dtype(name, (*HALF, torch.float32), query=query, key=key, cos_sin_cache=cos_sin_cache)
-    tokens = positions.shape[-1]
-    size = cos_sin_cache.shape[-1]
-    aligned = 32 if query.dtype in HALF else 16
-    require(
-        name,
-        cos_sin_cache.dim() == 2
-        and size <= head_size
-        and size % aligned == head_size % aligned == 0,
-        f"head_size and the width of cos_sin_cache must be multiples of {aligned}, the latter not "
-        "the larger one",
-        f"{head_size} and {tuple(cos_sin_cache.shape)}",
-    )
-    for argument, x in (("query", query), ("key", key)):
-        require(
-            name,
-            x.dim() == 2 and len(x) == tokens and x.shape[1] % head_size == 0,
-            f"{argument} must be ({tokens}, a multiple of {head_size})",
-            tuple(x.shape),
-        )
-    sections = list(mrope_section or [])
-    if any(sections):
-        require(
-            name,
-            sections in ([16, 24, 24], [24, 20, 20], [8, 12, 12], [16] * 4),
-            "mrope_section must be [16, 24, 24], [24, 20, 20], [8, 12, 12] or [16, 16, 16, 16]",
-            sections,
-        )
-        require(
-            name,
-            sum(sections) == size // 2,
-            f"mrope_section must sum to {size // 2}, half the table's width",
-            sections,
-        )
-    wanted = (len(sections), tokens) if any(sections) else (tokens,)
-    require(name, positions.shape == wanted, f"positions must be {wanted}", tuple(positions.shape))
-
-    angles = _chosen(name, cos_sin_cache, positions).chunk(2, -1)
-    if any(sections):
-        angles = [
-            torch.cat([part[row] for row, part in enumerate(x.split(sections, -1))], -1)
-            for x in angles
-        ]
-
-    def turn(x: Tensor) -> Tensor:
-        heads = x.unflatten(1, (-1, head_size))
-        turned = _turned(heads[..., :size], *angles, rotary_mode == "half")
-        return torch.cat((turned, heads[..., size:]), -1).flatten(1)
-
-    return turn(query), turn(key)
 
 
 def _chosen(name: str, table: Tensor, positions: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.ascend.convert import conversion_command
+from mindspeed_qerl.ascend.resume import conversion_command
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of, examine

@@ -1,8 +1,6 @@
 """From a recipe for NPUs to the recipe of its rehearsal."""
 
-import json
-import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_qerl.ascend.limits import faults_of_values
@@ -58,13 +56,6 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     found.raise_faults()
     assert plan, "without a plan there is a fault"
     shape = narrow(plan.shape, plan.layout, layers)
-    # what the local engine would refuse once the model is made; of it it reads config.json alone
-    if not engine.UPSTREAM:
-        with tempfile.TemporaryDirectory() as made:
-            folder = Path(made)
-            (folder / "config.json").write_text(json.dumps(asdict(shape)))
-            small = engine.rehearsed(_small(recipe, folder), shape, [], folder)
-            Found([*engine.validate(small)]).raise_faults()
     rows = read_rows(recipe.task.train_file)
     try:
         directory = make_model(shape, rows, Path(settings.models))
@@ -73,7 +64,10 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
             f"rehearsal.models = {settings.models!r}: the narrow model cannot be written there: "
             f"{error}"
         ) from error
-    return engine.rehearsed(_small(recipe, directory), shape, rows, directory), found
+    small = engine.rehearsed(_small(recipe, directory), shape, rows, directory)
+    if not engine.UPSTREAM:  # its own of the narrow model; upstream's were found above
+        Found([*engine.validate(small)]).raise_faults()
+    return small, found
 
 
 def layers_to_rehearse(plan: Plan, layers: int | str) -> int:

@@ -23,12 +23,9 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
     facts = directory.facts()
     steps = read_jsonl(directory.metrics_file)
     evaluations = read_jsonl(directory.eval_file)
-    seconds = f"{directory.status()['seconds']:.0f} s in all"
-    if "engine_start_seconds" in facts:
-        seconds += f", {facts['engine_start_seconds']:.0f} s of them to start the processes"
-    seconds += f", {sum(row['time/step'] for row in steps) / len(steps):.0f} s a step"
-    title = f"# Rehearsal of {directory.path.parent.name}: {directory.status()['state']}"
-    lines = [title, "", f"{seconds}.", "", "## Proved here", ""]
+    status = directory.status()
+    title = f"# Rehearsal of {directory.path.parent.name}: {status['state']}"
+    lines = [title, "", f"{status['seconds']:.0f} s.", "", "## Proved here", ""]
     lines += [f"- {line}" for line in _proved(recipe, plan, facts, steps, evaluations)]
     lines += ["", "## Not proved here", ""]
     lines += [f"- {line}" for line in _not_proved(recipe, plan, facts, unused)]
@@ -44,10 +41,6 @@ def _proved(
     batch = plan.batch
     shape = plan.shape
     last = steps[-1]
-    layers = " or ".join(map(str, sorted(set(plan.layers))))
-    rehearsed = layers_to_rehearse(plan, recipe.rehearsal.layers) // layout.pp
-    if recipe.rehearsal.layers != "all" and str(rehearsed) != layers:
-        layers = f"{rehearsed} of {layers}"
     experts = ""
     if shape.moe:
         experts = f", {shape.num_experts // (layout.tp * layout.ep)} of {shape.num_experts} experts"
@@ -55,7 +48,7 @@ def _proved(
         f"The layout exists: all {len(RULES)} rules hold, and {layout.world} processes ran it: TP "
         f"{layout.tp} x PP {layout.pp} x DP {layout.dp}, EP {layout.ep}. On each "
         f"{shape.num_attention_heads // layout.tp} heads, {shape.num_key_value_heads // layout.tp} "
-        f"KV groups{experts}, {layers} layers."
+        f"KV groups{experts}."
     )
     yield (
         f"The batch arithmetic: {batch.global_batch_size} prompts x {batch.samples_per_prompt} "
@@ -63,8 +56,6 @@ def _proved(
         f"of {batch.micro_batch_size}, {batch.global_batch_size // batch.mini_batch_size} "
         f"update(s) a step; {len(steps)} steps."
     )
-    counts = [f"{target}: {count['modules']} modules" for target, count in facts["lora"].items()]
-    yield f"LoRA trains {', '.join(counts)}."
     if movement := facts.get("lora_movement"):
         shares = []
         for target, entry in movement.items():

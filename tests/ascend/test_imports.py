@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from mindspeed_qerl.ascend import imports, upstream
+from mindspeed_qerl.ascend import engine, imports
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.recipe.compose import compose
@@ -67,7 +67,7 @@ def failed(worker, tmp_path):
     )
     recipe = read_recipe(compose("grpo_qwen3_30b_a3b_gsm8k_16npu"))
     with pytest.raises(EngineError) as caught:
-        upstream.call_train(SimpleNamespace(train=train), recipe, RunDirectory(tmp_path))
+        engine.call_train(SimpleNamespace(train=train), recipe, RunDirectory(tmp_path))
     return str(caught.value)
 
 
@@ -93,9 +93,9 @@ def test_an_import_that_fails_in_the_driver(tmp_path, monkeypatch):
     package = SimpleNamespace(
         submodule_search_locations=[str(tmp_path / "checkout" / "mindspeed_rl")]
     )
-    monkeypatch.setattr(upstream.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: package)
     with pytest.raises(EngineError) as caught:
-        upstream.load_upstream(None, None)
+        engine.load_upstream(None, None)
     assert str(caught.value) == (
         f"upstream cannot be imported by {sys.executable}: No module named 'no_such_package'. "
         "pip install no_such_package # in the version of docs/ascend.md, Install; "

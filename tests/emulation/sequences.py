@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tests.emulation.test_operators import EXACT, normal, wide
+from tests.emulation.test_operators import attention as of_batch
 
 TOLERANCES = {
     torch.float64: EXACT,
@@ -23,16 +24,9 @@ HEADS, KV_HEADS, SCALE = 4, 2, 0.3
 
 
 def attention(q, k, v, added=0.0):
-    """(S, N, D) float64 arrays; added (S1, S2) to the scores; equal groups of query heads share a
-    key head.
-    """
-    out = np.empty((*q.shape[:2], v.shape[2]))
-    for head in range(q.shape[1]):
-        shared = head // (q.shape[1] // k.shape[1])
-        scores = SCALE * q[:, head] @ k[:, shared].T + added
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out[:, head] = weights / weights.sum(-1, keepdims=True) @ v[:, shared]
-    return out
+    """(S, N, D) float64 arrays; added (S1, S2) to the scores."""
+    out, _ = of_batch(*(x.swapaxes(0, 1)[None] for x in (q, k, v)), SCALE, added)
+    return out[0].swapaxes(0, 1)
 
 
 def causal(queries, keys):

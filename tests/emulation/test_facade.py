@@ -149,7 +149,7 @@ def test_an_operator_that_is_not_emulated_raises_when_it_is_called(forked):
     forked(
         """
             operator = torch_npu.npu_incre_flash_attention
-            assert hasattr(torch_npu, "npu_mrope")
+            assert hasattr(torch_npu, "npu_swiglu")
             with pytest.raises(NotImplementedError, match="torch_npu.npu_incre_flash_attention"):
                 operator(torch.ones(2))
             with pytest.raises(AttributeError, match="empty_with_swapped_memory"):

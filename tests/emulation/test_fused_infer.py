@@ -56,24 +56,6 @@ def test_the_last_queries_of_each_sequence_see_what_is_before_them(dtype, size, 
     batch.check()
 
 
-def test_a_cache_with_the_heads_first():
-    batch = chunks()
-    key, value = (
-        cache.transpose(1, 2).contiguous() for cache in (batch.key_cache, batch.value_cache)
-    )
-    fused(batch, key=key, value=value)
-    batch.check()
-
-
-@pytest.mark.parametrize("mask", [MASK.bool(), MASK.to(torch.uint8)[None], MASK[None, None]])
-def test_the_compressed_mask_in_every_form(mask):
-    batch = chunks()
-    fused(
-        batch, atten_mask=mask, pre_tokens=1, next_tokens=0, inner_precise=1
-    )  # none of which means anything here
-    batch.check()
-
-
 @DTYPES
 def test_without_a_mask_every_query_sees_every_key(dtype):
     batch = chunks(dtype)
@@ -95,13 +77,6 @@ def test_logarithm_of_the_sum():
         start += count
 
 
-def test_as_many_key_heads_as_heads_by_default():
-    batch = chunks()
-    batch.query = batch.query[:, :KV_HEADS].contiguous()
-    fused(batch, num_heads=KV_HEADS, num_key_value_heads=0)
-    batch.check()
-
-
 WRONG = MASK.clone()
 WRONG[100, 101] = 0
 
@@ -113,7 +88,6 @@ test_it_refuses = refusals(
     ("block_table None", dict(block_table=None)),
     ("sparse_mode 4", dict(sparse_mode=4)),
     ("pse_shift", dict(pse_shift=torch.zeros(1))),
-    ("query_rope", dict(query_rope=torch.zeros(1))),
     (r"actual_shared_prefix_len is not emulated, it was \[3\]", dict(actual_shared_prefix_len=[3])),
     ("key_antiquant_mode is not emulated, it was 1", dict(key_antiquant_mode=1)),
     (
@@ -121,17 +95,14 @@ test_it_refuses = refusals(
         dict(sparse_mode=0, atten_mask=None, actual_seq_lengths_kv=[20, 17, 0, 4, 260]),
     ),
     ("sparse_mode 0 takes no atten_mask", dict(sparse_mode=0)),
-    (r"\(2048, 2048\), not None", dict(atten_mask=None)),
     (r"\(2048, 2048\), not \(260, 260\)", dict(atten_mask=MASK[:260, :260])),
     ("bool, int8 or uint8", dict(atten_mask=MASK.float())),
     (r"triu\(1\)", dict(atten_mask=WRONG)),
-    (r"triu\(1\)", dict(atten_mask=MASK.T.contiguous())),
     ("one dtype", dict(query=normal(139, HEADS, 64).bfloat16())),
     ("at most 64 times", dict(num_key_value_heads=3)),
     ("num_heads 2", dict(num_heads=2)),
     ("64, 128 or 192, not 80", dict(query=normal(139, HEADS, 80))),
     ("multiple of 128, at most 512, not 64", dict(block_size=64)),
-    ("key must be", dict(block_size=256)),
     ("value must have key's shape", dict(value=normal(3, 128, 128))),
     ("must end at T = 139", dict(actual_seq_lengths=[3, 4, 134, 134, 138])),
     ("must not fall", dict(actual_seq_lengths=[3, 4, 134, 133, 139])),
@@ -143,21 +114,3 @@ test_it_refuses = refusals(
     ("2 columns of block_table hold 256", dict(block_table=int32([[0, 1]] * 5))),
     ("blocks of a cache", dict(block_table=int32([[0, 1, 99]] * 5))),
 )
-
-
-WIDE = dict(
-    query=torch.zeros(1, 1024, 64).bfloat16(),
-    actual_seq_lengths=[1],
-    actual_seq_lengths_kv=[1],
-    block_table=int32([[0]]),
-    num_heads=1024,
-    num_key_value_heads=1024,
-)
-CACHE = torch.zeros(1, 128, 65536).bfloat16()
-test_a_flat_cache_of_too_many_columns_is_refused = refusals(
-    partial(fused, chunks()), WIDE, ("65535", dict(key=CACHE, value=CACHE))
-)
-
-
-def test_it_is_taken_with_the_heads_first():
-    fused(chunks(), key=CACHE.view(1, 1024, 128, 64), value=CACHE.view(1, 1024, 128, 64), **WIDE)

@@ -96,19 +96,14 @@ test_prefill_refuses = refusals(
     (r"\(2, 2\)", dict(seq_len=int32([[3, 2], [3, 2]]))),
     ("seq_len must be int32", dict(seq_len=torch.tensor([3, 2]))),
     ("fit into 6 tokens", dict(seq_len=int32([3, 4]))),
-    ("negative", dict(seq_len=int32([3, -1]))),
     ("at least 3", dict(mask=normal(2, 9))),
-    ("at least 3", dict(mask=normal(3, 3, 3))),
-    ("at least 3", dict(mask=normal(2, 1, 3, 3))),
     ("one dtype", dict(mask=normal(3, 3).bfloat16())),
     ("num_heads 4, D", dict(query=normal(6, 3, 16))),
-    ("num_kv_heads 2 heads", dict(key=normal(6, 4, 16), value=normal(6, 4, 16))),
     ("multiple of num_kv_heads", dict(num_kv_heads=3)),
     ("head size 16", dict(key=normal(6, 2, 8))),
     ("as many tokens", dict(key=normal(5, 2, 16))),
     ("at most 576", dict(value=normal(6, 2, 577))),
     ("out must have shape", dict(out=normal(6, 4, 8))),
-    ("contiguous", dict(out=normal(4, 6, 16).transpose(0, 1))),
 )
 
 

@@ -73,20 +73,6 @@ def test_rotary_in_place(dtype, tolerance, neox):
         np.testing.assert_allclose(wide(x), expected, **tolerance)
 
 
-def test_rotary_of_the_turned_parts_alone_as_a_caller_with_smaller_rotary_dim_passes_them():
-    for x, expected in rotary(torch.float64, True, torch.arange(5), size=16, head_size=64):
-        np.testing.assert_allclose(wide(x), expected, **EXACT)
-
-
-def test_rotary_takes_a_float32_table_for_float16():
-    cos_sin, query, key = table(16, torch.float32), normal(3, 32).half(), normal(3, 16).half()
-    expected = turn(
-        wide(query).reshape(3, 2, 16), wide(cos_sin)[[2, 0, 1]][:, None], "half"
-    ).reshape(3, 32)
-    serving._npu_rotary_embedding(torch.tensor([2, 0, 1]), query, key, 16, cos_sin, True)
-    np.testing.assert_allclose(wide(query), expected, rtol=2**-11 * 1.01, atol=1e-6)
-
-
 def test_rotary_holds_on_to_the_first_table():
     rotary(torch.float64, True, torch.arange(5))
     for x, expected in rotary(
@@ -113,36 +99,23 @@ test_rotary_refuses = refusals(
     ),
     (r"\(1, 3, 2, 16\)", dict(query=normal(1, 3, 2, 16))),
     (r"query must be \(3, a multiple of 16\)", dict(query=normal(4, 32))),
-    ("key must be", dict(key=normal(3, 24))),
     ("multiple of key's 48", dict(key=normal(3, 48))),
     ("head_size must be the width 16", dict(head_size=32, is_neox_style=False)),
-    ("multiple of 16", dict(cos_sin_cache=table(24), query=normal(3, 24), key=normal(3, 24))),
     ("one dtype", dict(key=normal(3, 16).half())),
     ("float64 like query", dict(cos_sin_cache=table(16, torch.float32))),
     ("contiguous", dict(key=normal(16, 3).t())),
     (r"rows of a table of 50, not \[50\]", dict(positions=torch.tensor([0, 50, 3]))),
-    (r"not \[-1\]", dict(positions=torch.tensor([0, -1, 3]))),
     ("integers", dict(positions=torch.tensor([0.0, 1.0, 3.0]))),
 )
 
 
 # Positions by cosines and sines, in place
 
-SHAPES = {
-    "BSH": (2, 5, 3, 128),
-    "BSND": (2, 5, 3, 128),
-    "SBND": (5, 2, 3, 128),
-    "BNSD": (2, 3, 5, 128),
-}
-
 
 @DTYPES
-@pytest.mark.parametrize("layout", SHAPES)
 @pytest.mark.parametrize("mode", ["half", "interleave"])
-def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
-    heads = SHAPES[layout].index(3)
-    query = normal(*SHAPES[layout], dtype=dtype)
-    key = normal(*SHAPES[layout], dtype=dtype, seed=1).narrow(heads, 0, 1).contiguous()
+def test_apply_rotary_in_place(dtype, tolerance, mode):
+    query, key = normal(2, 5, 3, 128, dtype=dtype), normal(2, 5, 1, 128, dtype=dtype, seed=1)
     angle = wide(normal(*key.shape[:3], 64))
     both = np.concatenate([angle, angle], -1) if mode == "half" else angle.repeat(2, -1)
     cos, sin = (torch.from_numpy(f(both)) for f in (np.cos, np.sin))
@@ -153,7 +126,7 @@ def test_apply_rotary_in_place(dtype, tolerance, layout, mode):
             [wide(t)[..., :64] if mode == "half" else wide(t)[..., ::2] for t in (cos, sin)], -1
         )
         expected = [turn(wide(x), one, mode) for x in (query, key)]
-    returned = serving.npu_apply_rotary_pos_emb(query, key, cos, sin, layout, rotary_mode=mode)
+    returned = serving.npu_apply_rotary_pos_emb(query, key, cos, sin, rotary_mode=mode)
     for x, result, wanted in zip((query, key), returned, expected, strict=True):
         assert result is x
         np.testing.assert_allclose(wide(x), wanted, **tolerance)
@@ -172,67 +145,8 @@ test_apply_rotary_refuses = refusals(
     ("head size of 128", dict.fromkeys("query key cos sin".split(), normal(1, 5, 1, 64))),
     ("4-D", dict(cos=normal(5, 1, 128))),
     ("dimension 2", dict(cos=normal(1, 1, 1, 128))),
-    ("dimension 2", dict(sin=normal(1, 5, 3, 128))),
-    ("dimension 2", dict(key=normal(1, 4, 3, 128))),
-    ("dimension 1", dict(layout="BNSD")),
+    ("BNSD", dict(layout="BNSD")),
     ("one dtype", dict(sin=normal(1, 5, 1, 128).float())),
-)
-
-
-# Positions of several kinds
-
-
-@DTYPES
-@pytest.mark.parametrize("mode", ["half", "interleaved"])
-@pytest.mark.parametrize("sections", [None, [0, 0, 0], [16, 24, 24], [16, 16, 16, 16], [8, 12, 12]])
-def test_mrope(dtype, tolerance, mode, sections):
-    kinds = len(sections) if sections and any(sections) else 0
-    size, head_size = (64, 96) if sections == [8, 12, 12] else (128, 128)
-    positions = torch.from_numpy(
-        np.random.default_rng(0).integers(0, 50, (kinds, 7) if kinds else 7)
-    )
-    cos_sin = table(size, dtype)
-    inputs = [normal(7, n * head_size, dtype=dtype, seed=n) for n in (4, 2)]
-    kind_of_angle = np.repeat(np.arange(kinds), sections) if kinds else None
-    chosen = np.empty((7, size))
-    for token in range(7):
-        for angle in range(size // 2):
-            row = positions[kind_of_angle[angle], token] if kinds else positions[token]
-            chosen[token, [angle, angle + size // 2]] = wide(cos_sin)[
-                row, [angle, angle + size // 2]
-            ]
-    results = serving.npu_mrope(
-        positions, *inputs, cos_sin, head_size, mrope_section=sections, rotary_mode=mode
-    )
-    for x, result in zip(inputs, results, strict=True):
-        heads = wide(x).reshape(7, -1, head_size)
-        heads[..., :size] = turn(
-            heads[..., :size], chosen[:, None], "half" if mode == "half" else "interleave"
-        )
-        assert result.dtype == dtype
-        np.testing.assert_allclose(wide(result), heads.reshape(x.shape), **tolerance)
-
-
-test_mrope_refuses = refusals(
-    serving.npu_mrope,
-    dict(
-        positions=torch.zeros(3, 5).long(),
-        query=normal(5, 256),
-        key=normal(5, 128),
-        cos_sin_cache=table(128),
-        head_size=128,
-        mrope_section=[16, 24, 24],
-    ),
-    ("half or interleaved", dict(rotary_mode="interleave")),
-    (r"positions must be \(3, 5\)", dict(positions=torch.arange(5))),
-    (r"positions must be \(5,\)", dict(mrope_section=None)),
-    ("16, 24, 24", dict(mrope_section=[32, 16, 16])),
-    ("sum to 64", dict(mrope_section=[8, 12, 12])),
-    ("multiples of 16", dict(head_size=136)),
-    ("not the larger", dict(head_size=64)),
-    ("key must be", dict(key=normal(5, 100))),
-    ("rows of a table of 50", dict(positions=torch.full((3, 5), 50))),
-    ("one dtype", dict(cos_sin_cache=table(128).float())),
 )
 
 
@@ -289,11 +203,9 @@ test_top_k_top_p_refuses = refusals(
     ),
     ("p or k must be given", dict(p=None, k=None)),
     ("from 1 to 5, not", dict(k=torch.tensor([1, 6], dtype=torch.int32))),
-    ("from 1 to 5, not", dict(k=torch.tensor([0, 3], dtype=torch.int32))),
     ("2 numbers", dict(k=torch.tensor([1], dtype=torch.int32))),
     ("k must be int32", dict(k=torch.tensor([1, 2]))),
     ("from 0 to 1, not", dict(p=torch.tensor([0.5, 1.5]))),
-    ("2 numbers", dict(p=torch.tensor([0.5]))),
     ("one dtype", dict(p=torch.tensor([0.5, 0.5]).half())),
     ("2-D", dict(logits=torch.zeros(5))),
     (

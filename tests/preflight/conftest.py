@@ -152,7 +152,6 @@ def cluster(npus, cpus=320, nodes=1, free=None, jobs=()):
         "resources": {"NPU": float(npus), "CPU": float(cpus)},
         "nodes": nodes,
         "npus": [npus // nodes] * nodes,
-        "cpus": [cpus // nodes] * nodes,
         "jobs": list(jobs),
         "available": {"NPU": float(npus if free is None else free), "CPU": float(cpus)},
     }

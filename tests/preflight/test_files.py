@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_qerl.ascend.convert import conversion_command
+from mindspeed_qerl.ascend.resume import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
 from mindspeed_qerl.recipe.compose import compose

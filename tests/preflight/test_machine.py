@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.ascend.convert import conversion_command
+from mindspeed_qerl.ascend.resume import conversion_command
 from mindspeed_qerl.preflight import FAILED, PASSED, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, Machine, ProbeError
 from mindspeed_qerl.preflight.npus import CANN_PROBE, read_table, see_npus

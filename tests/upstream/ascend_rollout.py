@@ -1,13 +1,15 @@
-"""One engine of the real vllm-ascend on emulated NPUs beside transformers, as a process of its own
-for each rank (test_vllm_ascend.py).
+"""Engines of the real vllm-ascend on emulated NPUs beside transformers, a process for each rank.
+
+torchrun ascend_rollout.py MODULE CASE MODEL RESULTS    main of a module of this folder
 """
 
+import importlib
 import json
 import os
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
 
 SIGMA = 0.05
@@ -52,25 +54,6 @@ class Case:
 # above 1000 (ascend_forward_context.py:114, 141)
 PREFETCH = {"VLLM_ASCEND_ENABLE_DENSE_OPTIMIZE": "1", "VLLM_ASCEND_ENABLE_PREFETCH_MLP": "1"}
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
-CASES = [
-    Case("qwen2", cann="8.3.RC1", nz=1),
-    Case("qwen2", "bfloat16", tp=2, soc="910B"),
-    Case("qwen3", "bfloat16", cann="8.3.RC1", nz=1),
-    Case("qwen3", soc="910B", cann="8.3.RC1", chunked=True),
-    Case("qwen3", "bfloat16", tp=2, variables=PREFETCH),
-    Case("qwen3", "bfloat16", tp=2, cann="8.3.RC1", variables=FLASHCOMM),
-    Case("qwen3_moe", tp=2, cann="8.3.RC1"),
-    Case("qwen3_moe", dp=2, nz=1),
-    Case("qwen3_moe", tp=2, soc="910B", nz=1),
-    Case("qwen3_moe", dp=2, soc="910B", cann="8.3.RC1"),
-    Case("qwen3_moe", "bfloat16", tp=2, dp=2, cann="8.3.RC1", nz=1),
-    Case("qwen3_moe", tp=2, cann="8.3.RC1", variables=FLASHCOMM),
-    Case("qwen3_moe", tp=2, soc="910B", cann="8.3.RC1", chunked=True),
-    Case("qwen2_moe", tp=2, soc="910B", cann="8.3.RC1"),
-    Case("qwen2_moe", "bfloat16", dp=4, nz=1),
-]
-# the shared expert's parts: rule shared_expert_is_summed
-UNSUMMED = Case("qwen2_moe", tp=2, cann="8.3.RC1")
 
 
 def make(case: Case, folder: Path) -> Path:
@@ -87,8 +70,10 @@ def make(case: Case, folder: Path) -> Path:
     return model if model.is_dir() else make_model(case.family, model, **changes)
 
 
-def run_case(case: Case, model: Path, upstream: Path, script: str = __file__) -> list[dict]:
-    """What each rank of `script` measured of `model`, with the checkouts in `upstream`."""
+def run_case(case: Case, model: Path, upstream: Path, module: str) -> list[dict]:
+    """What `main` of a module of this folder returns for `model` on each rank, with the checkouts in
+    `upstream`.
+    """
     from rehearsal import emulated, run_python
 
     world = case.tp * case.dp
@@ -100,9 +85,9 @@ def run_case(case: Case, model: Path, upstream: Path, script: str = __file__) ->
         "VLLM_ASCEND_ENABLE_NZ": str(case.nz),
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world, script]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world, __file__]
     with tempfile.TemporaryDirectory() as folder:
-        run = run_python([*words, json.dumps(asdict(case)), model, folder], variables)
+        run = run_python([*words, module, json.dumps(asdict(case)), model, folder], variables)
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
@@ -112,9 +97,12 @@ class Served:
 
     def __init__(self, case: Case, folder: str):
         import torch
+        import torch_npu  # noqa: F401
+        import vllm_ascend  # noqa: F401
 
         # Megatron has done so when MindSpeed-RL makes its engine
         torch.distributed.init_process_group("hccl")
+        self.folder = folder
         self.case, self.replica = case, int(os.environ["RANK"]) // case.tp
         os.environ["VLLM_DP_RANK"] = str(self.replica)
         from vllm import LLM
@@ -188,8 +176,50 @@ class Served:
             scores.append(torch.cat(rows))
         return (scores[-2] - scores[-1]).abs()
 
-    def write(self, results: str, report: dict) -> None:
-        (Path(results) / f"{os.environ['RANK']}.json").write_text(json.dumps(report))
+    @cached_property
+    def twins(self) -> list:
+        """transformers' models in float32 and bfloat16."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return [
+            AutoModelForCausalLM.from_pretrained(
+                self.folder, attn_implementation="eager", dtype=dtype
+            )
+            for dtype in (torch.float32, torch.bfloat16)
+        ]
+
+    def beside(self, answers: list) -> list[float]:
+        """The largest distance from transformers in float32, and of its bfloat16 from that; NaN, if
+        there is one.
+        """
+        exact, rounded = self.twins
+        distances = self.distance(answers, exact), self.distance(answers, rounded, exact)
+        return [distance.max().item() for distance in distances]
+
+    @cached_property
+    def injector(self):
+        from mindspeed_qerl.aqn.injector import NoiseInjector
+
+        return NoiseInjector(self.model, seed=1)
+
+    def noise(self, step: int | None) -> None:
+        """The noise of a step on the norms; None: none."""
+        if step is None:
+            self.injector.remove()
+        else:
+            from mindspeed_qerl.aqn.schedule import NoiseSchedule
+
+            schedule = NoiseSchedule(
+                sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=3, total_steps=4
+            )
+            self.injector.apply(schedule.level(step))
+
+    def noise_twins(self) -> None:
+        """Give the twins the norms of the model."""
+        for twin in self.twins:
+            for target in self.injector.targets:
+                twin.get_parameter(f"{target.name}.weight").data.copy_(target.module.weight)
 
 
 def random_ids(seed: int, *counts: int) -> list[list[int]]:
@@ -199,151 +229,7 @@ def random_ids(seed: int, *counts: int) -> list[list[int]]:
     return [torch.randint(1, 100, (count,), generator=generator).tolist() for count in counts]
 
 
-def main(case: Case, folder: str, results: str) -> None:
-    """This rank's part, written into `results`: greedy answers clean, with noise, and clean again,
-    each beside transformers.
-    """
-    import torch
-    import torch_npu
-    import vllm_ascend
-    from transformers import AutoModelForCausalLM
-    from vllm.distributed.parallel_state import GroupCoordinator
-    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
-
-    from mindspeed_qerl.aqn.injector import NoiseInjector
-    from mindspeed_qerl.aqn.schedule import NoiseSchedule
-
-    chosen, operators = set(), set()
-    select = NPUModelRunner._select_moe_comm_method
-
-    def selected(self, *args, **kwargs):
-        method = select(self, *args, **kwargs)
-        chosen.add(method.name)
-        return method
-
-    def counted(function, name):
-        return lambda *args, **kwargs: operators.add(name) or function(*args, **kwargs)
-
-    NPUModelRunner._select_moe_comm_method = selected
-    GroupCoordinator.reduce_scatter = counted(GroupCoordinator.reduce_scatter, "reduce_scatter")
-    for name, operator in list(vars(torch_npu).items()):
-        if name.startswith(("npu_", "_npu_")):
-            setattr(torch_npu, name, counted(operator, name))
-    # takes rows that this rank has not (model_runner_v1.py:2571), unchecked there
-    if case.variables == FLASHCOMM:
-        NPUModelRunner.profile_run = lambda self: None
-    served = Served(case, folder)
-    runner, model, report = served.runner, served.model, {}
-    schedule = NoiseSchedule(sigma_start=SIGMA, sigma_end=SIGMA / 2, num_stages=2, total_steps=4)
-    injector = NoiseInjector(model, seed=1)
-    reference, rounded = (
-        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-
-    def beside(answers) -> tuple[float, float]:
-        """The largest distance from transformers in float32, and of its bfloat16 from that."""
-        distances = (
-            served.distance(answers, reference),
-            served.distance(answers, rounded, reference),
-        )
-        return tuple(distance.max().item() for distance in distances)  # NaN, if there is one
-
-    clean, report["cached"] = served.answers()
-    report["clean"] = beside(clean)
-    injector.apply(schedule.level(3))
-    noisy, _ = served.answers()
-    report["unmatched"], _ = beside(noisy)
-    for twin in (reference, rounded):
-        weights = dict(twin.named_parameters())
-        for target in injector.targets:
-            weights[f"{target.name}.weight"].data.copy_(target.module.weight)
-    report["noisy"] = beside(noisy)
-    if case.moe:
-        report["routes"] = routes(served, reference)
-    injector.remove()
-    report["clean_again"] = served.answers()[0] == clean
-    report["in_blocks"] = write_bytes(model)
-    report["bytes_moved"] = served.answers()[0] != clean
-    report["graphs"] = [
-        type(runner).__name__,
-        runner.use_aclgraph,
-        runner.compilation_config.level,
-    ]
-    report |= {
-        "package": vllm_ascend.__file__,
-        "methods": sorted(chosen),
-        "operators": sorted(operators),
-        "classes": sorted({type(module).__name__ for module in model.modules()}),
-    }
-    served.write(results, report)
-
-
-def routes(served: Served, reference) -> dict:
-    """The routes of two answers to each of some prompts beside those that the float32 `reference`
-    computes: how far below the weakest expert that it chooses the recorded ones lie at most, in its
-    router's logits; that of routes which are off by a token or in other layers; how many routes
-    there are; and what is said of cached prompts.
-    """
-    import numpy as np
-    import torch
-
-    from mindspeed_qerl.ascend.recorder import AscendRecorder
-    from mindspeed_qerl.families import read_shape
-    from mindspeed_qerl.routing.routes import routes_fault
-
-    case, routers = served.case, read_shape(reference.name_or_path).routers
-    recorder = AscendRecorder(served.runner, routers, 1200, served.model)
-
-    def ask(prompts: list[list[int]], n: int) -> list[tuple[list[int], np.ndarray]]:
-        """Token ids of each prompt and answer, and their routes."""
-        # chunks set a seed back, which a CPU cannot (model_runner_v1.py:2072)
-        with recorder.recording():
-            outputs = served.generate(prompts, n=n, seed=None if case.chunked else 3)
-        recorded = chain(*recorder.take(outputs))
-        pairs = [
-            (ids, answer) for ids, output in zip(prompts, outputs) for answer in output.outputs
-        ]
-        sequences = [ids + list(answer.token_ids) for ids, answer in pairs]
-        return list(zip(sequences, recorded, strict=True))
-
-    lengths = [110, 90, 70] if case.chunked else [9, 16, 23]  # below a block of the cache
-    prompts = random_ids(7 + served.replica, *lengths[: 3 - served.replica % 2])
-    report, faults, tokens = dict.fromkeys(("recorded", "shifted", "swapped"), -np.inf), [], 0
-    for ids, recorded in ask(prompts, n=2):
-        tokens += len(recorded)
-        faults += filter(None, [routes_fault(recorded, len(ids) - 1, routers)])
-        with torch.no_grad():
-            layers = reference(torch.tensor([ids]), output_router_logits=True).router_logits
-        # the last token was never computed
-        logits = torch.stack([layer[:-1] for layer in layers], dim=1)
-        weakest = logits.topk(routers.top_k).values[..., -1]
-        planted = (recorded, np.roll(recorded, 1, axis=0), recorded[:, ::-1])
-        for name, experts in zip(report, planted):
-            chosen = logits.gather(-1, torch.from_numpy(experts.astype(np.int64)))
-            below = (weakest - chosen.min(-1).values).max().item()
-            report[name] = max(report[name], below)
-    try:
-        ask(served.prompts, n=1)
-    except RuntimeError as error:
-        faults.append(str(error))
-    return {**report, "faults": faults, "tokens": tokens}
-
-
-def write_bytes(model) -> int:
-    """Write the values of every weight in FRACTAL_NZ over it as bytes in plain order, as a copy
-    would that goes round torch's operators; how many there are.
-    """
-    import ctypes
-
-    from torch_npu import get_npu_format
-
-    in_blocks = [weight for weight in model.parameters() if get_npu_format(weight) == 29]
-    for weight in in_blocks:
-        values = weight.detach().clone()
-        ctypes.memmove(weight.untyped_storage().data_ptr(), values.data_ptr(), values.nbytes)
-    return len(in_blocks)
-
-
 if __name__ == "__main__":
-    main(Case(**json.loads(sys.argv[1])), *sys.argv[2:])
+    name, case, model, results = sys.argv[1:]
+    report = importlib.import_module(name).main(Case(**json.loads(case)), model)
+    (Path(results) / f"{os.environ['RANK']}.json").write_text(json.dumps(report))

@@ -47,3 +47,9 @@ def tiny(tmp_path_factory):
         return made[family]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """Where served models are made, each once a session (ascend_rollout.py, make)."""
+    return tmp_path_factory.mktemp("models")

@@ -1,18 +1,15 @@
-"""What each phase of an iteration would send to an NPU (emulation/counts.py), of a rehearsal.
-
-    python counts.py CONFIG.yaml FOLDER
-
-runs a config and writes FOLDER/counts.json: for each rank the phases of the last iteration.
+"""What each phase of an iteration would send to an NPU (emulation/counts.py): of each rank the
+phases of the last one are found.
 """
 
-import json
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import driven
 import torch
+
+from mindspeed_qerl.ascend import loss
+from mindspeed_qerl.emulation.counts import counting, place
 
 
 def step_of(scheduled: Any) -> str:
@@ -25,10 +22,7 @@ class Phases:
     """Has what one worker does counted. prefix: of the phases' names."""
 
     def __init__(self, worker: Any, manager: Any):
-        from mindspeed_qerl.ascend import loss
-        from mindspeed_qerl.emulation.counts import counting, place
-
-        self.counting, self.prefix = counting, ""
+        self.prefix = ""
         rollout, actor = worker.inference_model, worker.actor_hybrid.train_actor
         for model in (rollout.runner.model, *worker.model):
             modules = list(model.modules())
@@ -49,7 +43,7 @@ class Phases:
 
     def within(self, name: str, calls: int, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call a function, which is a phase of that many calls."""
-        with self.counting.phase(self.prefix + name, calls):
+        with counting.phase(self.prefix + name, calls):
             return function(*args, **kwargs)
 
     def _around(self, owner: Any, method: str, name: str) -> None:
@@ -60,7 +54,7 @@ class Phases:
         """Of the pass that it is called in."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            name = f"{self.counting.current}, micro-batches"
+            name = f"{counting.current}, micro-batches"
             return self.within(name, kwargs["num_microbatches"], function, *args, **kwargs)
 
         return call
@@ -68,67 +62,44 @@ class Phases:
     def take(self) -> dict[str, Any]:
         """The tallies since the last call."""
         taken = {}
-        for name, tally in self.counting.tallies.items():
+        for name, tally in counting.tallies.items():
             collectives = [[*key, number] for key, number in tally.collectives.items()]
             taken[name] = vars(tally) | {"collectives": collectives}
-        self.counting.tallies.clear()
+        counting.tallies.clear()
         return taken
 
 
-def counting_classes():
-    import ray
+class Worker(driven.Worker):
+    def _build_sharding_manager(self):
+        manager = super()._build_sharding_manager()
+        self.manager = manager
+        return manager
 
-    # the module's, not __main__'s: workers import it
-    from counts import Phases
-    from probe import FOLDER
+    def start_counting(self):
+        from counts import Phases  # the module's own, not a copy that was sent
 
-    from mindspeed_qerl.ascend.trainer import QeRLTrainer
-    from mindspeed_qerl.ascend.worker import QeRLWorker
+        self.phases = Phases(self, self.manager)
 
-    @ray.remote(resources={"NPU": 0.7})
-    class CountingWorker(QeRLWorker.__ray_actor_class__):
-        def _build_sharding_manager(self):
-            manager = super()._build_sharding_manager()
-            self.manager = manager
-            return manager
+    def compute_log_prob(self):
+        self.phases.within("log-probs", 1, super().compute_log_prob)
 
-        def start_counting(self):
-            self.phases = Phases(self, self.manager)
+    def compute_ref_log_prob(self):
+        self.phases.within("reference", 1, super().compute_ref_log_prob)
 
-        def compute_log_prob(self):
-            self.phases.within("log-probs", 1, super().compute_log_prob)
+    def update(self, *args, **kwargs):
+        return self.phases.within("update", 1, super().update, *args, **kwargs)
 
-        def compute_ref_log_prob(self):
-            self.phases.within("reference", 1, super().compute_ref_log_prob)
+    def evaluate(self, *args, **kwargs):
+        self.phases.prefix = "evaluation: "
+        answers = super().evaluate(*args, **kwargs)
+        self.phases.prefix = ""
+        return answers
 
-        def update(self, *args, **kwargs):
-            return self.phases.within("update", 1, super().update, *args, **kwargs)
-
-        def evaluate(self, *args, **kwargs):
-            self.phases.prefix = "evaluation: "
-            answers = super().evaluate(*args, **kwargs)
-            self.phases.prefix = ""
-            return answers
-
-        def take_counts(self):
-            return self.phases.take()
-
-    class CountingTrainer(QeRLTrainer):
-        def fit(self, data_iters):
-            self.actor_worker.execute_sync_command("start_counting")
-            super().fit(data_iters)
-
-        def log_metrics(self, metrics, iteration):
-            super().log_metrics(metrics, iteration)
-            counts = self.actor_worker.execute_sync_command("take_counts")
-            (FOLDER / "counts.json").write_text(json.dumps(counts))
-
-    return CountingWorker, CountingTrainer
+    def found(self):
+        return self.phases.take()
 
 
-if __name__ == "__main__":
-    os.environ["MINDSPEED_QERL_EMULATED_COUNTS"] = "1"
-    sys.path.insert(0, str(Path(__file__).parent))
-    from probe import main
-
-    sys.exit(main(counting_classes))
+class Trainer(driven.Trainer):
+    def fit(self, data_iters):
+        self.on_ranks("start_counting")
+        super().fit(data_iters)

@@ -1,12 +1,16 @@
-"""AQN and the proof of arrival in vllm-ascend's own worker on emulated NPUs, three syncs, as a
-process of its own for each rank (test_integrations.py).
+"""AQN and the proof of arrival in vllm-ascend's own worker on emulated NPUs, three syncs
+(test_integrations.py).
 """
 
-import json
-import sys
+import tempfile
 from pathlib import Path
 
+import torch
 from ascend_rollout import Case, Served
+
+from mindspeed_qerl.integrations.report import read_lines
+from mindspeed_qerl.integrations.settings import Settings
+from mindspeed_qerl.integrations.vllm import WorkerRollout
 
 
 def load(model, weights: dict) -> None:
@@ -26,23 +30,18 @@ def load(model, weights: dict) -> None:
     turn()
 
 
-def main(case: Case, folder: str, results: str) -> None:
+def main(case: Case, folder: str) -> dict:
     """Greedy answers after each of three syncs of changed weights, beside transformers with the
     noise that is on this rank's norms.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from mindspeed_qerl.integrations.report import read_lines
-    from mindspeed_qerl.integrations.settings import Settings
-    from mindspeed_qerl.integrations.vllm import WorkerRollout
-
     served = Served(case, folder)
     worker = served.engine.llm_engine.model_executor.driver_worker.worker
     noise = {"sigma_start": 0.05, "num_stages": 2, "total_steps": 4}
-    settings = Settings(report=str(Path(results) / "noise"), noise=noise, elements=0, stop=False)
-    rollout = WorkerRollout(worker, settings)
-    twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lines = Path(tempfile.mkdtemp()) / "noise"
+    rollout = WorkerRollout(
+        worker, Settings(report=str(lines), noise=noise, elements=0, stop=False)
+    )
+    twin = served.twins[0]
     generator = torch.Generator().manual_seed(3)
     report = {"worst": [], "clean": []}
     for step in (1, 2, 3):
@@ -62,9 +61,4 @@ def main(case: Case, folder: str, results: str) -> None:
         for name, weight in served.model.named_parameters():
             if "layernorm" in name:
                 report["clean"].append(torch.equal(weight, sent[name]))
-    report["rows"] = read_lines(Path(results) / "noise")
-    served.write(results, report)
-
-
-if __name__ == "__main__":
-    main(Case(**json.loads(sys.argv[1])), *sys.argv[2:])
+    return report | {"rows": read_lines(lines)}

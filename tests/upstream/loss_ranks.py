@@ -34,7 +34,6 @@ OPTIONS = [
     (dict(CLIP, loss_agg_mode="seq-mean-token-sum", kl_penalty="mse"), dict(method="sequence_tis")),
     (dict(CLIP, kl_penalty="kl"), dict(method="geometric_mask", floor=0.9, cap=1.1)),
     (dict(CLIP, loss_mode="sapo", tau_neg=1.3), dict(method="sequence_mask")),
-    (dict(CLIP, loss_mode="own_loss:truncated"), {}),
 ]
 
 

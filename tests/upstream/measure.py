@@ -1,29 +1,23 @@
-"""What a rank really allocates where the planner has a formula (`terms`): KV cache,
-what is offloaded and what stays, merged weights, the weight sync, int8 copies. On emulated NPUs, whose memory is
-the host's: only tensors count.
-
-    python measure.py CONFIG.yaml FOLDER
-
-runs a config and writes FOLDER/memory.json: for each rank its pipeline stage, and the most bytes of
-each term.
+"""What a rank really allocates where the planner has a formula (rehearsal.terms): KV cache, what is
+offloaded and what stays, merged weights, the weight sync, int8 copies. On emulated NPUs, whose
+memory is the host's: only tensors count. Of each rank its pipeline stage is found, and the most
+bytes of each term.
 """
 
 import functools
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
+import driven
 import torch
+from driven import Trainer  # noqa: F401
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mindspeed_qerl.ascend import loss
 from mindspeed_qerl.ascend.merging import adapted_layers
-from mindspeed_qerl.layout import parts
-from mindspeed_qerl.layout.memory import Memory
 
 
 class LiveBytes(TorchDispatchMode):
@@ -50,23 +44,6 @@ class LiveBytes(TorchDispatchMode):
         return sum(size for _, size in self._made.values())
 
 
-def terms(memory: Memory) -> dict[str, int]:
-    """Bytes of what a rehearsal measures as well here."""
-    update = {part.name: part.bytes for part in memory.moments["update"]}
-    sizes = {"KV cache of a token": memory.kv_token}
-    sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW", "merged weights")}
-    sizes |= {"frozen base": 0, "vLLM's weights": 0}
-    for part in memory.moments["weight sync"]:
-        name = part.name.partition(",")[0]  # of the dense part, and of the experts
-        if name in ("frozen base", "vLLM's weights"):
-            sizes[name] += part.bytes
-    sizes["sync buffers"] = parts.size_of(parts.sync(memory.plan, memory.stage))
-    for part in memory.moments["rollout"]:
-        if part.name == "int8 copies":
-            sizes[part.name] = part.bytes
-    return sizes
-
-
 def storages(values: Any) -> Iterator[torch.UntypedStorage]:
     """Of the tensors in a tree of values, each time one is met."""
     return (
@@ -85,9 +62,6 @@ class Meter:
     """
 
     def __init__(self, offloader: Any, manager: Any, rollout: Any):
-        # whose import needs Megatron
-        from mindspeed_qerl.ascend import loss
-
         self.found: dict[str, int] = {}
         self.offloader, self.rollout = offloader, rollout
         for term, tensors in {"adapters": self._parameters, "gradients": self._gradients}.items():
@@ -192,38 +166,14 @@ class Meter:
         self._keep("KV cache of a token", size // tokens)
 
 
-def measuring_classes() -> tuple[type, type]:
-    import ray
+class Worker(driven.Worker):
+    def _build_sharding_manager(self):
+        from measure import Meter  # the module's own, not a copy that was sent
 
-    # the module's, not __main__'s: workers import it
-    from measure import Meter
-    from probe import FOLDER
+        manager = super()._build_sharding_manager()
+        self.meter = Meter(self.actor_offloader, manager, self.inference_model)
+        return manager
 
-    from mindspeed_qerl.ascend.trainer import QeRLTrainer
-    from mindspeed_qerl.ascend.worker import QeRLWorker
-
-    @ray.remote(resources={"NPU": 0.7})
-    class MeasuringWorker(QeRLWorker.__ray_actor_class__):
-        def _build_sharding_manager(self):
-            manager = super()._build_sharding_manager()
-            self.meter = Meter(self.actor_offloader, manager, self.inference_model)
-            return manager
-
-        def measured(self):
-            stage = self.parallel_state.get_pipeline_model_parallel_rank()
-            return {"stage": stage, **self.meter.found}
-
-    class MeasuringTrainer(QeRLTrainer):
-        def log_metrics(self, metrics, iteration):
-            super().log_metrics(metrics, iteration)
-            measured = self.actor_worker.execute_sync_command("measured")
-            (FOLDER / "memory.json").write_text(json.dumps(measured))
-
-    return MeasuringWorker, MeasuringTrainer
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    from probe import main
-
-    sys.exit(main(measuring_classes))
+    def found(self):
+        stage = self.parallel_state.get_pipeline_model_parallel_rank()
+        return {"stage": stage, **self.meter.found}

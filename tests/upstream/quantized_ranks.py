@@ -1,22 +1,28 @@
-"""Quantized weights in the real vllm-ascend on emulated NPUs, as a process of its own for each
-rank; the arguments are those of ascend_rollout.py, whose cases, prompts and answers these are.
-
-Each format in turn, on the weights of the model's files: the parts of all ranks put together beside
-the format of the whole tensors in the files; log-probs beside transformers with those; and what
-`unlike` says of planted faults.
+"""Quantized weights in the real vllm-ascend on emulated NPUs (test_quantized.py): each format in
+turn, on the weights of the model's files: the parts of all ranks put together beside the format of
+the whole tensors in the files; log-probs beside transformers with those; and what the proof's
+comparison says of planted faults.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch_npu  # noqa: F401
 from ascend_rollout import Case, Served
+from safetensors.torch import load_file
 from torch.nn.functional import linear
+from transformers import AutoModelForCausalLM
 
+from mindspeed_qerl.ascend.proof import copied_weights, held_weights
+from mindspeed_qerl.ascend.quantized import (
+    Int8Linear,
+    QuantizedModel,
+    layer_of,
+    set_method,
+    used_weights,
+)
 from mindspeed_qerl.quantization.formats import FORMATS
+from mindspeed_qerl.quantization.weights import weight_errors
 
 INT8 = "int8_w8a8"
 BY_INPUT = ("o_proj.weight", "down_proj.weight")
@@ -48,8 +54,6 @@ def linears(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def rounded_twin(folder: str, dtype: torch.dtype, format: str, tp: int) -> torch.nn.Module:
     """transformers with the format's weights, and for int8 its formula."""
-    from transformers import AutoModelForCausalLM
-
     twin = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     ).eval()
@@ -84,20 +88,14 @@ def together(parts: dict[str, torch.Tensor], tp: int) -> dict[str, torch.Tensor]
     return linears(whole)
 
 
-def main(case: Case, folder: str, results: str) -> None:
+def unlike(quantized: QuantizedModel, synced: dict[str, torch.Tensor]) -> list[str]:
+    """As worker.py's proof finds weights that are not the rounding of `synced`."""
+    used, rounded = quantized.used(), quantized.rounded(synced)
+    return [name for name in used if not torch.equal(used[name], rounded[name])]
+
+
+def main(case: Case, folder: str) -> dict:
     served, report = Served(case, folder), {}
-    from safetensors.torch import load_file
-
-    from mindspeed_qerl.ascend.proof import copied_weights, held_weights
-    from mindspeed_qerl.ascend.quantized import (
-        Int8Linear,
-        QuantizedModel,
-        layer_of,
-        set_method,
-        used_weights,
-    )
-    from mindspeed_qerl.quantization.weights import weight_errors
-
     model, files = served.model, linears(load_file(Path(folder) / "model.safetensors"))
     synced = copied_weights(model)
     plain, unrounded = served.answers()[0], rounded_twin(folder, torch.float32, "", case.tp)
@@ -126,31 +124,26 @@ def main(case: Case, folder: str, results: str) -> None:
             "own": served.distance(answers, half, exact).tolist(),
             "unmatched": served.distance(answers, unrounded).tolist(),
             "errors": weight_errors((name, value) for (name, _), value in squares.items()),
-            "unlike": quantized.unlike(synced),
+            "unlike": unlike(quantized, synced),
             "int8_layers": sum(isinstance(method, Int8Linear) for method in methods),
         }
         # planted: one weight that is not rounded, on this rank alone; one layer on its own method
         planted = [name for name in synced if name.endswith("_proj.weight")][-1 - dist.get_rank()]
         held = {each.name: each for each in held_weights(model)}
         parameter = held[planted].parameter
-        fused = sorted(name for name, each in held.items() if each.parameter == parameter)
         layer, weight = layer_of(model, parameter), held[planted].part
         method, before = layer.quant_method, weight.clone()
         if format == INT8:
             set_method(layer, quantized.methods[layer])
-            found["planted"] = [fused, sorted(quantized.unlike(synced))]
+            fused = sorted(name for name, each in held.items() if each.parameter == parameter)
+            found["planted"] = [fused, sorted(unlike(quantized, synced))]
             set_method(layer, method)
         else:
             weight.copy_(synced[planted])
-            found["planted"] = [[planted], quantized.unlike(synced)]
+            found["planted"] = [[planted], unlike(quantized, synced)]
             weight.copy_(before)
-        found["unlike_after"] = quantized.unlike(synced)
         quantized.free()
         for each in held_weights(model):
             each.part.copy_(synced[each.name])
         found["plain_again"] = served.answers()[0] == plain
-    served.write(results, report)
-
-
-if __name__ == "__main__":
-    main(Case(**json.loads(sys.argv[1])), *sys.argv[2:])
+    return report

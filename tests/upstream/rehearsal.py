@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl import emulation
+from mindspeed_qerl.layout import parts
+from mindspeed_qerl.layout.memory import Memory
 from mindspeed_qerl.runs.directory import RunDirectory
 
 HERE = Path(__file__).parent
@@ -106,21 +108,6 @@ FAMILIES = {
         ),
     ),
 }
-# of a model, for Megatron
-SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "max_position_embeddings",
-    "padded_vocab_size",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "n_shared_experts",
-)
 # aqn.targets auto
 NOISY_NORMS = {
     "qwen2": 2 * LAYERS + 1,
@@ -222,9 +209,12 @@ def make_config(
     infer_ep: int = 1,
     train_iters: int = 3,
     samples: int = 2,
+    base: Path | None = None,
     changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A whole config for the engine. `changes` maps dotted keys to values."""
+    """A whole config for the engine. `changes` maps dotted keys to values; in `base` a checkpoint
+    of the base weights is written for it.
+    """
     mixture = "moe" in family
     config = dict(
         engine="mindspeed_rl",
@@ -324,6 +314,10 @@ def make_config(
         eval=dict(every=2, n_problems=6, samples_per_problem=2),
         run=dict(root=str(runs), name="rehearsal", tensorboard=False),
     )
+    if base:
+        from checkpoints import write_base_checkpoint
+
+        config["actor_config"]["load"] = str(write_base_checkpoint(model, base, tp, pp, ep))
     for key, value in (changes or {}).items():
         section = config
         *parents, last = key.split(".")
@@ -340,7 +334,7 @@ def shrink(family: str, model: str) -> dict[str, Any]:
     shape = FAMILIES[family][2]
     recompute = {"megatron_training.recompute_num_layers": LAYERS}
     return {
-        **{f"model.{model}.{key}": shape[key] for key in SIZES if key in shape},
+        **{f"model.{model}.{key}": size for key, size in shape.items() if type(size) is int},
         **(recompute if "moe" in family else {}),
         "rl_config.actor_resource.num_npus": 4,
         "megatron_training.train_iters": 2,
@@ -356,6 +350,23 @@ def shrink(family: str, model: str) -> dict[str, Any]:
         "aqn.num_stages": 2,
         "eval.n_problems": 6,
     }
+
+
+def terms(memory: Memory) -> dict[str, int]:
+    """Bytes of what a rehearsal measures as well here."""
+    update = {part.name: part.bytes for part in memory.moments["update"]}
+    sizes = {"KV cache of a token": memory.kv_token}
+    sizes |= {name: update[name] for name in ("adapters", "gradients", "AdamW", "merged weights")}
+    sizes |= {"frozen base": 0, "vLLM's weights": 0}
+    for part in memory.moments["weight sync"]:
+        name = part.name.partition(",")[0]  # of the dense part, and of the experts
+        if name in ("frozen base", "vLLM's weights"):
+            sizes[name] += part.bytes
+    sizes["sync buffers"] = parts.size_of(parts.sync(memory.plan, memory.stage))
+    for part in memory.moments["rollout"]:
+        if part.name == "int8 copies":
+            sizes[part.name] = part.bytes
+    return sizes
 
 
 def environment(upstream: Path, *folders: Path) -> dict[str, str]:
@@ -418,13 +429,16 @@ def run_engine(
     return run_python(engine_command(config, folder)[1:], environment(upstream, *folders), folder)
 
 
-def run_script(
-    script: str, config: dict[str, Any], upstream: Path, folder: Path, *arguments: str
+def run_module(
+    module: str, config: dict[str, Any], upstream: Path, folder: Path, fault: str = ""
 ) -> subprocess.CompletedProcess:
-    """A whole run by a script of this folder (probe.py:main), which writes into `folder`."""
+    """A whole run with the worker of a module of this folder (drive.py), which writes into
+    `folder`.
+    """
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [HERE / script, folder / "config.yaml", folder, *arguments]
-    return run_python(command, environment(upstream, HERE), folder)
+    told = {"DRIVEN_FOLDER": str(folder), "DRIVEN_FAULT": fault}
+    command = [HERE / "drive.py", module, folder / "config.yaml"]
+    return run_python(command, environment(upstream, HERE) | told, folder)
 
 
 def finished(done: subprocess.CompletedProcess, runs: Path) -> RunDirectory:

@@ -1,7 +1,4 @@
-"""A run of the real engine with random adapters and routing replay, and what replay does to its
-log-probs.
-
-    python routing_probe.py CONFIG.yaml FOLDER [FAULT]
+"""Random adapters and routing replay, and what replay does to the run's log-probs.
 
 FOLDER/full.pt as in probe.py. Written: dp{d}.pt with this data-parallel rank's answers and their
 log-probs by the policy "replayed" as the run does it, "native" without, "shifted" and "swapped"
@@ -10,89 +7,74 @@ training passes without replay; "twice", the first answer's first token goes to 
 "lost", vLLM forgets the fourth token's routes.
 """
 
-import sys
-from pathlib import Path
-
+import driven
+import probe
 import torch
-from probe import FOLDER, dock_trainer, main, probe_classes
+from driven import FAULT, FOLDER
 from reference import CHANGES
 
-FAULT = sys.argv[3] if len(sys.argv) > 3 else ""
+from mindspeed_qerl.ascend import routing
+from mindspeed_qerl.ascend.recorder import AscendRecorder
 
 
-def routing_classes():
-    import ray
+class Worker(probe.Worker):
+    def setup_distributed_rank(self):
+        super().setup_distributed_rank()
+        take = AscendRecorder.take
 
-    from mindspeed_qerl.ascend import routing
-    from mindspeed_qerl.ascend.recorder import AscendRecorder
+        def taken(recorder, outputs):
+            if FAULT == "lost":
+                for known in recorder.known.values():
+                    known[3] = False
+            found = take(recorder, outputs)
+            if FAULT == "twice":
+                found[0][0][0, 1] = 5
+            return found
 
-    worker = probe_classes()[0].__ray_actor_class__
+        AscendRecorder.take = taken
+        replaying = routing.RoutedPasses.around
 
-    @ray.remote(resources={"NPU": 0.7})
-    class RoutingWorker(worker):
-        def setup_distributed_rank(self):
-            super().setup_distributed_rank()
-            take = AscendRecorder.take
+        def around(passes, schedule):
+            passes.schedule = schedule
+            return schedule if FAULT == "uninstalled" else replaying(passes, schedule)
 
-            def taken(recorder, outputs):
-                if FAULT == "lost":
-                    for known in recorder.known.values():
-                        known[3] = False
-                found = take(recorder, outputs)
-                if FAULT == "twice":
-                    found[0][0][0, 1] = 5
-                return found
+        routing.RoutedPasses.around = around
 
-            AscendRecorder.take = taken
-            replaying = routing.RoutedPasses.around
+    def compute_log_prob(self):
+        state, engine = self.parallel_state, self.actor_hybrid
+        compute, routers = engine.compute_log_prob, engine.train_actor.routes.routers
 
-            def around(passes, schedule):
-                passes.schedule = schedule
-                return schedule if FAULT == "uninstalled" else replaying(passes, schedule)
+        def computed(batch, change):
+            rows = [change(routing.unpack(row, routers)) for row in batch[routing.COLUMN]]
+            column = torch.nn.utils.rnn.pad_sequence(map(routing.pack, rows), batch_first=True)
+            return compute({**batch, routing.COLUMN: column})[0]
 
-            routing.RoutedPasses.around = around
+        def native(batch):
+            """Without what replays: the routers choose by themselves."""
+            actor = engine.train_actor
+            replaying, actor.forward_backward_func = (
+                actor.forward_backward_func,
+                actor.routes.schedule,
+            )
+            logprobs = compute(batch)[0]
+            actor.forward_backward_func = replaying
+            return logprobs
 
-        def compute_log_prob(self):
-            state, engine = self.parallel_state, self.actor_hybrid
-            compute, routers = engine.compute_log_prob, engine.train_actor.routes.routers
+        def variants(batch):
+            seen = {"input_ids": batch["input_ids"], "native": native(dict(batch))}
+            for name, change in CHANGES.items():
+                seen[name] = computed(batch, change)
+            first = state.get_tensor_model_parallel_rank() == 0
+            if first and state.is_pipeline_last_stage(ignore_virtual=True):
+                torch.save(seen, FOLDER / f"dp{state.get_data_parallel_rank()}.pt")
+            return compute(batch)
 
-            def computed(batch, change):
-                rows = [change(routing.unpack(row, routers)) for row in batch[routing.COLUMN]]
-                column = torch.nn.utils.rnn.pad_sequence(map(routing.pack, rows), batch_first=True)
-                return compute({**batch, routing.COLUMN: column})[0]
-
-            def native(batch):
-                """Without what replays: the routers choose by themselves."""
-                actor = engine.train_actor
-                replaying, actor.forward_backward_func = (
-                    actor.forward_backward_func,
-                    actor.routes.schedule,
-                )
-                logprobs = compute(batch)[0]
-                actor.forward_backward_func = replaying
-                return logprobs
-
-            def variants(batch):
-                seen = {"input_ids": batch["input_ids"], "native": native(dict(batch))}
-                for name, change in CHANGES.items():
-                    seen[name] = computed(batch, change)
-                first = state.get_tensor_model_parallel_rank() == 0
-                if first and state.is_pipeline_last_stage(ignore_virtual=True):
-                    torch.save(seen, FOLDER / f"dp{state.get_data_parallel_rank()}.pt")
-                return compute(batch)
-
-            engine.compute_log_prob = variants
-            super().compute_log_prob()
-            engine.compute_log_prob = compute
-
-    class RoutingTrainer(dock_trainer()):
-        def fit(self, data_iters):
-            self.on_ranks("load")
-            super().fit(data_iters)
-
-    return RoutingWorker, RoutingTrainer
+        engine.compute_log_prob = variants
+        super().compute_log_prob()
+        engine.compute_log_prob = compute
 
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(main(routing_classes))
+class Trainer(driven.Trainer):
+    def fit(self, data_iters):
+        self.on_ranks("load")
+        super().fit(data_iters)

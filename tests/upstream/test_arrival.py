@@ -3,7 +3,7 @@ alpha 64, whole runs of 20 updates with a proof after each.
 """
 
 import pytest
-from rehearsal import HERE, finished, make_config, run_engine, run_script
+from rehearsal import HERE, finished, make_config, run_engine, run_module
 
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -55,11 +55,8 @@ def test_every_update_arrives(family, layout, enforce_eager, upstream, tiny, tmp
 
 
 @pytest.mark.parametrize("family, layout, enforce_eager", CASES[1:3], ids=str)
-def test_rounding_to_nearest_stops_the_run(
-    family, layout, enforce_eager, upstream, tiny, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("LYING_SYNC", "nearest")
+def test_rounding_to_nearest_stops_the_run(family, layout, enforce_eager, upstream, tiny, tmp_path):
     config = config_of(family, layout, enforce_eager, tiny, tmp_path)
-    done = run_script("lying_sync.py", config, upstream, tmp_path)
+    done = run_module("lying_sync", config, upstream, tmp_path, "nearest")
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert "% of its update reached the rollout engine" in done.stderr, done.stderr[-3000:]

@@ -18,8 +18,8 @@ from rehearsal import (
     emulated,
     finished,
     make_model,
+    run_module,
     run_python,
-    run_script,
     shrink,
 )
 
@@ -104,10 +104,11 @@ for name in sys.argv[3:]:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_rehearsal(name, upstream, tiny, tmp_path):
+def test_rehearsal(name, upstream, tiny, tmp_path, monkeypatch):
     """Two iterations on four emulated NPUs, from a base checkpoint, with everything that the config
     switches on.
     """
+    monkeypatch.setenv("MINDSPEED_QERL_EMULATED_COUNTS", "1")
     family, layout = SHIPPED[name]
     config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
     model, data = tiny(family)
@@ -132,14 +133,14 @@ def test_rehearsal(name, upstream, tiny, tmp_path):
         "rl_config.verifier_weight": "[1.0,1.0]",
     }
     resolved = compose(name, [f"{key}={value}" for key, value in overrides.items()])
-    run = finished(run_script("counts.py", resolved, upstream, tmp_path), tmp_path / "probe")
+    run = finished(run_module("counts", resolved, upstream, tmp_path), tmp_path / "probe")
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert [row["step"] for row in read_jsonl(run.eval_file)] == [0, 2]
     for row in read_jsonl(run.metrics_file):
         assert row["reward/groups_with_signal"] == 1 and row["grad_norm"] > 0
         assert row["aqn/layers"] == NOISY_NORMS[family]
     assert (run.checkpoints_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
-    counted = launches(json.loads((tmp_path / "counts.json").read_text()))
+    counted = launches(json.loads((tmp_path / "found.json").read_text()))
     print(f"{family}: {counted}")
     table = yaml.safe_load(LAUNCHES.read_text())
     step = "decode" if "generate_config.enforce_eager" in layout else "graph"

@@ -5,7 +5,6 @@ last evaluation.
 import json
 
 import pytest
-from checkpoints import write_base_checkpoint
 from rehearsal import ROOT, environment, finished, make_config, run_engine, run_python
 
 from mindspeed_qerl.runs.metrics import read_jsonl
@@ -29,14 +28,8 @@ def test_greedy_answers_are_those_of_the_run(family, layout, upstream, tiny, tmp
         "eval.every": 1,
         "actor_config.lr": 0.02,
     }
-    model, data = tiny(family)
-    base = write_base_checkpoint(
-        model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout.get("ep", 1)
-    )
-    changes["actor_config.load"] = str(base)
-    config = make_config(
-        family, model, data, tmp_path, npus=2, train_iters=2, changes=changes, **layout
-    )
+    sizes = dict(npus=2, train_iters=2, base=tmp_path / "base")
+    config = make_config(family, *tiny(family), tmp_path, **sizes, changes=changes, **layout)
     run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
     asked = {
         step: [row for row in read_jsonl(run.eval_answers_file) if row["step"] == step]

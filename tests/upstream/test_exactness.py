@@ -3,7 +3,7 @@ log-probabilities, rewards, advantages, gradients.
 
 Training and rollout compute in bfloat16 (upstream's grouped experts refuse float32), the references
 in float32. bfloat16 keeps 8 bits, so a single rounding moves a number by up to 2^-9 = 0.2 % of it.
-Weights are compared to one rounding of the merged weight. A log-probability is a sum of some
+Weights are compared to one rounding of the merged weight, up or down. A log-probability is a sum of some
 hundred products rounded on its way through two layers; transformers' own bfloat16 is the yardstick
 there. All 8 experts are active, so that no rounding can change a route; or two are, and those that
 vLLM chose are replayed by upstream and by the references.
@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from reference import (
-    delta,
     full_weights,
     grpo_loss,
     log_probs,
@@ -27,7 +26,7 @@ from reference import (
     vllm_shard,
     with_adapters,
 )
-from rehearsal import HERE, PACKED, environment, finished, make_config, run_python, run_script
+from rehearsal import HERE, PACKED, environment, finished, make_config, run_module, run_python
 from varied_reward import varied
 
 from mindspeed_qerl.aqn.injector import standard_normal
@@ -40,9 +39,6 @@ REPLAYED = {
     "rl_config.init_kl_coef": 0.0,
 }  # the reference routes itself
 PLAIN = {}  # GRPO with clip-higher and the mean of all tokens
-GSPO = {
-    "algorithm": {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "clip_ratio_c": 3.0}
-}
 CISPO = {
     "algorithm": {"loss_mode": "cispo"},
     "rollout_correction": {"method": "token_tis", "cap": 1.01},
@@ -52,32 +48,15 @@ DR_GRPO = {
     "rollout_correction": {"method": "icepop", "floor": 0.99, "cap": 1.01},
     "rl_config.entropy_coeff": 0.01,
 }
-SAPO = {
-    "algorithm": {"loss_mode": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
-    "rollout_correction": {"method": "sequence_mask", "floor": 0.9, "cap": 1.1},
-}
-RLOO = {
-    "rl_config.adv_estimator": "rloo",
-    "rl_config.kl_penalty": "mse",
-    "algorithm": {"loss_agg_mode": "seq-mean-token-sum"},
-    "rollout_correction": {"method": "sequence_tis"},
-}
-MASKED = {
-    "algorithm": {"mask_truncated_completions": True},
-    "rl_config.kl_penalty": "kl",
-    "rollout_correction": {"method": "geometric_mask", "floor": 0.99, "cap": 1.01},
-}
-OWN = {"algorithm": {"loss_mode": "own_loss:truncated"}}
+# what each option makes of a batch is in test_loss.py, on ranks as here
 CASES = [
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), PLAIN),
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
-    ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), GSPO),
     ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4), CISPO),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), DR_GRPO),
-    ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), MASKED),
-    ("qwen2", dict(npus=2, tp=2, infer_tp=1), SAPO),
-    ("qwen2", dict(npus=2, tp=2, infer_tp=1), OWN),
-    ("qwen3", dict(npus=2, tp=1, infer_tp=2), RLOO),
+    ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), PLAIN),
+    ("qwen2", dict(npus=2, tp=2, infer_tp=1), PLAIN),
+    ("qwen3", dict(npus=2, tp=1, infer_tp=2), PLAIN),
     ("qwen3_moe", dict(npus=4, ep=4, infer_ep=4), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), PACKED),
@@ -169,7 +148,7 @@ def probe(request, upstream, tiny, tmp_path_factory) -> Probe:
     changes |= options
     sizes = dict(train_iters=1, samples=SAMPLES)
     config = make_config(family, model, data, folder, **layout, **sizes, changes=changes)
-    finished(run_script("probe.py", config, upstream, folder), folder / "rehearsal")
+    finished(run_module("probe", config, upstream, folder), folder / "rehearsal")
     for dtype in ("float32", "bfloat16"):
         words = [HERE / "local_side.py", folder / "config.yaml", model, folder, dtype]
         done = run_python(words, environment(upstream, HERE))
@@ -188,9 +167,7 @@ def vllm_place(probe, rank: int) -> tuple[int, int, range]:
 
 
 def test_vllm_has_base_plus_scaled_b_a(probe):
-    """Within two roundings of the merged weight (upstream rounds B A and the sum), and with the
-    move plainly there.
-    """
+    """Within one rounding of the merged weight, up or down, and with the move plainly there."""
     exact, base = probe.hf(with_adapters(probe.full, probe.adapters)), probe.hf(probe.full)
     moved = set()
     for rank in probe.ranks:
@@ -200,7 +177,7 @@ def test_vllm_has_base_plus_scaled_b_a(probe):
                 vllm_shard(name, exact, *place),
                 vllm_shard(name, base, *place).float(),
             )
-            step = torch.maximum(expected.abs(), (expected - before).abs()) * 2**-8 + 1e-6
+            step = expected.abs() * 2**-7 + 1e-6
             assert ((tensor.float() - expected).abs() <= step).all(), name
             if (expected != before).any():
                 moved.add(name.split(".", 3)[-1])
@@ -344,8 +321,6 @@ def test_rewards_and_advantages(probe):
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     if probe.options is DR_GRPO:
         expected = rewards - rewards.mean(1, keepdim=True)
-    if probe.options is RLOO:
-        expected = rewards - (rewards.sum(1, keepdim=True) - rewards) / (SAMPLES - 1)
     for row, advantage in zip(batch, expected.flatten()):
         assert torch.allclose(row["advantages"].double(), advantage.expand(len(row["response"])))
 
@@ -417,10 +392,9 @@ def compare_gradients(probe, exact: dict, rounded: dict, whose: str) -> None:
         assert float(upstreams) == pytest.approx(norm.item(), rel=yardstick)
 
 
-def compare_token_by_token(probe, exact: torch.Tensor, rounded: torch.Tensor) -> float:
+def compare_token_by_token(probe, exact: torch.Tensor, rounded: torch.Tensor) -> None:
     """Log-probs of the tokens that are trained, and their mean beside the sampler's: the roundings
-    of a mean with a sign cancel in one run and not in another. Returns what bfloat16 adds to the
-    log-prob of a whole answer, the root of its mean square.
+    of a mean with a sign cancel in one run and not in another.
     """
     columns, sampled, policy = probe.experience, [], []
     for i, trained in enumerate(columns["trained"]):
@@ -433,8 +407,6 @@ def compare_token_by_token(probe, exact: torch.Tensor, rounded: torch.Tensor) ->
     error, yardstick = (torch.cat(policy) - exact).abs().mean(), (rounded - exact).abs().mean()
     print(f"\nlog-probs: mean error {error:.4f}, the local engine in bfloat16 {yardstick:.4f}")
     assert error < 2 * yardstick
-    of_answers = (rounded - exact).split(list(map(len, policy)))
-    return torch.stack([each.sum() for each in of_answers]).square().mean().sqrt().item()
 
 
 def test_the_local_engine_computes_the_same(probe):
@@ -449,31 +421,14 @@ def test_the_local_engine_computes_the_same(probe):
         if name in probe.metrics and not name.startswith(("time/", "lr", "mismatch/k1"))
     ]
     assert ("routing/replayed_tokens" in compared) == probe.replayed
-    algorithm = probe.options.get("algorithm", {})
-    loss_mode = algorithm.get("loss_mode")
     expected = {"loss/total", "loss/kl", "entropy/mean", "mismatch/k3", "grad_norm"}
-    if loss_mode not in ("sapo", OWN["algorithm"]["loss_mode"]):  # which clip nothing
-        expected.add("clip_fraction_high")
-    assert expected < set(compared)
-    lengths = probe.experience["response_length"]
-    method = probe.options.get("rollout_correction", {}).get("method", "none")
-    # bfloat16 moves a few tokens over an edge of clipping, masking or routing, or one answer where
-    # whole answers are weighed
-    over_an_edge = 3 / sum(map(int, lengths))
-    if loss_mode == "gspo" or method in ("sequence_tis", "sequence_mask", "geometric_mask"):
-        over_an_edge = 1 / len(lengths)
+    assert expected | {"clip_fraction_high"} < set(compared)
+    # bfloat16 moves a few tokens over an edge of clipping, masking or routing
+    over_an_edge = 3 / sum(map(int, probe.experience["response_length"]))
     # the answers' terms of a loss, whose sum is near 0
-    terms = [abs(advantages[0].item()) for advantages in probe.experience["advantages"]]
-    if algorithm.get("loss_agg_mode") == "seq-mean-token-sum":
-        terms = [term * int(length) for term, length in zip(terms, lengths)]
-    term = sum(terms) / len(terms)
-    # whose terms have the log-prob as a factor, and are not clipped
-    if loss_mode == OWN["algorithm"]["loss_mode"]:
-        term *= exact["logprobs"].abs().mean().item()
-    of_an_answer = compare_token_by_token(probe, exact["logprobs"], rounded["logprobs"])
-    share_of_term = 0.01
-    if method == "sequence_tis":  # the roundings of the weights of many answers, added up
-        share_of_term = 2 * of_an_answer / len(terms) ** 0.5
+    advantages = [values[0].item() for values in probe.experience["advantages"]]
+    term = sum(map(abs, advantages)) / len(advantages)
+    compare_token_by_token(probe, exact["logprobs"], rounded["logprobs"])
     for name in compared:
         value, in_bf16, actual = (
             exact["metrics"][name],
@@ -481,20 +436,11 @@ def test_the_local_engine_computes_the_same(probe):
             probe.metrics[name],
         )
         print(f"{name:45} {value:12.6f} bf16 {in_bf16:12.6f} NPU {actual:12.6f}")
-        # a maximum is one token's, and a clipped answer has no gradient
-        share = 0.1 if "max" in name or (name == "grad_norm" and loss_mode == "gspo") else 0.02
+        share = 0.1 if "max" in name else 0.02  # a maximum is one token's
         is_counted = "fraction" in name or "flipped" in name
         count = over_an_edge if is_counted else 1e-3
         if name.startswith("loss/"):
-            count = share_of_term * term
+            count = 0.01 * term
         assert abs(actual - value) <= 2 * abs(in_bf16 - value) + share * abs(value) + count, name
     if probe.family == "qwen3_moe" and not probe.options:
         assert probe.metrics["clip_fraction_low"] > 0 and probe.metrics["clip_fraction_high"] > 0
-
-
-def test_delta_is_by_definition():
-    """The reference's own formula, on numbers one can check by hand."""
-    assert torch.equal(
-        delta("x.linear_qkv.weight", torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [5.0]])),
-        torch.tensor([[6.0, 12.0], [10.0, 20.0]]),
-    )

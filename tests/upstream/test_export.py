@@ -4,7 +4,7 @@ adapters.
 
 import pytest
 import torch
-from checkpoints import held, rank_files, write_base_checkpoint
+from checkpoints import held, rank_files
 from reference import ALPHA, SCALING, R, full_weights, shard
 from rehearsal import LAYERS, finished, make_config, run_engine
 
@@ -27,23 +27,10 @@ def test_base_weights_go_through_a_run_unchanged(upstream, tiny, tmp_path, monke
     name by name. The converter knows no Qwen2-MoE.
     """
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")  # the run's arguments have its enums
-    model, data = tiny("qwen2_moe")
-    base = write_base_checkpoint(model, tmp_path / "base", tp=2)
-    config = make_config(
-        "qwen2_moe",
-        model,
-        data,
-        tmp_path,
-        npus=2,
-        tp=2,
-        infer_ep=2,
-        train_iters=1,
-        changes={
-            "actor_config.load": str(base),
-            "actor_config.lr": 1e-50,
-            "rl_config.share_backbone": False,
-        },
-    )
+    base = tmp_path / "base"
+    sizes = dict(npus=2, tp=2, infer_ep=2, train_iters=1, base=base)
+    changes = {"actor_config.lr": 1e-50, "rl_config.share_backbone": False}
+    config = make_config("qwen2_moe", *tiny("qwen2_moe"), tmp_path, **sizes, changes=changes)
     for key in ("lora_r", "lora_alpha", "lora_ckpt_filter", "lora_target_modules"):
         del config["megatron_training"][key]
     run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
@@ -87,20 +74,9 @@ def test_the_exported_model_is_the_trained_one(
     """
     monkeypatch.syspath_prepend(upstream / "Megatron-LM")
     model, data = tiny(family)
-    base = write_base_checkpoint(model, tmp_path / "base", tp, pp, ep)
-    config = make_config(
-        family,
-        model,
-        data,
-        tmp_path,
-        npus=npus,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        infer_ep=2,
-        train_iters=2,
-        changes={"actor_config.load": str(base)},
-    )
+    layout = dict(npus=npus, tp=tp, pp=pp, ep=ep, infer_ep=2)
+    sizes = dict(train_iters=2, base=tmp_path / "base")
+    config = make_config(family, model, data, tmp_path, **layout, **sizes)
     run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
     adapters = load_adapters(run.checkpoints_dir)
     assert (adapters.rank, adapters.alpha, adapters.iteration) == (R, ALPHA, 2)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from ascend_rollout import Case, make, run_case
-from rehearsal import HERE, PACKED, finished, make_config, run_script
+from rehearsal import PACKED, finished, make_config, run_module
 from test_vllm_ascend import FLOAT32
 
 SERVED = [
@@ -29,12 +29,8 @@ SAID = {
     **dict.fromkeys(
         [
             "repointed_weight",
-            "stale_gate",
-            "repointed_experts",
-            "noise_in_the_old_buffer",
             "another_norm",
             "new_parameter",
-            "freed_cache",
             "another_cache",
             "another_table",
             "another_input",
@@ -43,25 +39,15 @@ SAID = {
         MOVED,
     ),
     "stale_copy": DIFFERS,
-    "lost_operator": DIFFERS,
     "old_lengths": DIFFERS,
-    "lost_update": DIFFERS,
     "size_that_was_not_captured": "capturing",
-    "captured_host_read": "the host would wait",
-    "captured_shape": "the host would wait",
-    "captured_copy_to_the_host": "the host reads from the NPU",
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
 
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_graphs_answer_as_the_same_steps_without_and_as_transformers(case, upstream, models):
     case = Case(**{**vars(case), "graphs": SIZES})
-    for rank in run_case(case, make(case, models), upstream, str(HERE / "graphs_ranks.py")):
+    for rank in run_case(case, make(case, models), upstream, "graphs_ranks"):
         answers = []
         for name, found in rank["noise"].items():
             distance, rounded = found["beside"]
@@ -117,7 +103,7 @@ def run(family, layout, changes, folder, upstream, tiny, *fault):
     config = make_config(
         family, model, data, folder, train_iters=4, samples=4, changes=changes, **layout
     )
-    done = run_script("graphs_run.py", config, upstream, folder, *fault)
+    done = run_module("graphs_run", config, upstream, folder, *fault)
     files = sorted(folder.glob("rank*.jsonl"))
     return done, [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
@@ -139,20 +125,9 @@ def test_a_run_samples_with_the_weights_and_the_noise_of_its_step(
         noise = [line["sigma"] for line in lines if line["purpose"] == "rollout"]
         assert noise[0] == 0 and len(set(noise)) == 4
         for line in lines:
-            assert line["same"] and line["distance"] == 0 and all(line["routes"]), line
+            assert line["same"] and all(line["routes"]), line
             assert line["replayed"] > 5 and line["resets"] == 1
         assert bool(ranks[0][1]["routes"]) == ("algorithm" in changes)
-
-
-def test_upstreams_own_flow_samples_with_stale_weights(upstream, tiny, tmp_path):
-    """From the second sync on, though nobody took the memory that it freed."""
-    done, ranks = run("qwen3", dict(npus=2), {}, tmp_path, upstream, tiny, "upstream")
-    assert done.returncode == 0, done.stderr[-3000:]  # nothing is said
-    for first, *later in ranks:
-        print("\n", first["distance"], [round(line["distance"], 3) for line in later])
-        assert first["same"]
-        assert min(line["distance"] for line in later) > 0.1
-        assert not any(line["same"] for line in later)
 
 
 @pytest.mark.parametrize("fault", ["repointed_weight", "stale_graph"])

@@ -4,7 +4,6 @@ own, a Ray across them, and upstream's real sources on two emulated NPUs in each
 
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,7 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import write_base_checkpoint
-from rehearsal import CHECKOUTS, ROOT, environment, make_data, make_model, shrink
+from rehearsal import (
+    CHECKOUTS,
+    ROOT,
+    environment,
+    finished,
+    make_data,
+    make_model,
+    run_python,
+    shrink,
+)
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.lora.checkpoint import load_adapters
@@ -100,25 +108,10 @@ def nodes(upstream, files, tmp_path):
 def alone(upstream, files, tmp_path_factory) -> RunDirectory:
     """The same config on one machine with four emulated NPUs."""
     folder = tmp_path_factory.mktemp("alone")
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "cli" / "train_grpo.py"),
-            "--config-name",
-            CONFIG,
-            *SMALL,
-            "emulate_npu=true",
-            f"run.root={folder}",
-        ],
-        check=False,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**environment(upstream), **files},
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return RunDirectory.open(next((folder / CONFIG).iterdir()))
+    command = [ROOT / "cli" / "train_grpo.py", "--config-name", CONFIG, *SMALL]
+    variables = {**environment(upstream), **files}
+    done = run_python([*command, "emulate_npu=true", f"run.root={folder}"], variables, folder)
+    return finished(done, folder / CONFIG)
 
 
 def check_same(run: RunDirectory, alone: RunDirectory) -> None:

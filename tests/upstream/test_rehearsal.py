@@ -6,8 +6,16 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from measure import terms
-from rehearsal import LAYERS, NOISY_NORMS, PACKED, finished, make_config, run_engine, run_script
+from rehearsal import (
+    LAYERS,
+    NOISY_NORMS,
+    PACKED,
+    finished,
+    make_config,
+    run_engine,
+    run_module,
+    terms,
+)
 
 from mindspeed_qerl.layout.memory import settings_of, stage_memory
 from mindspeed_qerl.layout.plan import plan_of
@@ -47,11 +55,7 @@ def left_by_vllm() -> set[Path]:
     return {*Path("/dev/shm").glob("psm_*"), *sockets}
 
 
-@pytest.mark.parametrize(
-    "family, layout",
-    RUNS,
-    ids=[f"{family}-{'-'.join(f'{k}{v}' for k, v in layout.items())}" for family, layout in RUNS],
-)
+@pytest.mark.parametrize("family, layout", RUNS, ids=str)
 def test_three_iterations(family, layout, upstream, tiny, tmp_path):
     before = left_by_vllm()
     # answers enough that some are right, so that adapters move
@@ -92,7 +96,7 @@ def test_three_iterations(family, layout, upstream, tiny, tmp_path):
 
 def test_a_target_that_does_not_arrive_stops_the_run(upstream, tiny, tmp_path):
     config = make_config("qwen3", *tiny("qwen3"), tmp_path, npus=2, tp=1, infer_tp=2, samples=8)
-    done = run_script("lying_sync.py", config, upstream, tmp_path)
+    done = run_module("lying_sync", config, upstream, tmp_path)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     assert re.search(
         r"the sync after step 1: linear_proj: the rollout engine's weights differ from base \+ "
@@ -132,7 +136,7 @@ def test_a_rehearsal_of_a_config(family, layout, format, rows, upstream, tiny, t
         enabled=True, steps=2, layers="all", max_tokens=8, models=str(tmp_path / "models")
     )
     config["task"]["train_file"] = str(data / "chat" / "train_chat.parquet")
-    done = run_script("measure.py", config, upstream, tmp_path)
+    done = run_module("measure", config, upstream, tmp_path)
     run = finished(done, tmp_path / "rehearsals" / "rehearsal")
     assert run.status()["state"] == "finished" and run.status()["step"] == 2
     assert [row["aqn/sigma"] > 0 for row in read_jsonl(run.metrics_file)] == [False, True]
@@ -143,7 +147,7 @@ def test_a_rehearsal_of_a_config(family, layout, format, rows, upstream, tiny, t
     )
 
     recipe = read_recipe(run.config())
-    for rank in json.loads((tmp_path / "memory.json").read_text()):
+    for rank in json.loads((tmp_path / "found.json").read_text()):
         assert bool(rank.get("int8 copies")) == (format == "int8_w8a8")
         planned = terms(stage_memory(plan_of(recipe), settings_of(recipe), rank["stage"]))
         for term, formula in planned.items():

@@ -6,7 +6,6 @@ import signal
 import psutil
 import pytest
 import torch
-from checkpoints import write_base_checkpoint
 from rehearsal import finished, make_config, run_engine, start_engine
 
 from mindspeed_qerl.common.files import fault_of_files
@@ -42,16 +41,16 @@ def numbers(run: RunDirectory) -> list[dict]:
 
 @pytest.mark.parametrize("layout, options", zip(LAYOUTS, (DYNAMIC, GSPO)), ids=["ep2", "tp2"])
 def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
-    model, data = tiny("qwen3_moe")
-    base = write_base_checkpoint(model, tmp_path / "base", tp=layout.get("tp", 1), ep=layout["ep"])
     changes = {
-        "actor_config.load": str(base),
         "eval.every": 1,
         "aqn.num_stages": 3,
         "actor_config.lr_decay_style": "linear",
         **options,
     }
-    config = make_config("qwen3_moe", model, data, tmp_path, **layout, samples=4, changes=changes)
+    sizes = dict(samples=4, base=tmp_path / "base")
+    config = make_config(
+        "qwen3_moe", *tiny("qwen3_moe"), tmp_path, **layout, **sizes, changes=changes
+    )
     (tmp_path / "a").mkdir()
     unbroken = finished(run_engine(config, upstream, tmp_path / "a"), tmp_path / "rehearsal").path
 

@@ -19,7 +19,7 @@ from reference import (
     unpacked,
     with_adapters,
 )
-from rehearsal import finished, make_config, run_script
+from rehearsal import finished, make_config, run_module
 
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -54,7 +54,7 @@ def run(case: tuple, folder: Path, upstream: Path, tiny, *fault: str):
     }
     sizes = dict(train_iters=1, samples=SAMPLES)
     config = make_config("qwen3_moe", model, data, folder, **layout, **sizes, changes=changes)
-    return run_script("routing_probe.py", config, upstream, folder, *fault)
+    return run_module("routing_probe", config, upstream, folder, *fault)
 
 
 class Replayed:

@@ -3,21 +3,35 @@ clean and with noise on the norms, on every path that its selectors choose.
 """
 
 import pytest
-from ascend_rollout import CASES, FLASHCOMM, PREFETCH, UNSUMMED, make, run_case
+from ascend_rollout import FLASHCOMM, PREFETCH, Case, make, run_case
 
+CASES = [
+    Case("qwen2", cann="8.3.RC1", nz=1),
+    Case("qwen2", "bfloat16", tp=2, soc="910B"),
+    Case("qwen3", "bfloat16", cann="8.3.RC1", nz=1),
+    Case("qwen3", soc="910B", cann="8.3.RC1", chunked=True),
+    Case("qwen3", "bfloat16", tp=2, variables=PREFETCH),
+    Case("qwen3", "bfloat16", tp=2, cann="8.3.RC1", variables=FLASHCOMM),
+    Case("qwen3_moe", tp=2, cann="8.3.RC1"),
+    Case("qwen3_moe", dp=2, nz=1),
+    Case("qwen3_moe", tp=2, soc="910B", nz=1),
+    Case("qwen3_moe", dp=2, soc="910B", cann="8.3.RC1"),
+    Case("qwen3_moe", "bfloat16", tp=2, dp=2, cann="8.3.RC1", nz=1),
+    Case("qwen3_moe", tp=2, cann="8.3.RC1", variables=FLASHCOMM),
+    Case("qwen3_moe", tp=2, soc="910B", cann="8.3.RC1", chunked=True),
+    Case("qwen2_moe", tp=2, soc="910B", cann="8.3.RC1"),
+    Case("qwen2_moe", "bfloat16", dp=4, nz=1),
+]
+# the shared expert's parts: rule shared_expert_is_summed
+UNSUMMED = Case("qwen2_moe", tp=2, cann="8.3.RC1")
 FLOAT32 = 2e-5  # log-probs of a hundred products each, rounded on their way through two layers
 # no runner of torchair's graphs, no ACL graph, nothing compiled
 EAGER = ["NPUModelRunner", False, 0]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
-    ranks = run_case(case, make(case, models), upstream)
+    ranks = run_case(case, make(case, models), upstream, "noise_ranks")
     for rank in ranks:
         assert rank["package"] == str(upstream / "vllm-ascend" / "vllm_ascend" / "__init__.py")
         assert "AscendRMSNorm" in rank["classes"] and "RMSNorm" not in rank["classes"]
@@ -67,5 +81,5 @@ def operators(case) -> set[str]:
 
 def test_the_parts_of_a_shared_expert_stay_apart_on_a_910c(upstream, models):
     """Why layout/rules.py refuses it; the day this fails, the rule goes."""
-    ranks = run_case(UNSUMMED, make(UNSUMMED, models), upstream)
+    ranks = run_case(UNSUMMED, make(UNSUMMED, models), upstream, "noise_ranks")
     assert min(rank["clean"][0] for rank in ranks) > 0.1

@@ -167,14 +167,6 @@ def test_dynamic_sampling(batches, limit, scores, trained, make):
     assert dock.metrics["timing/rollout"] == [2, 1]  # what upstream had measured is still there
 
 
-def test_a_step_that_does_not_find_enough_groups_is_no_silent_loop(make):
-    batches = [answers(LIKE)] * 20 + [answers([0, 1, 1, 0])]
-    trainer, _, said = make(*batches, filter_groups_enable=True, filter_groups_max_batches=0)
-    trainer.compute_advantage()
-    warnings = [line.split(", and")[0] for line in said]
-    assert warnings == [f"Warning: step 7 asked {count} batches" for count in (10, 20)]
-
-
 def logged(trainer, **on_ranks):
     """(values, tokens) that the observer is told of the step."""
     told = []
