@@ -5,7 +5,7 @@ A norm is found by what it is, not by which library's class it is: any module wi
 matches in vLLM, whose class is its own `RMSNorm`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -89,16 +89,25 @@ def select_targets(
         # (AscendRMSNorm)
         if any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__):
             norms.append(NormTarget(name, module, role_of(name)))
-    wanted = _matching(model, norms, targets, "AQN target")
-    unwanted = _matching(model, norms, exclude, "AQN exclude")
-    selected = [norm for norm in norms if norm.name in wanted - unwanted]
-    if not selected:
-        raise ValueError(
-            f"AQN targets {targets} without {exclude} leave no norm. {_norms_seen(model)}"
-        )
+    try:
+        selected = _choose(norms, is_mixture_of_experts(model), targets, exclude)
+    except ValueError as error:
+        raise ValueError(f"{error} {_norms_seen(model)}") from None
     for norm in selected:
         _check_weight(norm)
     return selected
+
+
+def targets_in_file(
+    tensors: Collection[str], targets: str | Sequence[str], exclude: str | Sequence[str]
+) -> list[NormTarget]:
+    """Returns the norms that get noise among the names of a checkpoint's tensors, without modules:
+    a forecast of `select_targets`.
+    """
+    names = [name.removesuffix(".weight") for name in tensors if name.endswith("norm.weight")]
+    norms = [NormTarget(name, None, role_of(name)) for name in names]
+    is_mixture = any(".experts." in name for name in tensors)
+    return _choose(norms, is_mixture, check_targets(targets), check_targets(exclude))
 
 
 def is_mixture_of_experts(model: "Module") -> bool:
@@ -140,18 +149,29 @@ def _holds_experts(name: str, module: "Module") -> bool:
     return stacked and "Experts " in classes
 
 
-def _matching(model: "Module", norms: list[NormTarget], items: list[str], what: str) -> set[str]:
-    """Names of the norms that any of `items` selects. An item that selects nothing is an error: it
-    is a typo or a wrong model.
+def _choose(
+    norms: list[NormTarget], is_mixture: bool, targets: list[str], exclude: list[str]
+) -> list[NormTarget]:
+    """The norms that `targets` select and `exclude` does not. ValueError for an item that selects
+    nothing, a typo or a wrong model, and where none are left.
     """
+    wanted = _matching(norms, is_mixture, targets, "target")
+    unwanted = _matching(norms, is_mixture, exclude, "exclude")
+    selected = [norm for norm in norms if norm.name in wanted - unwanted]
+    if not selected:
+        raise ValueError(f"AQN targets {targets} without {exclude} leave no norm.")
+    return selected
+
+
+def _matching(norms: list[NormTarget], is_mixture: bool, items: list[str], what: str) -> set[str]:
     names = set()
     for item in items:
         target = item
         if item == "auto":
-            target = "post_attention" if is_mixture_of_experts(model) else "all"
+            target = "post_attention" if is_mixture else "all"
         matched = {norm.name for norm in norms if answers_to(norm, target)}
         if not matched:
-            raise ValueError(f"{what} {item!r} matches no norm of this model. {_norms_seen(model)}")
+            raise ValueError(f"AQN {what} {item!r} matches no norm of this model.")
         names |= matched
     return names
 

@@ -1,13 +1,16 @@
-"""The noise of a run: its owner, and what of it bfloat16 cannot hold."""
+"""The noise of a run: its owner, and what of it a model's norms in bfloat16 cannot hold."""
 
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 from mindspeed_qerl.aqn.target import NoiseController
-from mindspeed_qerl.recipe.types import Recipe
+from mindspeed_qerl.aqn.targets import targets_in_file
+from mindspeed_qerl.families.checkpoint import Checkpoint
+from mindspeed_qerl.recipe.types import Noise, Recipe
 from mindspeed_qerl.runs.metrics import MetricsRow
 
-# of noise on weights of 1, below which bfloat16 keeps less than half (docs/aqn.md has the table)
-LEAST_SIGMA = 8.7e-4
+LEAST_KEPT = 0.5  # of the noise, below which `NoiseInjector` warns as well
 
 
 def controller_of(recipe: Recipe, earlier: Iterable[MetricsRow]) -> NoiseController | None:
@@ -23,19 +26,40 @@ def controller_of(recipe: Recipe, earlier: Iterable[MetricsRow]) -> NoiseControl
 
 
 def lost_noise(recipe: Recipe) -> list[str]:
-    """Returns a warning of steps of which bfloat16 keeps less than half on norms of 1; nothing
-    where sigma follows a target, which makes up for the loss.
+    """Returns a warning that names the stages of which bfloat16 keeps less than half, on the norms
+    of the recipe's model, or on weights of 1 if these cannot be read; nothing where sigma follows
+    a target, which makes up for the loss.
     """
     noise = recipe.noise
+    steps = recipe.run.train_iters
     if not noise.enabled or noise.schedule == "target" or recipe.model.dtype != "bfloat16":
         return []
-    sigmas = noise.noise_schedule(recipe.run.train_iters).sigmas()
-    lost = [sigma for sigma in sigmas if 0 < sigma < LEAST_SIGMA]
+    from mindspeed_qerl.aqn.injector import kept_in_bfloat16  # torch: seconds
+
+    weights = []
+    with suppress(ValueError):  # there are no files yet, or nothing is selected
+        weights = _norms(recipe.model.path, noise)
+    norms = "the model's norms" if weights else "norms of 1"
+    levels = list(map(noise.noise_schedule(steps).level, range(steps)))
+    lost = 0
+    stages = []
+    for level in sorted(set(levels), key=levels.index):
+        if not level.sigma or (kept := kept_in_bfloat16(weights, level.sigma)) >= LEAST_KEPT:
+            continue
+        lost += levels.count(level)
+        begin = f"stage {level.stage} from step {levels.index(level)}"
+        stages.append(f"{begin} (sigma {level.sigma:.2g}, {kept:.0%} left)")
     if not lost:
         return []
     warning = (
-        f"aqn: in {len(lost)} of {len(sigmas)} steps, the first of them {sigmas.index(lost[0])}, "
-        f"sigma is below {LEAST_SIGMA:g}, and bfloat16 rounds more than half of it away on norms "
-        "of 1. Raise aqn.sigma_end, or take aqn=target, which makes up for the loss (docs/aqn.md)"
+        f"aqn: in {lost} of {steps} steps bfloat16 rounds more than half of the noise away on "
+        f"{norms}: {', '.join(stages)}. Raise aqn.sigma_end above the largest sigma of these, or "
+        "take aqn=target, which makes up for the loss (docs/aqn.md)"
     )
     return [warning]
+
+
+def _norms(path: str, noise: Noise) -> list[Any]:
+    checkpoint = Checkpoint(path)
+    targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
+    return [checkpoint.read(f"{norm.name}.weight") for norm in targets]

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
+from mindspeed_qerl.aqn.injector import NoiseInjector, kept_in_bfloat16, standard_normal
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 
 OFF = NoiseLevel(step=0, stage=0, sigma=0.0)
@@ -183,6 +183,16 @@ def test_stage_zero_leaves_weights_alone_and_says_so():
         "aqn/measured_std": 0.0,
         "aqn/changed_fraction": 0.0,
     }
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.005, 0.001, 0.00089, 0.0005])
+def test_what_bfloat16_keeps_of_the_noise(sigma):
+    """Foretold by a sample, and measured on norms of that weight."""
+    for value in (1.0, 0.25, -1.5):
+        model = norms(64, dtype=torch.bfloat16, value=value)
+        left = injector_of(model).apply(on(sigma=sigma)).measured_std / sigma
+        kept = kept_in_bfloat16([torch.full((512,), value)], sigma)
+        assert kept == pytest.approx(left, abs=0.02)
 
 
 def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():
