@@ -98,8 +98,8 @@ def test_a_known_key_works_wherever_it_stands(prefix):
     assert config["megatron_training"]["train_iters"] == 7 and config["rehearsal"] == {
         "enabled": True
     }
-    of_the_user = compose(TINY, ["task.chat_template_kwargs.depth=2"])["task"]
-    assert of_the_user["chat_template_kwargs"] == {"depth": 2}
+    of_the_user = compose(TINY, ["aqn.multipliers.post_attention=2"])["aqn"]["multipliers"]
+    assert of_the_user == {"post_attention": 2}
     assert "epochs" not in compose(TINY, ["~rl_config.epochs"])["rl_config"]
 
 

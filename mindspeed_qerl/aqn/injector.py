@@ -2,13 +2,14 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel
-from mindspeed_qerl.aqn.targets import NormTarget, select_targets
+from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,8 @@ class NoiseReport:
     Attributes:
         sigma, stage: the nominal standard deviation, 0.0 in stage 0, and where the schedule stood.
         layers: number of the norms that get noise, in stage 0 too.
-        expected_std: sigma, to compare measured_std with.
+        expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
+            multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
             norms, as they lie in the model, i.e. after rounding to its dtype. Far below
             expected_std when BF16 swallows the noise.
@@ -53,15 +55,20 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> to
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_in_bfloat16(weights: Sequence[torch.Tensor], sigma: float) -> float:
+def kept_in_bfloat16(weights: Sequence[tuple[torch.Tensor, float]], sigma: float) -> float:
     """Returns the share of the noise's standard deviation that is left on norms in bfloat16, by a
-    sample. weights: of norms; none: of a norm of 1.
+    sample. weights: of norms, each with its multiplier; none: of a norm of 1.
     """
-    clean = torch.cat([*weights] or [torch.ones(4096)]).bfloat16()
-    clean = clean.repeat(-(-DRAWS // len(clean)))
-    noise = sigma * standard_normal(0, 0, "kept_in_bfloat16", clean.shape)
-    left = (clean + noise).bfloat16().float() - clean.float()
-    return (left.std() / noise.std()).item()
+    weights = weights or [(torch.ones(4096), 1.0)]
+    repeats = -(-DRAWS // sum(weight.numel() for weight, _ in weights))
+    noises = []
+    left = []
+    for number, (weight, factor) in enumerate(weights):
+        clean = weight.bfloat16().repeat(repeats)
+        noise = factor * sigma * standard_normal(0, number, "kept_in_bfloat16", clean.shape)
+        noises.append(noise)
+        left.append((clean + noise).bfloat16().float() - clean.float())
+    return (torch.cat(left).std() / torch.cat(noises).std()).item()
 
 
 class NoiseInjector:
@@ -73,7 +80,8 @@ class NoiseInjector:
 
     Args:
         model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
-        targets, exclude: see `select_targets`, whose ValueErrors are raised here.
+        targets, exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors
+            are raised here; norms with factor 0 get no noise.
     """
 
     def __init__(
@@ -81,14 +89,28 @@ class NoiseInjector:
         model: torch.nn.Module,
         targets: str | Sequence[str] = "auto",
         exclude: str | Sequence[str] = (),
+        multipliers: Iterable[tuple[str, float]] = (),
         *,
         seed: int,
     ):
         self.seed = seed
-        self.targets = select_targets(model, targets, exclude)
+        selected = select_targets(model, targets, exclude)
+        self.targets: list[NormTarget] = []
+        self.multipliers: list[float] = []
+        names = []
+        for target, factor in zip(selected, multipliers_of(selected, multipliers)):
+            if factor:
+                self.targets.append(target)
+                self.multipliers.append(factor)
+                names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
+        if not self.targets:
+            raise ValueError(
+                f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
+                "aqn=off"
+            )
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
-        logger.info("AQN targets %d RMSNorm layers: %s", len(self.names), ", ".join(self.names))
+        logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
 
     @property
     def names(self) -> list[str]:
@@ -105,8 +127,8 @@ class NoiseInjector:
         """Adds the noise of a step to the clean weights (what was on before is removed first) and
         reports it.
 
-        Per weight: float32 noise on the CPU, times sigma, added in float32, rounded once to the
-        weight's dtype.
+        Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in
+        float32, rounded once to the weight's dtype.
 
         Raises:
             RuntimeError: see `remove`.
@@ -114,25 +136,30 @@ class NoiseInjector:
         self.remove()
         differences = [torch.zeros(1)]  # for stage 0
         if level.sigma:
-            differences = [self._add_noise(level, target) for target in self.targets]
+            differences = [
+                self._add_noise(level.step, target, level.sigma * factor)
+                for target, factor in zip(self.targets, self.multipliers)
+            ]
         difference = torch.cat(differences)
+        sizes = [target.module.weight.numel() for target in self.targets]
+        squares = (size * factor**2 for size, factor in zip(sizes, self.multipliers))
         report = NoiseReport(
             sigma=level.sigma,
             stage=level.stage,
             layers=len(self.targets),
-            expected_std=level.sigma,
+            expected_std=math.sqrt(sum(squares) / sum(sizes)) * level.sigma,
             measured_std=difference.std(correction=0).item(),
             changed_fraction=difference.ne(0).double().mean().item(),
         )
         self._log(level.step, report)
         return report
 
-    def _add_noise(self, level: NoiseLevel, target: NormTarget) -> torch.Tensor:
+    def _add_noise(self, step: int, target: NormTarget, sigma: float) -> torch.Tensor:
         """Adds noise to the weight; returns what it added, float64."""
         weight = target.module.weight
         clean = weight.detach().to("cpu", copy=True)
-        noise = standard_normal(self.seed, level.step, f"{target.name}.weight", clean.shape)
-        noisy = (clean + level.sigma * noise).to(clean.dtype)  # the sum is float32
+        noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
+        noisy = (clean + sigma * noise).to(clean.dtype)  # the sum is float32
         self._applied.append((target, clean, noisy))
         weight.copy_(noisy)
         return noisy.double() - clean.double()

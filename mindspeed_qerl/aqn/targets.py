@@ -5,7 +5,9 @@ A norm is found by what it is, not by which library's class it is: any module wi
 matches in vLLM, whose class is its own `RMSNorm`.
 """
 
-from collections.abc import Collection, Sequence
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -58,9 +60,80 @@ def check_targets(spec: str | Sequence[str]) -> list[str]:
     return items
 
 
+def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float]]:
+    """The multipliers of sigma as (selector, factor); ValueError for one that is none. Needs no
+    model.
+
+    A selector is a layer ("3"), a range of layers that includes its ends ("0-11"), a target
+    ("input", or a pattern on module names), or a target in layers ("post_attention@0-11"). Factors
+    are 0 or more.
+    """
+    checked = []
+    for selector, factor in given.items():
+        target, layers = _parse_selector(str(selector))
+        if target is not None and check_targets(target) == ["auto"]:
+            raise ValueError(
+                f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale "
+                "aqn.sigma_start and sigma_end instead"
+            )
+        if layers is not None and not layers:
+            raise ValueError(
+                f"AQN multiplier {selector!r}: the range of layers is empty, write it as "
+                "FIRST-LAST, such as 0-11"
+            )
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            raise ValueError(
+                f"AQN multiplier {selector!r} must be a finite number >= 0, not {factor!r}"
+            )
+        checked.append((str(selector), float(factor)))
+    return checked
+
+
+def multipliers_of(
+    norms: Sequence[NormTarget], multipliers: Iterable[tuple[str, float]]
+) -> list[float]:
+    """Returns what sigma is multiplied with for each of `norms`: the product over all selectors
+    that select it. ValueError for a selector that selects none.
+    """
+    factors = [1.0] * len(norms)
+    for selector, factor in multipliers:
+        target, layers = _parse_selector(selector)
+        is_selected = False
+        for i, norm in enumerate(norms):
+            in_layers = layers is None or layer_of(norm.name) in layers
+            if in_layers and (target is None or answers_to(norm, target)):
+                factors[i] *= factor
+                is_selected = True
+        if not is_selected:
+            names = ", ".join(norm.name for norm in norms[:4])
+            raise ValueError(
+                f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get "
+                f"noise: {names}, ... Write a layer ('3'), a range ('0-11'), a target "
+                f"({', '.join(ROLES_OF_TARGET)}, or a pattern), or TARGET@LAYERS"
+            )
+    return factors
+
+
 def answers_to(norm: NormTarget, target: str) -> bool:
     """Returns True if a target's name or pattern selects the norm."""
     return norm.role in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target)
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the block that the norm at path `name` is in: `model.layers.3.input_layernorm` ->
+    3; None for the final norm.
+    """
+    number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    return int(number[1]) if number else None
+
+
+def _parse_selector(selector: str) -> tuple[str | None, range | None]:
+    """(target, layers) of a multiplier's selector, None for what it does not restrict."""
+    match = re.fullmatch(r"(?:(.+)@)?(\d+)(?:-(\d+))?", selector)
+    if not match:
+        return selector, None
+    target, first, last = match.groups()
+    return target, range(int(first), int(last or first) + 1)
 
 
 def select_targets(
@@ -129,7 +202,7 @@ def role_of(name: str) -> str:
         return "qk"
     if parents and parents[-1].isdigit():
         return BLOCK_ROLES.get(leaf, "block")
-    if leaf in FINAL_NAMES and not any(part.isdigit() for part in parents):
+    if leaf in FINAL_NAMES and layer_of(name) is None:
         return "final"
     return "other"
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any
 
 from mindspeed_qerl.aqn.target import NoiseController
-from mindspeed_qerl.aqn.targets import targets_in_file
+from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, targets_in_file
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.recipe.types import Noise, Recipe
 from mindspeed_qerl.runs.metrics import MetricsRow
@@ -37,7 +37,7 @@ def lost_noise(recipe: Recipe) -> list[str]:
     from mindspeed_qerl.aqn.injector import kept_in_bfloat16  # torch: seconds
 
     weights = []
-    with suppress(ValueError):  # there are no files yet, or nothing is selected
+    with suppress(ValueError):  # there are no files yet, or a multiplier selects no norm
         weights = _norms(recipe.model.path, noise)
     norms = "the model's norms" if weights else "norms of 1"
     levels = list(map(noise.noise_schedule(steps).level, range(steps)))
@@ -59,7 +59,9 @@ def lost_noise(recipe: Recipe) -> list[str]:
     return [warning]
 
 
-def _norms(path: str, noise: Noise) -> list[Any]:
+def _norms(path: str, noise: Noise) -> list[tuple[Any, float]]:
     checkpoint = Checkpoint(path)
     targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
-    return [checkpoint.read(f"{norm.name}.weight") for norm in targets]
+    factors = multipliers_of(targets, check_multipliers(noise.multipliers or {}))
+    pairs = zip(targets, factors)
+    return [(checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor]

@@ -2,6 +2,7 @@
 errors of other hardware, and the weights that correct for it.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -46,6 +47,8 @@ class Noise:
     target_end: Float = 0.001
     sigma_min: Float = 1e-4
     sigma_max: Float = 1.0
+    # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
+    multipliers: Mapping[Any, Any] | None = None
     seed: int | None = None  # None: the run's
 
     def noise_schedule(self, total_steps: int) -> NoiseSchedule:

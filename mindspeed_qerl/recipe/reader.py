@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
-from mindspeed_qerl.aqn.targets import check_targets
+from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.recipe.compose import Config, at, nearest
 from mindspeed_qerl.recipe.keys import ENGINES, TABLE, UPSTREAM, Values, check
@@ -205,6 +205,7 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
         return
     try:
         schedule = noise.noise_schedule(recipe.run.train_iters)
+        check_multipliers(noise.multipliers or {})
         check_targets(noise.exclude)
         for name in TARGET_KEYS:
             if noise.schedule != "target" and getattr(noise, name) != getattr(Noise(), name):

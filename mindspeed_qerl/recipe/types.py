@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
+from mindspeed_qerl.aqn.targets import check_multipliers
 from mindspeed_qerl.recipe.features import (
     MAX_STEPS,
     Correction,
@@ -379,6 +380,7 @@ class Recipe:
         return {
             "targets": noise.targets,
             "exclude": noise.exclude,
+            "multipliers": check_multipliers(noise.multipliers or {}),
             "seed": self.run.seed if noise.seed is None else noise.seed,
         }
 

@@ -35,7 +35,7 @@ in 0..1:
     routing/flipped                  of the replayed choices, those that the trainer would have made
                                      otherwise; routing/flipped/layer_<number>: of one layer
     aqn/sigma, aqn/stage, aqn/layers nominal noise, its stage, norms that have it
-    aqn/expected_std                 sigma
+    aqn/expected_std                 sigma, scaled by multipliers
     aqn/measured_std, aqn/changed_fraction
                                      of (noisy - clean) weights
     aqn/target_k3, aqn/reached_k3    what the noise is to do and what it did, nats a token, rounding

@@ -185,14 +185,44 @@ def test_stage_zero_leaves_weights_alone_and_says_so():
     }
 
 
+def test_multipliers_scale_the_noise_of_their_norms():
+    model, plain = norms(), norms()
+    before = [module.weight.detach().clone() for module in model]
+    injector_of(plain, seed=3).apply(on())
+    injector = injector_of(model, multipliers=[("0-1", 2.0), ("1@1-2", 3.0), ("3", 0.0)], seed=3)
+    report = injector.apply(on())
+    for module, unscaled, clean, factor in zip(model, plain, before, (2, 6, 1, 0)):
+        torch.testing.assert_close(
+            module.weight - clean, factor * (unscaled.weight - clean), rtol=0, atol=1e-6
+        )
+    # the one that is multiplied with 0 gets none
+    assert injector.names == ["0", "1", "2"] and report.layers == 3
+    difference = torch.cat(
+        [module.weight.double() - clean.double() for module, clean in zip(model, before)][:3]
+    )
+    assert report.measured_std == pytest.approx(difference.std(correction=0).item())
+    assert report.expected_std == pytest.approx(0.05 * math.sqrt((4 + 36 + 1) / 3))
+    assert abs(report.measured_std / report.expected_std - 1) < 0.03
+    injector.remove()
+    assert all(torch.equal(module.weight, clean) for module, clean in zip(model, before))
+
+
+def test_multipliers_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="0 for all 4 norms; to run without noise, use aqn=off"):
+        injector_of(norms(), multipliers=[("0-3", 0.0)])
+
+
 @pytest.mark.parametrize("sigma", [0.05, 0.005, 0.001, 0.00089, 0.0005])
 def test_what_bfloat16_keeps_of_the_noise(sigma):
-    """Foretold by a sample, and measured on norms of that weight."""
+    """Foretold by a sample, and measured on norms of that weight; twice the noise by a multiplier."""
     for value in (1.0, 0.25, -1.5):
-        model = norms(64, dtype=torch.bfloat16, value=value)
-        left = injector_of(model).apply(on(sigma=sigma)).measured_std / sigma
-        kept = kept_in_bfloat16([torch.full((512,), value)], sigma)
-        assert kept == pytest.approx(left, abs=0.02)
+        for factor in (1.0, 2.0):
+            model = norms(64, dtype=torch.bfloat16, value=value)
+            left = injector_of(model).apply(on(sigma=factor * sigma)).measured_std / (
+                factor * sigma
+            )
+            kept = kept_in_bfloat16([(torch.full((512,), value), factor)], sigma)
+            assert kept == pytest.approx(left, abs=0.02)
 
 
 def test_weights_overwritten_under_the_noise_are_an_error_not_a_stale_restore():

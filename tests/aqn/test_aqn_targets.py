@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.aqn.targets import (
+    check_multipliers,
     check_targets,
     is_mixture_of_experts,
+    layer_of,
+    multipliers_of,
     select_targets,
     targets_in_file,
 )
@@ -272,3 +275,48 @@ def test_target_names_are_checked_without_torch():
         [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True
     ).stdout
     assert output.strip() == "['auto', '*.q_norm'] 0.05"
+
+
+def test_multipliers_by_layer_target_and_both():
+    """Each norm's factor worked out by hand, for a dense model of 3 layers with vLLM's names."""
+    norms = select_targets(engine_model(layers=3))
+    given = check_multipliers({"0-1": 2, 2: 0.5, "input": 3, "post_attention@1-2": 5, "*.norm": 0})
+    expected = {
+        "model.layers.0.input_layernorm": 6,
+        "model.layers.0.post_attention_layernorm": 2,
+        "model.layers.1.input_layernorm": 6,
+        "model.layers.1.post_attention_layernorm": 10,
+        "model.layers.2.input_layernorm": 1.5,
+        "model.layers.2.post_attention_layernorm": 2.5,
+        "model.norm": 0,
+    }
+    assert dict(zip((norm.name for norm in norms), multipliers_of(norms, given))) == expected
+    assert multipliers_of(norms, []) == [1.0] * 7
+    assert [layer_of(norm.name) for norm in norms] == [0, 0, 1, 1, 2, 2, None]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"postattention": 2}, "unknown AQN target 'postattention'"),
+        ({"inputs@0-3": 2}, "unknown AQN target 'inputs'"),
+        ({"auto": 2}, "scale aqn.sigma_start"),
+        ({"3-1": 2}, "the range of layers is empty"),
+        ({"0": -1}, "'0' must be a finite number >= 0, not -1"),
+        ({"0": "2"}, "must be a finite number"),
+        ({"0": float("nan")}, "must be a finite number"),
+    ],
+)
+def test_multipliers_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        check_multipliers(given)
+
+
+@pytest.mark.parametrize("selector", ["3", "3-9", "input@3", "qk", "*.q_norm", "final@0"])
+def test_a_multiplier_of_nothing_lists_what_there_is(selector):
+    norms = select_targets(engine_model(layers=3))
+    with pytest.raises(
+        ValueError,
+        match=r"selects none of the 7 norms that get noise: model\.layers\.0\.input_layernorm",
+    ):
+        multipliers_of(norms, check_multipliers({selector: 2.0}))

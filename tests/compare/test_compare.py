@@ -49,7 +49,7 @@ def config_of(aqn=False, seed=1, **changes):
     return {
         "megatron_training": {"seed": seed, "train_iters": STEPS, "save_interval": 5},
         "actor_config": {"lr": 2e-4},
-        "aqn": {"enabled": aqn, "sigma_start": 0.05},
+        "aqn": {"enabled": aqn, "sigma_start": 0.05, "multipliers": None},
         "run": {"name": f"anything{seed}"},
         **changes,
     }

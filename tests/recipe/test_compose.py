@@ -224,7 +224,7 @@ def test_what_a_shell_would_have_expanded_is_refused(own_configs, by, text):
         ("task.train_file='/a,b.jsonl','/数据'", ["/a,b.jsonl", "/数据"]),
         ("task.train_file=null,a", [None, "a"]),
         ("run.name=range(1,3)", [1, 2]),
-        ("task.chat_template_kwargs={a:1,b:2},null", [{"a": 1, "b": 2}, None]),
+        ("aqn.multipliers={a:1,b:2},null", [{"a": 1, "b": 2}, None]),
         ("run.name=${seed},x", [1, "x"]),
         ("run.root=", [""]),
         ('run.root="a b"', ["a b"]),

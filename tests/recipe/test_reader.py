@@ -87,6 +87,12 @@ def test_what_follows_is_the_default():
     assert Task(verifier_function=("gsm8k", "format")).verifier_weight == (1.0, 1.0)
 
 
+def test_multipliers_reach_the_injector(raw):
+    put(raw, "aqn.multipliers", {"post_attention@0": 2, 1: 0.5})
+    arguments = checked(raw)[0].noise_arguments
+    assert arguments["multipliers"] == [("post_attention@0", 2.0), ("1", 0.5)]
+
+
 def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch):
     """On the norms that get it, those before the experts: of 1/8 they hold an eighth of it."""
     assert lost_noise(checked(raw)[0]) == []  # float32 holds it
@@ -107,6 +113,9 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
     (warning,) = lost_noise(checked(raw)[0])
     assert "in 4 of 40 steps" in warning and "on the model's norms: stage 9 from step 36" in warning
     assert "(sigma 0.0001, 4" in warning and "Raise aqn.sigma_end above" in warning
+    put(raw, "aqn.multipliers", {"0-1": 8})
+    assert lost_noise(checked(raw)[0]) == []
+    put(raw, "aqn.multipliers", {})
     put(raw, "aqn.schedule", "target")  # of what arrives of the noise
     assert lost_noise(checked(raw)[0]) == []
 
@@ -114,7 +123,8 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("aqn.targets", "inputt", "unknown AQN target 'inputt'"),
+        ("aqn.multipliers", {"inputt": 2}, "unknown AQN target 'inputt'"),
+        ("aqn.multipliers", [2, 3], "aqn.multipliers = [2, 3]: Input should be a valid dictionary"),
         ("aqm", {}, "unknown key 'aqm', did you mean 'aqn'"),
         (
             "task.chat_template_kwargs",
