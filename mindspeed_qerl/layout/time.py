@@ -38,6 +38,7 @@ HARDWARE = {
 LAUNCH = (20e-6, 80e-6)  # seconds of the host for one
 BACKWARD = 2  # times the operations of a forward pass
 MERGED = 60  # bytes that a die reads and writes to merge a weight and round it (lora/rounding.py)
+PROOF_EVERY = 50  # iterations (run.prove_every), of a proof that compares with two syncs
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
 # of TP and of experts in a layer's forward pass, as `groups` has them
@@ -84,13 +85,13 @@ class Phase:
 
 
 def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
-    """The phases of an iteration of a plan that fits, of its slowest rank; evaluations and the proof
-    that adapters arrived, which come every few iterations, are not in it.
+    """The phases of an iteration of a plan that fits, of its slowest rank; evaluations are not in
+    it.
     """
     rank = _Rank(memory, terms)
     phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
     if memory.plan.lora:
-        phases.append(rank.merging())
+        phases += [rank.merging(), rank.proof()]
     batch = memory.plan.batch
     if memory.plan.has_reference:
         sizes = batch.ref_forward, batch.ref_max_packing_token_size
@@ -344,3 +345,12 @@ class _Rank:
         device += abs(rollout - training) * BF16 / self._network(groups(plan)["training"].values())
         launches, _ = self._launched("sync", self.shape.num_hidden_layers, 1)
         return Phase("sync", launches, device)
+
+    def proof(self) -> Phase:
+        """An iteration's share of a proof that adapters arrived: two syncs, of which the first one's
+        weights wait on the host.
+        """
+        sync = self.sync()
+        copied = 2 * sum(rollout_weights(self.plan)) * BF16 / COPIED
+        device = (2 * sync.device + copied) / PROOF_EVERY
+        return Phase("proof", 2 * sync.launches / PROOF_EVERY, device)

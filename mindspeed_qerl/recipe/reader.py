@@ -343,12 +343,6 @@ def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
     wanted = selection.filter_groups_train_batch_size
     batches = selection.filter_groups_max_batches
     key = "rl_config.filter_groups_train_batch_size"
-    if recipe.noise.enabled and recipe.noise.restart_every == "epoch":
-        yield _conflict(
-            "aqn.restart_every",
-            "aqn.restart_every = 'epoch' with rl_config.filter_groups_enable: the steps of a pass "
-            "over the data are not known before. Give a number of steps",
-        )
     if 0 < batches * batch.global_batch_size < wanted:
         yield _conflict(
             key,

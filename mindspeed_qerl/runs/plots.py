@@ -27,6 +27,8 @@ RED = "#D55E00"
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 HERE = Path(__file__)
 STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
+# labels of axes that end at 0 and 1, if what is drawn does
+FRACTIONS = ("accuracy", "fraction", "share", "effective sample size", "mean reward")
 LEAST_SPAN = 0.1  # of the largest value on an axis
 SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
 
@@ -125,6 +127,8 @@ def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figur
     for axes, draw in zip(grid[:, 0], panels):
         draw(axes)
         _show_no_rounding(axes)
+        if axes.get_ylabel() in FRACTIONS:
+            _end_at_1(axes)
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
@@ -137,3 +141,12 @@ def _show_no_rounding(axes: Axes) -> None:
     if axes.get_yscale() == "linear" and high - low < least:
         middle = (low + high) / 2
         axes.set_ylim(middle - least / 2, middle + least / 2)
+
+
+def _end_at_1(axes: Axes) -> None:
+    """Leaves out of an axis what no fraction can be, if the values that it shows are fractions."""
+    values = [line.get_ydata() for line in axes.lines if line.get_marker() != "_"]  # an error's end
+    values = np.concatenate([*values, [0.0]])
+    if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, 0.0), min(high, 1.0))
