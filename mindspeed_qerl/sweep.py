@@ -14,7 +14,7 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import data_files
-from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -28,11 +28,13 @@ def check(raw: dict[str, Any]) -> None:
     """ConfigError for a resolved config that no run of a sweep can have: one with faults, or a
     rehearsal, whose run has another config than was asked for, so that it could not be found again.
     """
-    if read_recipe(raw).rehearsal.enabled:
+    recipe, found = read(raw)
+    if recipe.rehearsal.enabled:
         raise ConfigError(
             "rehearsal.enabled=true with --multirun: rehearse one config at a time, without "
             "--multirun"
         )
+    found.raise_faults()
 
 
 def run_one(

@@ -237,4 +237,5 @@ def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Pat
         recipe,
         model=replace(recipe.model, dtype="float32"),
         layout=replace(recipe.layout, infer_tp=1),
+        upstream={},
     )

@@ -174,7 +174,7 @@ INT8 = {"rollout_quantization.format": "int8_w8a8"}
     "infer_tp, changes, fault",
     [
         (2, MXFP4, None),
-        (4, MXFP4, "infer_tensor_parallel_size = 4: .*intermediate_size = 192 is no"),
+        (4, MXFP4, "intermediate_size = 192 over infer TP 4 is no"),
         (2, INT8, None),
         (2, GRAPHS | INT8, "enforce_eager must be True with int8_w8a8"),
         (8, GRAPHS, "enforce_eager must be True with infer TP 8"),

@@ -57,5 +57,6 @@ def test_the_first_answers_are_written_with_their_rows(observer):
     }
     observer.sampled_tokens(5, answers | {"rm_scores": torch.tensor([1.0, 0.0, 1.0, 0.0])})
     [(step, rollouts)] = observer.written
-    assert step == 5 and [rollout.reward for rollout in rollouts] == [1.0, 0.0]
-    assert rollouts[1][:3] == ("[1, 0]", "[1, 1]", "[1, 2]")
+    rollouts = list(rollouts)
+    assert step == 5 and [rollout["reward"] for rollout in rollouts] == [1.0, 0.0]
+    assert list(rollouts[1].values())[:3] == ["[1, 0]", "[1, 1]", "[1, 2]"]

@@ -114,10 +114,10 @@ def test_a_verdict_for_people():
 
 
 def test_a_legal_layout_of_a_config_that_the_engine_refuses():
-    key = "algorithm.routing_replay=record"
+    key = "megatron_training.lora_alpha=16.5"
     told = plan_layout("--config-name", CONFIG, key)
     assert told.returncode == 1 and "legal, all" in told.stdout
-    assert "engine refuses this config: algorithm.routing_replay = 'record' with" in told.stdout
+    assert "engine refuses this config: actor_config.lora_alpha = 16.5" in told.stdout
 
 
 LLAMA = "the NPU engine has no weight adaptor for model_type 'llama'"

@@ -219,7 +219,7 @@ def test_forward_passes_before_the_update_are_upstreams(changes, passes):
     recipe = read_recipe(compose(CONFIG, changes))
     plan = plan_of(recipe)
     phases = {phase.name: phase for phase in iteration(estimate(plan, settings_of(recipe)))}
-    assert list(phases) == [*FIRST, *passes, "update"]
+    assert list(phases) == [*FIRST, "proof", *passes, "update"]
     for name in passes:
         rows = ceil(32 * 420 / 4096)  # of a rank's answers
         assert phases[name].launches == rows * (48 * 69 + 102)  # launches.yaml

@@ -31,7 +31,7 @@ OPTIONS = {
     "vanilla": option(),
     "gspo": option(loss_mode="gspo", clip_ratio_low=0.01, clip_ratio_high=0.02),
     "sapo": option(loss_mode="sapo", loss_agg_mode="seq-mean-token-mean"),
-    "one's own": option(loss_mode="tests.upstream.own_loss:truncated"),
+    "one's own": option(loss_mode="tests.local.own_loss:truncated"),
     "seq-mean-token-mean": option(loss_agg_mode="seq-mean-token-mean"),
     "seq-mean-token-sum-norm": option(
         loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=20.0

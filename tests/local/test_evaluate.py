@@ -150,7 +150,7 @@ def create(tmp_path, tiny_model):
     """A run directory of a config, with the model's files as every run records them."""
 
     def create(raw, name="a_run", **more_files):
-        files = model_files(tiny_model) | more_files
+        files = model_files(tiny_model) | {"test": raw["task"]["test_file"]} | more_files
         return RunDirectory.create(
             tmp_path, name, config=raw, command=["cli"], seed=7, data_files=files
         )

@@ -166,7 +166,8 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
     def sample(seed, temperature=1.0, kinds=("gaussian",)):
         sampling = dict(max_tokens=3, temperature=temperature)
         error = kinds and dict(kinds=kinds)
-        request = rollout.RolloutRequest(sequences[:2], 2, seed, sampling, hardware_error=error)
+        n = 2 if temperature else 1
+            request = rollout.RolloutRequest(sequences[:2], n, seed, sampling, hardware_error=error)
         return engine.generate(request)[0]
 
     once = sample(0)

@@ -267,11 +267,11 @@ def test_what_cannot_be_gone_on_with_is_refused(tiny_model, unbroken, tmp_path):
             *SAVING,
             f"run.resume={stopped}",
             "actor_config.lr=2e-3",
-            "algorithm.routing_replay=record",
+            "algorithm.routing_replay=none",
         )
     )
     assert code == 2 and "actor_config.lr was 0.001 and is 0.002" in output
-    assert "algorithm.routing_replay was 'rollout' and is 'record'" in output
+    assert "algorithm.routing_replay was 'rollout' and is 'none'" in output
     shard = next((stopped / "checkpoints" / "iter_0000006").glob("*.safetensors"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1])

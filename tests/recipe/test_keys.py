@@ -169,7 +169,6 @@ def test_a_value_that_would_not_happen_is_refused(engine, key, value, message):
         ("rl_config.kl_penalty", "mse"),
         ("generate_config.sampling_config.seed", 7),
         ("megatron_training.no_shuffle", True),
-        ("actor_config.context_parallel_size", 2),
         ("megatron_training.moe_aux_loss_coeff", 0.01),
     ],
 )

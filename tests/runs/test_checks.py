@@ -341,7 +341,7 @@ def test_the_warning_of_uneven_weights_comes_once():
     [(1.0, 0.01, True), (1e-4, 0.001, True), (0.5, 0.01, False), (1.0, 0.001, False)],
 )
 def test_a_target_that_sigma_cannot_reach_is_warned_of_once(sigma, target, warned):
-    level = NoiseLevel(stage=1, sigma=sigma, target=target)
+    level = NoiseLevel(step=1, stage=1, sigma=sigma, target=target)
     values = NOISY | {
         "aqn/sigma": sigma,
         "aqn/expected_std": sigma,

@@ -108,8 +108,10 @@ def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, monkeypatch, 
     _, _, pictures = report(run)
     assert pictures == [name for name in ALL_PLOTS if aqn or name != "noise.png"]
     monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
-    rows, evals = read_jsonl(run.metrics_file), read_jsonl(run.eval_file)
-    plots.write_plots(rows, evals, run.plots_dir, "a run " * 60)
+    names = ("step", "accuracy", "interval_low", "interval_high")
+    evals = [dict(zip(names, row)) for row in ((0, 0.0, 0.0, 0.1), (steps, 1.0, 0.7, 1.0))]
+    plots.write_plots(read_jsonl(run.metrics_file), evals, run.plots_dir, "a run " * 60)
+    assert drawn[0].axes[-1].get_ylim() == (0, 1)
     for figure in drawn:
         figure.draw_without_rendering()
         bottom = figure.axes[-1]
