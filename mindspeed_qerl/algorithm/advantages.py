@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.algorithm.metrics import kl_estimate
 from mindspeed_qerl.recipe.types import Algorithm
@@ -28,12 +29,12 @@ def overlong_penalty(
 
 
 def rewards_less_kl(
-    rewards: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    reference_logprobs: torch.Tensor,
-    mask: torch.Tensor,
+    rewards: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
     algorithm: Algorithm,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """KL in the reward: each answer's reward - kl_coefficient * sum over its tokens of the
     `kl_penalty` estimate of KL(policy before the update || base model), computed in float64 and
     without a gradient.
@@ -67,11 +68,11 @@ def rewards_less_kl(
 
 
 def group_advantages(
-    rewards: torch.Tensor,
+    rewards: Tensor,
     group_size: int,
     estimator: str = "group_norm",
     divide_by_std: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns how much better each answer is than those to the same prompt, computed in float64.
 
     group_norm: (r - mean) / (std + 1e-6), std unbiased (GRPO; MindSpeed-RL

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.algorithm.metrics import Mean, Metrics, entropy_metrics, kl_estimate, mismatch
 from mindspeed_qerl.common.errors import ConfigError
@@ -14,7 +15,7 @@ from mindspeed_qerl.common.imports import load
 from mindspeed_qerl.recipe.types import Algorithm, Correction
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """log p(tokens) under softmax(logits / temperature).
 
     Args:
@@ -28,7 +29,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
 
 
-def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def token_entropy(logits: Tensor, temperature: float) -> Tensor:
     """Entropy of softmax(logits / temperature) over the whole vocabulary, in nats.
 
     Args:
@@ -60,13 +61,13 @@ class LossInputs:
             there is an entropy bonus; or None.
     """
 
-    logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
-    rollout_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor
-    reference_logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
+    logprobs: Tensor
+    old_logprobs: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    reference_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
 
     def without_padding(self) -> "LossInputs":
         """Returns the same inputs with zeros outside the mask."""
@@ -79,13 +80,13 @@ class LossInputs:
 
 
 # the loss of each token, and by name what is logged of each, [batch, length]
-PolicyLossResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
+PolicyLossResult = tuple[Tensor, dict[str, Tensor]]
 PolicyLoss = Callable[[LossInputs, Algorithm], PolicyLossResult]
 # verl's bound of log(p_new / p_old): exp() of float32 overflows at 88, and its gradient is NaN then
 MOST_LOG_RATIO = 20.0
 
 
-def denominator(mask: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
+def denominator(mask: Tensor, algorithm: Algorithm) -> Tensor:
     """Returns what the sum that `loss` returns is divided by, in the whole mini-batch, float64 []:
     add up those of its micro-batches.
 
@@ -107,7 +108,7 @@ def denominator(mask: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
 
 def loss(
     inputs: LossInputs, algorithm: Algorithm, correction: Correction
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:
     """The loss of one micro-batch as a sum, and its metrics: policy + loss_kl_coefficient KL -
     entropy_coefficient entropy.
 
@@ -126,13 +127,13 @@ def loss(
         per_token = per_token * weights
         metrics |= weight_metrics
 
-    def total_of(values: torch.Tensor) -> torch.Tensor:
+    def total_of(values: Tensor) -> Tensor:
         values = _inside(mask, values)
         if algorithm.loss_agg_mode == "seq-mean-token-mean":
             values = values / mask.sum(1, keepdim=True).clamp(min=1)
         return values.sum()
 
-    def mean(values: torch.Tensor) -> Mean:
+    def mean(values: Tensor) -> Mean:
         return Mean(values.detach().double(), count)
 
     total = policy = total_of(per_token)
@@ -160,11 +161,11 @@ def loss(
 
 
 def correction_weights(
-    old_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    mask: torch.Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
     correction: Correction,
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:
     """Returns what the policy loss of each token is multiplied by, for answers that were sampled by
     another policy than the one that is trained: by noise, other kernels, other hardware; r =
     p_trained / p_sampled, of a token or an answer. The names are verl's (docs/algo/rollout_corr.md
@@ -266,14 +267,12 @@ def sapo(inputs: LossInputs, algorithm: Algorithm) -> PolicyLossResult:
     return -advantages * (tau * (ratio - 1)).sigmoid() * 4 / tau, {}
 
 
-def _ratio(log_ratio: torch.Tensor) -> torch.Tensor:
+def _ratio(log_ratio: Tensor) -> Tensor:
     """p_new / p_old, at most e^20 and at least e^-20, where it has no gradient."""
     return log_ratio.clamp(-MOST_LOG_RATIO, MOST_LOG_RATIO).exp()
 
 
-def _clipped(
-    log_ratio: torch.Tensor, advantages: torch.Tensor, algorithm: Algorithm
-) -> PolicyLossResult:
+def _clipped(log_ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> PolicyLossResult:
     advantages = advantages.unsqueeze(1)
     ratio = _ratio(log_ratio)
     bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
@@ -287,7 +286,7 @@ def _clipped(
     return per_token, _fractions(is_clipped & (advantages < 0), is_clipped & (advantages > 0))
 
 
-def _fractions(low: torch.Tensor, high: torch.Tensor) -> dict[str, torch.Tensor]:
+def _fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
     sides = {"": low | high, "_low": low, "_high": high}
     return {f"clip_fraction{side}": clipped for side, clipped in sides.items()}
 
@@ -327,7 +326,7 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     known = reference if algorithm.loss_has_kl else None
     whole = LossInputs(policy, old, rollout, advantages, mask, known, drawn[4]).without_padding()
 
-    def called(rows: slice) -> torch.Tensor:
+    def called(rows: slice) -> Tensor:
         part = {name: value[rows] for name, value in vars(whole).items() if value is not None}
         inputs = LossInputs(**part)
         per_token, of_tokens = function(inputs, algorithm)
@@ -358,7 +357,7 @@ def try_policy_loss(algorithm: Algorithm) -> None:
         ) from error
 
 
-def _inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _inside(mask: Tensor, values: Tensor) -> Tensor:
     """`values` inside the mask, 0 outside. A product with the mask would keep NaN, and infinity
     would become it; so would the gradient of whatever overflows outside, which is why arguments of
     exp() pass through here first.

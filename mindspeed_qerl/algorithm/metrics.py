@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 FIRST_TOKENS = 8
 
@@ -38,8 +39,8 @@ Metrics = dict[str, Metric]  # by name
 class Mean(Metric):
     """total / count; of tokens: the sum over them and their number. NaN without any."""
 
-    total: torch.Tensor
-    count: torch.Tensor
+    total: Tensor
+    count: Tensor
 
     def value(self) -> float:
         return float(self.total) / float(self.count) if self.count else math.nan
@@ -49,7 +50,7 @@ class Mean(Metric):
 class Max(Metric):
     """The largest."""
 
-    largest: torch.Tensor
+    largest: Tensor
 
     def join(self, other: Metric) -> Max:
         values = (*vars(self).values(), *vars(other).values())
@@ -66,9 +67,9 @@ class EffectiveSampleSize(Metric):
     0.05 nats off is e^410, whose square no float64 holds.
     """
 
-    log_total: torch.Tensor
-    log_squares: torch.Tensor
-    count: torch.Tensor
+    log_total: Tensor
+    log_squares: Tensor
+    count: Tensor
 
     def join(self, other: Metric) -> EffectiveSampleSize:
         total, squares, count = map(_float64, vars(self).values())
@@ -84,7 +85,7 @@ class EffectiveSampleSize(Metric):
         return math.exp(min(log_size - math.log(self.count), 0.0)) if self.count else math.nan
 
 
-def _float64(value: Any) -> torch.Tensor:
+def _float64(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=torch.float64)
 
 
@@ -110,7 +111,7 @@ def on_host(metrics: Metrics) -> Metrics:
     tensors = {}
     for name, metric in metrics.items():
         for field, value in vars(metric).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 tensors[name, field] = value.double()
     numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
     copied = dict(metrics)
@@ -153,11 +154,11 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
 
 
 def kl_estimate(
-    logprobs: torch.Tensor,
-    reference_logprobs: torch.Tensor,
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
     kind: str = "low_var_kl",
     most: float = math.inf,
-) -> torch.Tensor:
+) -> Tensor:
     """Schulman's estimates of KL(policy || reference) of each token
     (joschu.net/blog/kl-approx.html), with d = policy - reference, by MindSpeed-RL's names
     (utils/compute.py `compute_kl_penalty`, without its bounds).
@@ -180,7 +181,7 @@ def kl_estimate(
     return {"kl": -difference, "abs": difference.abs(), "mse": 0.5 * difference.square()}[kind]
 
 
-def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def mismatch(sampled: Tensor, trained: Tensor, mask: Tensor) -> Metrics:
     """Returns how far the policy that sampled is from the one that is trained, before its update.
 
     Args:
@@ -218,12 +219,12 @@ def mismatch(sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor) -
     }
 
 
-def _effective(log_ratio: torch.Tensor, counted: torch.Tensor) -> EffectiveSampleSize:
+def _effective(log_ratio: Tensor, counted: Tensor) -> EffectiveSampleSize:
     weights = torch.where(counted, log_ratio, -math.inf).flatten()
     return EffectiveSampleSize(weights.logsumexp(0), (2 * weights).logsumexp(0), counted.sum())
 
 
-def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def entropy_metrics(entropy: Tensor, mask: Tensor) -> Metrics:
     """Mean entropy of a token's distribution, in nats: of all tokens, and of each answer's first
     `FIRST_TOKENS`, where a method of solution is chosen.
 
@@ -238,5 +239,5 @@ def entropy_metrics(entropy: torch.Tensor, mask: torch.Tensor) -> Metrics:
     }
 
 
-def _sum_inside(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _sum_inside(mask: Tensor, values: Tensor) -> Tensor:
     return torch.where(mask, values.double(), 0.0).sum()

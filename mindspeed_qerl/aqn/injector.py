@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
@@ -42,7 +43,7 @@ class NoiseReport:
         return {f"aqn/{name}": value for name, value in asdict(self).items()}
 
 
-def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> torch.Tensor:
+def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> Tensor:
     """N(0, 1) noise, float32 on the CPU, that depends on its arguments only.
 
     A private generator is keyed by SHA-256 of (seed, step, parameter name), so every rank that
@@ -55,7 +56,7 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> to
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_in_bfloat16(weights: Sequence[tuple[torch.Tensor, float]], sigma: float) -> float:
+def kept_in_bfloat16(weights: Sequence[tuple[Tensor, float]], sigma: float) -> float:
     """Returns the share of the noise's standard deviation that is left on norms in bfloat16, by a
     sample. weights: of norms, each with its multiplier; none: of a norm of 1.
     """
@@ -109,7 +110,7 @@ class NoiseInjector:
                 "aqn=off"
             )
         # (target, clean, noisy), copies on the CPU
-        self._applied: list[tuple[NormTarget, torch.Tensor, torch.Tensor]] = []
+        self._applied: list[tuple[NormTarget, Tensor, Tensor]] = []
         logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
 
     @property
@@ -154,7 +155,7 @@ class NoiseInjector:
         self._log(level.step, report)
         return report
 
-    def _add_noise(self, step: int, target: NormTarget, sigma: float) -> torch.Tensor:
+    def _add_noise(self, step: int, target: NormTarget, sigma: float) -> Tensor:
         """Adds noise to the weight; returns what it added, float64."""
         weight = target.module.weight
         clean = weight.detach().to("cpu", copy=True)
@@ -205,7 +206,7 @@ class NoiseInjector:
         self._applied = []
 
 
-def _same_bits(weight: torch.Tensor, expected: torch.Tensor) -> bool:
+def _same_bits(weight: Tensor, expected: Tensor) -> bool:
     """Bitwise, so that a NaN equals itself and -0.0 is not 0.0."""
     actual = weight.detach().cpu().contiguous()
     return actual.dtype == expected.dtype and torch.equal(

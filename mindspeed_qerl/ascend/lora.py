@@ -31,6 +31,7 @@ from mindspeed.core.transformer.moe.moe_feature.adaptor import (
 from mindspeed_llm.core.transformer.moe import moe_layer
 from mindspeed_llm.tasks.posttrain.lora import lora_moe
 from mindspeed_llm.tasks.posttrain.lora.moe import experts
+from torch import Tensor
 
 from mindspeed_qerl.ascend.merging import merge_experts
 from mindspeed_qerl.lora.adapters import StraightThrough, call_merged
@@ -44,15 +45,15 @@ class LinearLoRA(lora_moe.LoraParallelLinearMoE):
     """
 
     # W + (alpha / r) B A of this rank's part, once merged
-    merged_weight: torch.Tensor | None = None
+    merged_weight: Tensor | None = None
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any):
         if self.disable_adapters or not hasattr(self.base_layer.weight, "dither"):
             return super().forward(x, *args, **kwargs)
         self.merge_once()
         return call_merged(self.base_layer, self.merged_weight, self._update, x, *args, **kwargs)
 
-    def _update(self, x: torch.Tensor) -> torch.Tensor:
+    def _update(self, x: Tensor) -> Tensor:
         low = _output(self.lora_A["default"](x))
         return _output(self.lora_B["default"](self.scaling["default"] * low))
 
@@ -71,7 +72,7 @@ class LinearLoRA(lora_moe.LoraParallelLinearMoE):
         self.merged_weight = None
 
 
-def _output(result: Any) -> torch.Tensor:
+def _output(result: Any) -> Tensor:
     """Returns a linear layer's output: torch's return it, Megatron's return (output, bias)."""
     return result[0] if isinstance(result, tuple) else result
 
@@ -86,7 +87,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         with _whole_experts(config.moe_tp_extend_ep):
             super().__init__(num_local_experts, config, lora_config)
         self.adapters_enabled = True
-        self.merged_weights: dict[str, torch.Tensor] = {}  # W + (alpha / r) A B, once merged
+        self.merged_weights: dict[str, Tensor] = {}  # W + (alpha / r) A B, once merged
         self.adapted = [
             weight for weight, target in EXPERTS.items() if target in lora_config.target_modules
         ]
@@ -106,7 +107,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         activated = self.activation_func_with_probs(up, probs.unsqueeze(-1))
         return self._linear(activated, "weight2", tokens_per_expert), None
 
-    def _linear(self, x: torch.Tensor, name: str, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def _linear(self, x: Tensor, name: str, tokens_per_expert: Tensor) -> Tensor:
         experts = self.num_local_experts
         width = x.shape[1]
         weight = getattr(self, name)
@@ -141,9 +142,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
         self.merged_weights.clear()
 
 
-def _grouped(
-    x: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor
-) -> torch.Tensor:
+def _grouped(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """x [tokens, in] by each token's expert in weights [E, in, out]. Without tokens too the
     parameters get a gradient, of zeros: the gradient reduction waits for it.
     """

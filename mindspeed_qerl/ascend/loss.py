@@ -13,6 +13,7 @@ from mindspeed_rl.models.loss import logprob_computer
 from mindspeed_rl.models.loss.base_loss_func import BaseLossFunc
 from mindspeed_rl.models.loss.loss_func_factory import LossFuncFactory
 from mindspeed_rl.utils.compute import get_parallel_state, vocab_parallel_entropy
+from torch import Tensor
 
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge, on_host
@@ -28,7 +29,7 @@ BLOCK = 1024  # tokens: of 152,000 logits each, in float32, 0.6 GB a copy
 COLUMNS = ("rollout_log_prob", "trained")
 
 
-def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def trained_tokens(batch: dict[str, Tensor]) -> Tensor:
     """Which tokens are trained, bool, of the shape of `responses` [answers, length]: those of an
     answer, unless its column `trained` [answers, any] is 0 (it was cut off, or fills up the batch).
     """
@@ -37,7 +38,7 @@ def trained_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def entropy_in_blocks(logits: torch.Tensor) -> torch.Tensor:
+def entropy_in_blocks(logits: Tensor) -> Tensor:
     """Computes upstream's entropy [batch, length] of logits [batch, length, part of vocabulary],
     BLOCK tokens at a time, since it makes three copies of what it gets.
     """
@@ -63,7 +64,7 @@ class QeRLLoss(BaseLossFunc):
         self.parts = []
         self.seen = []
 
-    def start(self, mini_batch: dict[str, torch.Tensor]) -> None:
+    def start(self, mini_batch: dict[str, Tensor]) -> None:
         """Sets what the losses of `mini_batch` are divided by; call it before its micro-batches."""
         mask = trained_tokens(mini_batch)
         divisor = denominator(mask, self.recipe.algorithm).float()

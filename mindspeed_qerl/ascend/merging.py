@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.tensors import ParameterMapping
@@ -15,8 +16,8 @@ from mindspeed_qerl.lora.rounding import Dither, dither_of_part
 
 
 def merge_experts(
-    name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rank: int, scaling: float
-) -> torch.Tensor:
+    name: str, weight: Tensor, a: Tensor, b: Tensor, rank: int, scaling: float
+) -> Tensor:
     """Returns W + scaling * A B of each local expert, computed in float32 and rounded once to W's
     dtype, by the attribute `dither` of `weight` if it has one; `name` ends in weight1 (up: h -> 2f,
     gate and up side by side) or weight2 (down: f -> h).
@@ -38,7 +39,7 @@ def merge_experts(
     return rounded.view(weight.shape)
 
 
-def add_dither(chunks: list[torch.nn.Module], shape: ModelShape, state: Any) -> None:
+def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
     """Give each adapted weight of this rank the random bits that it is rounded by, as its attribute
     `dither`. state: upstream's parallel state.
     """
@@ -70,7 +71,7 @@ def add_dither(chunks: list[torch.nn.Module], shape: ModelShape, state: Any) -> 
             weight.dither = Dither(by_input, by_output).to(weight.device)
 
 
-def merge_adapters(chunks: list[torch.nn.Module]) -> None:
+def merge_adapters(chunks: list[nn.Module]) -> None:
     """Merge what the adapted layers multiply with, as far as it is not there since the last
     update: before the first pass, where all of it is merged at once.
     """
@@ -78,15 +79,15 @@ def merge_adapters(chunks: list[torch.nn.Module]) -> None:
         module.merge_once()
 
 
-def forget_merged(chunks: list[torch.nn.Module]) -> None:
+def forget_merged(chunks: list[nn.Module]) -> None:
     """Free it: the adapters change."""
     for _, _, module in adapted_layers(chunks):
         module.forget_merged()
 
 
 def adapted_layers(
-    chunks: list[torch.nn.Module],
-) -> Iterator[tuple[int, str, torch.nn.Module]]:
+    chunks: list[nn.Module],
+) -> Iterator[tuple[int, str, nn.Module]]:
     """Yields (layer of the whole model, name within it, LinearLoRA or ExpertLoRA) of this rank."""
     for chunk in chunks:
         modules = dict(chunk.named_modules())

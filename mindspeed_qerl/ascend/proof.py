@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from mindspeed_qerl.ascend.merging import adapted_layers
 from mindspeed_qerl.families.base import ModelShape
@@ -42,7 +43,7 @@ TARGETS = {
 }
 
 
-def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[str, int]]:
+def count_adapters(chunks: list[nn.Module], state: Any) -> dict[str, dict[str, int]]:
     """Counts what a rank trains: LoRA target -> its "modules" and "parameters". Over all ranks each
     layer counts as one module and each parameter once, however many hold copies. state: upstream's
     parallel state.
@@ -69,7 +70,7 @@ def count_adapters(chunks: list[torch.nn.Module], state: Any) -> dict[str, dict[
     return dict(counts)
 
 
-def adapters_by_layer(chunks: list[torch.nn.Module]) -> dict[int, Tensors]:
+def adapters_by_layer(chunks: list[nn.Module]) -> dict[int, Tensors]:
     """This rank's adapters on the CPU: layer of the whole model -> tensors by the names they have
     in layer 0.
     """
@@ -99,7 +100,7 @@ def gather_layer(
     return whole_adapters(shards, args, table_of_layer(shape), layer)
 
 
-def held_weights(model: torch.nn.Module, layer: int | None = None) -> Iterator[Held]:
+def held_weights(model: nn.Module, layer: int | None = None) -> Iterator[Held]:
     """The matrices of `layer`, or of all layers, as vLLM holds them now; views."""
     for held in held_parts(model):
         match = LAYER.match(held.name)
@@ -107,7 +108,7 @@ def held_weights(model: torch.nn.Module, layer: int | None = None) -> Iterator[H
             yield held
 
 
-def copied_weights(model: torch.nn.Module) -> Tensors:
+def copied_weights(model: nn.Module) -> Tensors:
     """All of `held_weights` by their names, copied to the CPU."""
     return {held.name: held.part.to("cpu", copy=True) for held in held_weights(model)}
 

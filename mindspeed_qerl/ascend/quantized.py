@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from vllm.distributed import get_tp_group
 from vllm_ascend.quantization.w8a8_dynamic import AscendW8A8DynamicLinearMethod
 from vllm_ascend.utils import matmul_allreduce_enable
@@ -31,7 +32,7 @@ class Int8Linear:
             [out, 1].
     """
 
-    def __init__(self, integers: torch.Tensor, scale: torch.Tensor):
+    def __init__(self, integers: Tensor, scale: Tensor):
         self.copy = SimpleNamespace(
             weight=integers.to(torch.int8),
             weight_scale=scale.clone(),
@@ -43,7 +44,7 @@ class Int8Linear:
         """Multiplies by the copy; vLLM calls it with the layer that has the synced weight."""
         return AscendW8A8DynamicLinearMethod.apply(self.copy, x, bias)
 
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """Returns what is multiplied with, float32 [out, in]."""
         return self.copy.weight.t().float() * self.copy.weight_scale[:, None]
 
@@ -65,13 +66,13 @@ class QuantizedModel:
         ConfigError: vllm-ascend would multiply with other weights.
     """
 
-    def __init__(self, model: torch.nn.Module, format: str):
+    def __init__(self, model: nn.Module, format: str):
         self.model = model
         self.name = format
         self.format = FORMATS[format]
         self.group = get_tp_group()
         self.squares: dict[tuple[str, int], tuple[float, float]] = {}
-        self.methods: dict[torch.nn.Module, Any] = {}
+        self.methods: dict[nn.Module, Any] = {}
         if matmul_allreduce_enable() and self.group.world_size > 1:  # ops/linear_op.py:286
             raise ConfigError(
                 f"rollout_quantization.format = {format!r} with "
@@ -150,7 +151,7 @@ class QuantizedModel:
         """
         return self.group.world_size > 1 and ".experts." not in name
 
-    def _amax(self, name: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _amax(self, name: str, weight: Tensor) -> tuple[Tensor, ...]:
         """Returns what the format has to know of the tensor that `weight` is a part of; nothing if
         it is whole.
         """
@@ -162,7 +163,7 @@ class QuantizedModel:
         return (amax,)
 
 
-def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def used_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, part) of `held_weights`, but what kernels multiply with: of a layer with an int8 copy
     that one, in float32.
     """
@@ -177,7 +178,7 @@ def used_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield from weights.items()
 
 
-def layer_of(model: torch.nn.Module, parameter: str) -> torch.nn.Module:
+def layer_of(model: nn.Module, parameter: str) -> nn.Module:
     """The layer that has the parameter."""
     return model.get_submodule(parameter.rpartition(".")[0])
 
@@ -186,7 +187,7 @@ def _is_shared_by_input(name: str) -> bool:
     return name.endswith(("o_proj.weight", "down_proj.weight"))
 
 
-def set_method(layer: torch.nn.Module, method: Any) -> None:
+def set_method(layer: nn.Module, method: Any) -> None:
     """Let a layer of vllm-ascend multiply by `method`."""
     layer.quant_method = method
     if layer.custom_op is not None:  # it has looked the method up (vllm_ascend/ops/linear_op.py:88)

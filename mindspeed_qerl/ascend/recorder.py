@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
@@ -42,7 +43,7 @@ class AscendRecorder(RouteRecorder):
         super().__init__(runner, routers, max_len)
         self.tp_group, self.engine = get_tp_group(), get_dp_group().rank_in_group
         self.layer, self.rows = -1, torch.empty(0)
-        self.captured: dict[int, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
+        self.captured: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
         for name, module in model.named_modules():
             if isinstance(module, common_fused_moe.AscendFusedMoE):
                 layer = int(re.search(r"\blayers\.(\d+)\.", name)[1])
@@ -63,7 +64,7 @@ class AscendRecorder(RouteRecorder):
         self.layer = layer
         return forward(hidden_states, router_logits)
 
-    def _numbers(self, module: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _numbers(self, module: torch.nn.Module, hidden_states: Tensor) -> Tensor:
         from vllm.forward_context import get_forward_context
 
         context = get_forward_context()
@@ -95,7 +96,7 @@ class AscendRecorder(RouteRecorder):
             for layer, ids in captured.items():
                 self.capture(layer, ids)
 
-    def own_rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def own_rows(self, ids: Tensor) -> Tensor:
         """This engine's rows of `ids` [rows, layers, top_k], from all tensor parallel ranks, in the
         runner's order; of one that is missing the same expert over and over (`routes_fault`).
         """

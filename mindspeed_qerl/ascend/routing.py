@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from mindspeed_rl.utils.compute import get_parallel_state
+from torch import Tensor
 
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
@@ -14,7 +15,7 @@ from mindspeed_qerl.routing.routes import Routers, routes_fault
 COLUMN = "routes"  # of the transfer dock, a row `pack` for each answer
 
 
-def pack(routes: np.ndarray) -> torch.Tensor:
+def pack(routes: np.ndarray) -> Tensor:
     """One answer's routes [tokens, layers, top_k] as a row of the transfer dock: int32 [3 + a
     quarter of their bytes], their shape before them. Upstream sends columns of another type on as
     float32 (base_worker.py, `broadcast_data_hccl`), and fills rows up with the padding token, which
@@ -26,7 +27,7 @@ def pack(routes: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([shape, np.frombuffer(content, np.int32)]))
 
 
-def unpack(row: torch.Tensor, routers: Routers) -> np.ndarray:
+def unpack(row: Tensor, routers: Routers) -> np.ndarray:
     """Returns what `pack` was given; `row` may be longer. ValueError: it is not of `pack`."""
     row = row.cpu().numpy()
     shape = row[:3]
@@ -34,7 +35,7 @@ def unpack(row: torch.Tensor, routers: Routers) -> np.ndarray:
     return np.frombuffer(content, routers.dtype, shape.prod(dtype=int)).reshape(shape)
 
 
-def row_fault(row: torch.Tensor, tokens: int, routers: Routers) -> str | None:
+def row_fault(row: Tensor, tokens: int, routers: Routers) -> str | None:
     """`routes_fault` of a row of the dock."""
     try:
         return routes_fault(unpack(row, routers), tokens, routers)
@@ -89,7 +90,7 @@ class RoutedPasses:
         self.counts = []
         return total(counts)
 
-    def _micro_batch(self, batch: dict[str, torch.Tensor]) -> MicroBatch:
+    def _micro_batch(self, batch: dict[str, Tensor]) -> MicroBatch:
         """Megatron has tokens position by position; upstream pads whole answers on the right. Or it
         has answer after answer, each padded to a multiple of TP (remove_padding.py:45).
         """

@@ -17,6 +17,7 @@ from mindspeed_rl.utils.pad_process import (
     padding_dict_to_tensor_dict,
     remove_padding_tensor_dict_to_dict,
 )
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mindspeed_qerl.algorithm.advantages import (
@@ -38,7 +39,7 @@ from mindspeed_qerl.routing.replay import routing_metrics, total
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible
 
 # column of the transfer dock -> a tensor [length] for each answer
-Answers = dict[str, list[torch.Tensor]]
+Answers = dict[str, list[Tensor]]
 
 SAMPLED = ("rollout_log_prob", "truncated")  # columns that our worker adds to upstream's
 SCORED = (
@@ -193,7 +194,7 @@ class QeRLTrainer(RayGRPOTrainer):
         if fault := ends_fault(last, ended[:, None], ended, self.observer.ends):
             raise EngineError(fault)
 
-    def _less_kl(self, rewards: torch.Tensor) -> torch.Tensor:
+    def _less_kl(self, rewards: Tensor) -> Tensor:
         """`rewards` of the answers in the dock, each less its KL to the reference. `fit` asks for
         the log-probs once more, and finds them there.
         """
@@ -374,6 +375,6 @@ def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
     return named
 
 
-def _numbers(column: list[torch.Tensor]) -> np.ndarray:
+def _numbers(column: list[Tensor]) -> np.ndarray:
     """float64 [answers], of a column with one number for each."""
     return torch.cat(column).double().numpy()

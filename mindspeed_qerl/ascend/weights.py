@@ -14,6 +14,7 @@ import torch
 from mindspeed_rl.models.rollout.vllm_adapter import megatron_weight_loaders
 from mindspeed_rl.workers.resharding import megatron_sharding_manager, weight_adaptor
 from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleVllmWeightContainer
+from torch import Tensor
 
 from mindspeed_qerl.ascend.merging import merge_experts
 from mindspeed_qerl.families import FAMILIES
@@ -21,12 +22,12 @@ from mindspeed_qerl.families.base import Adaptor
 from mindspeed_qerl.lora.rounding import merged
 
 
-class MergedWeights(Mapping[str, torch.Tensor]):
+class MergedWeights(Mapping[str, Tensor]):
     """Training parameters by their names without LoRA; a weight comes merged with its adapter when
     it is asked for and not before: all of them at once would double the model's memory.
     """
 
-    def __init__(self, parameters: dict[str, torch.Tensor], rank: int, scaling: float):
+    def __init__(self, parameters: dict[str, Tensor], rank: int, scaling: float):
         self.parameters = parameters
         self.rank = rank
         self.scaling = scaling
@@ -38,7 +39,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         return len(self.parameters)
 
     @torch.no_grad()
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         weight = self.parameters[name]
         of_linear = name.removesuffix(".weight") + ".lora_{}.default.weight"
         if f"{name}_lora_a" in self.parameters:  # grouped experts
@@ -90,7 +91,7 @@ class PlainNames:
         self.chunk = chunk.base_model.model if hasattr(chunk, "base_model") else chunk
         self.named_buffers = self.chunk.named_buffers
 
-    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.chunk.named_parameters():
             yield name.replace(".base_layer.", "."), parameter
 

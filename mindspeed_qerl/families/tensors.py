@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.families import ModelShape, family_of
 
@@ -24,14 +25,14 @@ class Split:
     dim: int
     blocks: int = 1
 
-    def shard(self, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """The part of `rank` among `size` ranks."""
         blocks = whole.chunk(self.blocks, self.dim)
         return torch.cat([block.chunk(size, self.dim)[rank] for block in blocks], self.dim)
 
-    def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
         """The inverse: the whole from the parts of all ranks, in their order."""
-        parts: list[torch.Tensor] = []
+        parts: list[Tensor] = []
         for block in zip(*(shard.chunk(self.blocks, self.dim) for shard in shards)):
             parts += block
         return torch.cat(parts, self.dim)
@@ -50,12 +51,12 @@ class ParameterMapping:
 
     megatron: str
     hf: tuple[str, ...]
-    merge: Callable[[list[torch.Tensor]], torch.Tensor] = lambda parts: parts[0]
-    split: Callable[[torch.Tensor], list[torch.Tensor]] = lambda weight: [weight]
+    merge: Callable[[list[Tensor]], Tensor] = lambda parts: parts[0]
+    split: Callable[[Tensor], list[Tensor]] = lambda weight: [weight]
     shared: Split | None = None  # None: every rank has it whole
 
 
-def merge_qkv(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
+def merge_qkv(parts: list[Tensor], groups: int) -> Tensor:
     """q [heads*d, ...], k [groups*d, ...], v [groups*d, ...] -> [(heads + 2*groups)*d, ...],
     interleaved by KV group.
     """
@@ -63,7 +64,7 @@ def merge_qkv(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
     return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
 
 
-def split_qkv(weight: torch.Tensor, groups: int, head_dim: int) -> list[torch.Tensor]:
+def split_qkv(weight: Tensor, groups: int, head_dim: int) -> list[Tensor]:
     """The inverse of `merge_qkv`: [q, k, v]."""
     rest = weight.shape[1:]
     by_group = weight.reshape(groups, -1, *rest)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.algorithm.metrics import merge, mismatch
 from mindspeed_qerl.integrations.vllm import WorkerRollout
@@ -60,7 +61,7 @@ def without_noise_in_evaluation(
 def tell_mismatch(
     rollout: WorkerRollout,
     trainer: Any,
-    parts: Iterable[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]],
+    parts: Iterable[tuple[Tensor | None, Tensor, Tensor]],
 ) -> None:
     """Tell `rollout` what its noise did, over the answers of all processes.
 

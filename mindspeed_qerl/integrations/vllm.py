@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
@@ -140,13 +141,13 @@ class WorkerRollout:
     def _load_weights(
         self,
         original: Callable[..., Any],
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Iterable[tuple[str, Tensor]],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         self._start_sync()
 
-        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+        def noted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 sent = self._round(name, tensor)
                 if self._is_proved:
@@ -155,7 +156,7 @@ class WorkerRollout:
 
         return original(noted(), *args, **kwargs)
 
-    def _round(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _round(self, name: str, tensor: Tensor) -> Tensor:
         """Returns matrices in float32 that vLLM holds in bfloat16 rounded without bias, if that is
         asked for; all else as it is.
         """
@@ -189,7 +190,7 @@ class WorkerRollout:
             self.adapter = request.lora_int_id
         return original(request)
 
-    def _expect_adapter(self, tensors: Mapping[str, torch.Tensor], peft_config: Any) -> None:
+    def _expect_adapter(self, tensors: Mapping[str, Tensor], peft_config: Any) -> None:
         self.adapter_arrival.begin()
         self.not_compared = 0
         for name, tensor in scaled_adapters(tensors, peft_config):

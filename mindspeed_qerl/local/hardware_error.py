@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
-Layer = Callable[[int, torch.Tensor], torch.Tensor]
+Layer = Callable[[int, Tensor], Tensor]
 
 
 class HardwareErrorMode(TorchDispatchMode):
@@ -54,7 +55,7 @@ class HardwareErrorMode(TorchDispatchMode):
             return kwargs.get("beta", 1) * bias + kwargs.get("alpha", 1) * product
         return operator(*args, **kwargs)
 
-    def _product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """[..., m, k] @ [..., k, n]."""
         if "bf16_blocks" in self.kinds:
             y = torch.zeros((), device=a.device)
@@ -75,10 +76,10 @@ def plain_experts(
     down: Layer,
     /,
     *,
-    output: torch.Tensor,
-    hidden_states: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
+    output: Tensor,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
     **_: Any,
 ) -> None:
     """Computes what vLLM's fused CPU kernel does for SwiGLU experts, by torch's operators.

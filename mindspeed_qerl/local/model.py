@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of
@@ -56,7 +56,7 @@ class SkipPrompts(nn.Module):
         super().__init__()
         self.first = 0
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """[s, b, h] -> [s - first, b, h]."""
         return hidden_states[self.first :]
 
@@ -123,15 +123,13 @@ def build_model(
     return model, table, layers, experts
 
 
-def _gradient_in_memory_order(
-    module: nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]
-) -> None:
+def _gradient_in_memory_order(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
     """The gradient of the logits [l, n, vocabulary] comes transposed (gpt_model.py:407), and
     torch's matmul would copy the whole output weight for each of the l positions instead of making
     one product.
     """
     if output[0].requires_grad:
-        output[0].register_hook(torch.Tensor.contiguous)
+        output[0].register_hook(Tensor.contiguous)
 
 
 def _transformer_config(

@@ -9,6 +9,7 @@ packed in place.
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 class PackedLinear:
@@ -22,9 +23,7 @@ class PackedLinear:
         self.packed: Any = None
         self.dtype: torch.dtype | None = None  # of the packed copy
 
-    def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from vllm import _custom_ops
 
         if self.packed is None:
@@ -54,7 +53,7 @@ def keep_linear_weights() -> None:
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
-def packed_linears(model: torch.nn.Module) -> list[torch.nn.Module]:
+def packed_linears(model: nn.Module) -> list[nn.Module]:
     """The layers of vLLM's model that have one."""
     return [
         layer
@@ -71,7 +70,7 @@ class PackedExperts:
         name: of `module`, vLLM's RoutedExperts, in the model.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module):
+    def __init__(self, name: str, module: nn.Module):
         self.name = name
         self.module = module
         self.kernel = module.quant_method.moe_kernel.fused_experts
@@ -80,7 +79,7 @@ class PackedExperts:
             for which in ("w13_weight", "w2_weight")
         }
 
-    def unpacked(self) -> dict[str, torch.Tensor]:
+    def unpacked(self) -> dict[str, Tensor]:
         """Copies in memory order, row by row, by vLLM's parameter names."""
         copies = {}
         for which, source in self._sources.items():
@@ -100,7 +99,7 @@ class PackedExperts:
         self.kernel.process_weights_after_loading(self.module)
 
 
-def _permutation(weight: torch.Tensor, isa: str) -> torch.Tensor:
+def _permutation(weight: Tensor, isa: str) -> Tensor:
     """For each element of a packed expert its number in memory order, int64. Found by packing
     element numbers, eight bits at a time: bfloat16 holds no more of an integer.
     """

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mindspeed_qerl.algorithm.losses import (
@@ -87,7 +87,7 @@ class Passes:
 
     def _forward(
         self, divisor: float | None, micros: Iterator[TrainBatch], model: nn.Module
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[Tensor, Any]:
         """A forward step of the schedule: the output of this stage, and what makes a result of it,
         if it is the last one.
         """
@@ -116,26 +116,24 @@ class Passes:
         routes, known = micro.routes_by_position(length)
         return self.replay.forward(MicroBatch(self._tensor(routes), self._tensor(known)))
 
-    def _logits(self, output: torch.Tensor, length: int) -> torch.Tensor:
+    def _logits(self, output: Tensor, length: int) -> Tensor:
         """Returns logits of the whole vocabulary, [n, length, vocabulary]."""
         from megatron.core import tensor_parallel
 
         return tensor_parallel.gather_from_tensor_model_parallel_region(output)[:, :length]
 
-    def _logprobs(
-        self, tokens: torch.Tensor, output: torch.Tensor, non_loss_data: bool = True
-    ) -> torch.Tensor:
+    def _logprobs(self, tokens: Tensor, output: Tensor, non_loss_data: bool = True) -> Tensor:
         """float32 [n, l - 1]; the signature is megatron-core's."""
         return token_logprobs(self._logits(output, tokens.shape[1]), tokens, self.temperature)
 
     def _trained(
         self,
         micro: TrainBatch,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         first: int,
         divisor: float,
-        output: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[dict[str, Metric], torch.Tensor]]:
+        output: Tensor,
+    ) -> tuple[Tensor, Tensor, tuple[dict[str, Metric], Tensor]]:
         """(loss for `backward`, number of tokens that nothing is divided by, the result: metrics
         and float32 [n, l - 1], on the device, since a copy to the host would wait for it).
         """
@@ -162,7 +160,7 @@ class Passes:
         count = torch.zeros((), dtype=torch.int, device=trained.device)
         return trained, count, (metrics, before)
 
-    def _assembled(self, shard: TrainBatch, size: int, parts: Sequence[torch.Tensor]) -> np.ndarray:
+    def _assembled(self, shard: TrainBatch, size: int, parts: Sequence[Tensor]) -> np.ndarray:
         """The log probabilities of micro-batches as those of their shard, on the host; RuntimeError
         that names the answer where one of a token to train is none.
         """
@@ -174,5 +172,5 @@ class Passes:
             raise RuntimeError(fault)
         return whole
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+    def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.place.device)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from mindspeed_qerl.families.checkpoint import Checkpoint
@@ -38,7 +39,7 @@ class QuantizedLayers:
         beside = quantization.lora == "beside"
         self.weights = QuantizedWeights(quantization.format, beside, dict(sorted(base.items())))
         self.activation = self.weights.format.activation
-        self.adapters: dict[str, torch.Tensor] = {}
+        self.adapters: dict[str, Tensor] = {}
         self._rounding = quantized if self.activation else set()
         for parameter in self._rounding:
             layer, _, which = parameter.rpartition(".")
@@ -48,11 +49,11 @@ class QuantizedLayers:
     def linear(
         self,
         parameter: str,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
         expert: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """The layer of vLLM's `parameter` on x [..., in]; of one `expert` of those that are stacked
         there.
         """
@@ -64,13 +65,11 @@ class QuantizedLayers:
             return y
         return y + linear(x, adapter if expert is None else adapter[expert])
 
-    def rounded(self) -> dict[str, torch.Tensor]:
+    def rounded(self) -> dict[str, Tensor]:
         """By vLLM's names, the weights of layers that round what they are given."""
         return {name: self.model.get_parameter(name) for name in self._rounding}
 
-    def receive(
-        self, named: Iterable[tuple[str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Keep those of a sync that are quantized, for `put`; yields the others."""
         for name, tensor in named:
             if name in self.weights.synced:

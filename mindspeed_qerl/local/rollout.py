@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
@@ -218,9 +219,7 @@ class RolloutEngine:
                 undo.enter_context(HardwareErrorMode(**hardware_error))
             yield report
 
-    def _expert(
-        self, parameter: str, weights: torch.Tensor
-    ) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    def _expert(self, parameter: str, weights: Tensor) -> Callable[[int, Tensor], Tensor]:
         """One linear layer of an expert, for `plain_experts`; weights: unpacked, of all experts."""
         if quantized := self.quantized:
             return lambda expert, x: quantized.linear(parameter, x, weights[expert], expert=expert)
@@ -240,7 +239,7 @@ class RolloutEngine:
             self.load_tensors((name, torch.from_numpy(array)) for name, array in part.items())
 
     @torch.no_grad()
-    def load_tensors(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_tensors(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Loads weights given as (name, tensor)."""
         self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
 
@@ -299,6 +298,6 @@ class RolloutEngine:
                 moved.append({target: movement(weight, base, update, dither, pair)})
         return join(moved)
 
-    def _by_name(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """By Hugging Face names what is in tensors that have vLLM's."""
         return {held.name: held.part for held in take_apart(self.model, tensors.items())}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_qerl.families.tensors import ParameterMapping
 from mindspeed_qerl.local.checkpoint import read_tensors
@@ -85,8 +85,8 @@ class ShardedAdapters:
         return factors
 
     def whole(
-        self, mapping: ParameterMapping, layer: LoRALinear, factor: nn.Parameter, part: torch.Tensor
-    ) -> torch.Tensor | None:
+        self, mapping: ParameterMapping, layer: LoRALinear, factor: nn.Parameter, part: Tensor
+    ) -> Tensor | None:
         """A factor, its gradient or a moment of it from each rank's part; None where another rank
         hands it over.
         """
@@ -126,7 +126,7 @@ class ShardedAdapters:
         for _, layer in self.layers:
             layer.forget_merged()
 
-    def _states(self, layer: LoRALinear) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    def _states(self, layer: LoRALinear) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yields what a checkpoint holds of a layer, (name, factor, this rank's part): the factors,
         and AdamW's moments of them.
         """

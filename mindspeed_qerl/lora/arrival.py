@@ -10,10 +10,11 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.lora.held import EXPERT_PARTS, Held
 
-Factors = tuple[torch.Tensor, torch.Tensor, float]  # A, B and scaling of an adapter
+Factors = tuple[Tensor, Tensor, float]  # A, B and scaling of an adapter
 # as transformers 5 stacks experts -> as vLLM stacks them
 STACKED = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PREFIX = re.compile(r"^(base_model\.model\.)?|\.base_layer(?=\.)")  # of PEFT
@@ -28,10 +29,10 @@ class Sample:
         exact: the values before any rounding, up to constants; None: not known.
     """
 
-    values: torch.Tensor
-    index: torch.Tensor
+    values: Tensor
+    index: Tensor
     shape: torch.Size
-    exact: torch.Tensor | None
+    exact: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Arrival:
         self.before: dict[str, Sample] = {}
         self.adapters: Mapping[str, list[Factors]] = {}
         # by name and place: what was sent first, and what was held then
-        self.first: dict[tuple[str, tuple[int, ...]], tuple[Sample, torch.Tensor]] = {}
+        self.first: dict[tuple[str, tuple[int, ...]], tuple[Sample, Tensor]] = {}
         self.share: dict[str, Any] = {}
 
     def begin(self, adapters: Mapping[str, list[Factors]] | None = None) -> None:
@@ -74,7 +75,7 @@ class Arrival:
             self.before = self.sent
             self.sent = {}
 
-    def expect(self, name: str, tensor: torch.Tensor, sent: torch.Tensor | None = None) -> None:
+    def expect(self, name: str, tensor: Tensor, sent: Tensor | None = None) -> None:
         """`tensor` is sent under a name of transformers, of PEFT, or of stacked experts; `sent`:
         what it is rounded to before.
         """
@@ -85,7 +86,7 @@ class Arrival:
             known = self._exact(part_name, exact, index)
             self.sent[part_name] = Sample(values, index, part.shape, known)
 
-    def _exact(self, name: str, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+    def _exact(self, name: str, tensor: Tensor, index: Tensor) -> Tensor | None:
         adapters = self.adapters.get(name, [])
         if adapters and all(b.shape[:1] + a.shape[1:] == tensor.shape for a, b, _ in adapters):
             update = torch.zeros(len(index))
@@ -114,7 +115,7 @@ class Arrival:
         """
         failures = []
         names = set()
-        moves: list[torch.Tensor] = []
+        moves: list[Tensor] = []
         for part in held:
             names.add(part.name)
             if part.name not in self.sent:
@@ -134,7 +135,7 @@ class Arrival:
                 failures.append(Failure(name, "no module of the rollout model has it"))
         return sorted(failures, key=lambda failure: failure.name)
 
-    def _moves(self, held: Held, values: torch.Tensor, inside: torch.Tensor) -> list[torch.Tensor]:
+    def _moves(self, held: Held, values: Tensor, inside: Tensor) -> list[Tensor]:
         """Returns of M, what the elements moved since the first sync, and of U, by how much they
         should have: [<M, U>, <U, U>, variance of <M, U>]; NaN if they moved, and U is not known.
 
@@ -150,7 +151,7 @@ class Arrival:
         variance = variance_of_rounding(values.double(), update, torch.finfo(values.dtype).eps)
         return [torch.stack([moved * update, update**2, variance * update**2]).sum(1)]
 
-    def _problem(self, held: Held, values: torch.Tensor, inside: torch.Tensor) -> str | None:
+    def _problem(self, held: Held, values: Tensor, inside: Tensor) -> str | None:
         sample = self.sent[held.name]
         if self._equal(values, sample.values[inside]):
             return None
@@ -171,7 +172,7 @@ class Arrival:
         wrong = values != sample.values[inside].to(values.dtype)
         return f"{int(wrong.sum())} of {len(values)} sampled elements differ"
 
-    def _equal(self, values: torch.Tensor, sent: torch.Tensor) -> bool:
+    def _equal(self, values: Tensor, sent: Tensor) -> bool:
         """Returns True if `values` are those that were sent, rounded to their dtype."""
         sent = sent.to(values.dtype)
         if not self.tolerance:
@@ -181,7 +182,7 @@ class Arrival:
         return bool(((values.float() - sent.float()).abs() <= allowed).all())
 
 
-def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def parts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """`tensor` by its name without PEFT's prefixes; of stacked experts a view of each one's
     weights.
     """
@@ -197,9 +198,7 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
             yield f"{parent}.{expert}.{part_name}.weight", part
 
 
-def variance_of_rounding(
-    weight: torch.Tensor, update: torch.Tensor, epsilon: float
-) -> torch.Tensor:
+def variance_of_rounding(weight: Tensor, update: Tensor, epsilon: float) -> Tensor:
     """Returns by element the variance of base + update, which lies p of the way between two steps
     of a grid and is rounded to them without bias: p (1 - p) spacing^2. weight: the sum, rounded.
     """
@@ -217,14 +216,14 @@ def share_of(product: float, square: float, variance: float) -> dict[str, float]
     return {"arrived": product / square, "arrived_error": math.sqrt(variance) / square}
 
 
-def _elements(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _elements(tensor: Tensor, index: Tensor) -> Tensor:
     """Copies those at `index` [elements, dimensions] to the CPU."""
     return tensor[tuple(index.to(tensor.device).T)].to("cpu", copy=True)
 
 
 def scaled_adapters(
-    tensors: Mapping[str, torch.Tensor], peft_config: Mapping[str, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of PEFT's adapters, with (alpha / r) in B, as vLLM serves them."""
     rank = peft_config["r"]
     root = math.sqrt(rank) if peft_config.get("use_rslora") else rank
@@ -234,7 +233,7 @@ def scaled_adapters(
 
 
 @cache
-def positions(shape: torch.Size, elements: int) -> torch.Tensor:
+def positions(shape: torch.Size, elements: int) -> Tensor:
     """Indices [elements, dimensions] of a sample that depends on the shape alone; of all elements
     if there are no more, or `elements` is 0.
 

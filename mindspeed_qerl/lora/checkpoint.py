@@ -17,6 +17,7 @@ from itertools import count, product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folders
 from mindspeed_qerl.families import ModelShape, shape_of_arguments
@@ -35,8 +36,8 @@ REBUILT = {
     ("torch._utils", "_rebuild_tensor_v2"),
 }
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Tensors = dict[str, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
+Tensors = dict[str, Tensor]
 Shards = dict[tuple[int, int], Tensors]  # by (tensor rank, expert rank)
 Table = dict[str, ParameterMapping]  # by Megatron's module
 
@@ -58,13 +59,13 @@ class Adapters:
     base: str | None = None
     run: str | None = None
 
-    def delta(self, module: str) -> torch.Tensor:
+    def delta(self, module: str) -> Tensor:
         """(alpha / rank) B A of one module, float32 [out, in]."""
         a, b = self.weights[module]
         return (self.alpha / self.rank) * (b.float() @ a.float())
 
 
-def parts(mapping: ParameterMapping, a: torch.Tensor, b: torch.Tensor) -> dict[str, Pair]:
+def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> dict[str, Pair]:
     """The adapter of each HF module that Megatron fuses in one: they have A in common."""
     return {
         name.removesuffix(".weight"): (a, part)
@@ -214,7 +215,7 @@ def _experts(
     return found
 
 
-def replicated(copies: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+def replicated(copies: Sequence[Tensor], name: str) -> Tensor:
     """The tensor that several ranks hold; ValueError if they do not hold the same."""
     if not all(torch.equal(copy, copies[0]) for copy in copies[1:]):
         raise ValueError(

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 # vLLM's fused module -> the modules of transformers whose outputs it concatenates
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
-Part = tuple[str, torch.Tensor, tuple[int, ...]]  # the first three of a Held
+Part = tuple[str, Tensor, tuple[int, ...]]  # the first three of a Held
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,17 @@ class Held:
     """
 
     name: str
-    part: torch.Tensor
+    part: Tensor
     start: tuple[int, ...]
     parameter: str = ""
 
 
-def held_parts(model: torch.nn.Module) -> Iterator[Held]:
+def held_parts(model: nn.Module) -> Iterator[Held]:
     """All parameters of vLLM's `model` that this worker holds, apart; without adapters."""
     return take_apart(model, kernel_tensors(model))
 
 
-def kernel_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def kernel_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(vLLM's name, tensor) of each parameter, as kernels compute with it. On CPUs that may be a
     packed copy, which a new `weight` does not reach: the image of the identity then.
     """
@@ -54,9 +55,7 @@ def kernel_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             yield f"{path}.{kind}", tensor.detach()
 
 
-def take_apart(
-    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> Iterator[Held]:
+def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Held]:
     """Takes apart what is fused or stacked in `tensors`, which have the names and shapes of
     parameters of vLLM's `model`.
     """
@@ -78,7 +77,7 @@ def take_apart(
             yield Held(*part, parameter)
 
 
-def held_adapters(model: torch.nn.Module, slot: int) -> Iterator[Held]:
+def held_adapters(model: nn.Module, slot: int) -> Iterator[Held]:
     """The adapters beside the weights, in vLLM's `slot`, as "...lora_A.weight" [r, in] and
     "...lora_B.weight" [out, r], which has the scaling in it; those of linear layers.
     """
@@ -96,7 +95,7 @@ def held_adapters(model: torch.nn.Module, slot: int) -> Iterator[Held]:
             yield Held(f"{parent}.{part_name}.lora_B.weight", b, (row, 0))
 
 
-def _linear(name: str, module: torch.nn.Module, kind: str, tensor: torch.Tensor) -> Iterator[Part]:
+def _linear(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterator[Part]:
     parent, _, leaf = name.rpartition(".")
     leaves = FUSED.get(leaf, (leaf,))
     sizes = getattr(module, "output_partition_sizes", [len(tensor)])
@@ -105,7 +104,7 @@ def _linear(name: str, module: torch.nn.Module, kind: str, tensor: torch.Tensor)
         yield f"{parent}.{part_name}.{kind}", part, start[: part.dim()]
 
 
-def _start(module: torch.nn.Module, leaf: str, rows: int, columns: int) -> tuple[int, int]:
+def _start(module: nn.Module, leaf: str, rows: int, columns: int) -> tuple[int, int]:
     """Row and column of this rank's part [rows, columns] in the whole weight of vLLM's `module`."""
     rank = getattr(module, "tp_rank", 0)
     whole = getattr(module, "input_size", columns)
@@ -116,14 +115,14 @@ def _start(module: torch.nn.Module, leaf: str, rows: int, columns: int) -> tuple
     return rank * rows, 0
 
 
-def _vocabulary(name: str, module: torch.nn.Module, tensor: torch.Tensor) -> Iterator[Part]:
+def _vocabulary(name: str, module: nn.Module, tensor: Tensor) -> Iterator[Part]:
     """Rows of the embedding or output layer, without the padding."""
     first = module.shard_indices.org_vocab_start_index
     rows = tensor[: module.shard_indices.org_vocab_end_index - first]
     yield f"{name}.weight", rows, (first, 0)
 
 
-def _experts(name: str, module: torch.nn.Module, kind: str, tensor: torch.Tensor) -> Iterator[Part]:
+def _experts(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterator[Part]:
     """Each expert's weights. vllm-ascend holds them as [in, out] (ops/common_fused_moe.py)."""
     places = getattr(module, "expert_map", None)
     if places is None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.lora.arrival import share_of, variance_of_rounding
 from mindspeed_qerl.lora.rounding import Dither, rounded
@@ -25,11 +26,11 @@ JOINED: dict[tuple[str, ...], Callable[[Iterable[float]], float]] = {
 
 
 def movement(
-    weight: torch.Tensor,
-    base: torch.Tensor,
-    update: torch.Tensor,
+    weight: Tensor,
+    base: Tensor,
+    update: Tensor,
     dither: Dither,
-    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
+    quantized: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, float]:
     """Compares one weight, or a rank's part of it, with its base and with base + update rounded to
     its dtype.
@@ -114,6 +115,6 @@ def arrival_metrics(movement: Movement) -> dict[str, float]:
     return metrics
 
 
-def _sum(tensor: torch.Tensor) -> float:
+def _sum(tensor: Tensor) -> float:
     """Sums all elements; an NPU does so in float32, a row at a time."""
     return tensor.sum(-1).cpu().double().sum().item()

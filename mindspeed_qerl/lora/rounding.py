@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.families.tensors import ROW, ParameterMapping
 
@@ -30,8 +31,8 @@ class Dither:
             last one.
     """
 
-    down: torch.Tensor
-    across: torch.Tensor
+    down: Tensor
+    across: Tensor
 
     def to(self, device: torch.device) -> "Dither":
         """Copies it to another device."""
@@ -42,7 +43,7 @@ class Dither:
         down = self.down.narrow(0, start[0], shape[0])
         return Dither(down, self.across.narrow(0, start[1], shape[1]))
 
-    def rounded(self, exact: torch.Tensor) -> torch.Tensor:
+    def rounded(self, exact: Tensor) -> Tensor:
         """Rounds float32 [..., n, m] to bfloat16, without bias.
 
         >>> exact = torch.full((64, 64), 1 + 2**-9)  # a quarter of the way from 1 to 1 + 2**-7
@@ -56,7 +57,7 @@ class Dither:
         return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
-def rounded(exact: torch.Tensor, dtype: torch.dtype, dither: Dither) -> torch.Tensor:
+def rounded(exact: Tensor, dtype: torch.dtype, dither: Dither) -> Tensor:
     """Returns float32 `exact` in `dtype`: in bfloat16 without bias, else rounded to nearest."""
     return dither.rounded(exact) if dtype == torch.bfloat16 else exact.to(dtype)
 
@@ -86,9 +87,7 @@ def dither_of_part(
     return Dither(down, across)
 
 
-def merged(
-    weight: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scaling: float, dither: Dither | None
-) -> torch.Tensor:
+def merged(weight: Tensor, b: Tensor, a: Tensor, scaling: float, dither: Dither | None) -> Tensor:
     """Returns weight + scaling * b @ a in the dtype of `weight` [n, m], computed in float32 and
     rounded once: by `dither`, which weights in bfloat16 have, else to nearest. b: [n, r], a: [r, m]
     """
@@ -107,23 +106,23 @@ def merged(
     return result
 
 
-def _output_bits(name: str, count: int) -> torch.Tensor:
+def _output_bits(name: str, count: int) -> Tensor:
     """int32 [count], one for each row of the Hugging Face tensor `name`."""
     return _hashed(count, zlib.crc32(name.encode()))
 
 
-def _input_bits(count: int) -> torch.Tensor:
+def _input_bits(count: int) -> Tensor:
     """int32 [count], one for each column of any tensor."""
     return _hashed(count, 0)
 
 
-def _hashed(count: int, seed: int) -> torch.Tensor:
+def _hashed(count: int, seed: int) -> Tensor:
     """Hashes 0 to count - 1 with `seed` into odd int32, by MurmurHash3's finalizer (Appleby)."""
     numbers = _mixed(_mixed(torch.arange(count)) ^ seed) | 1
     return (numbers - ((numbers >> 31) << 32)).to(torch.int32)
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+def _mixed(numbers: Tensor) -> Tensor:
     """int64 of 32 bits to the same."""
     numbers = (numbers + 0x9E3779B9) & 0xFFFFFFFF
     numbers = ((numbers ^ (numbers >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF

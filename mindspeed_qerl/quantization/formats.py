@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -35,7 +36,7 @@ E2M1_EXPONENT = 2
 E8M0_RANGE = (2.0**-127, 2.0**127)  # of scales, which have no sign and no mantissa
 
 
-def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+def to_e4m3(x: Tensor) -> Tensor:
     """The nearest number of E4M3 (a sign, 4 bits of exponent, 3 of mantissa) to float32, at most
     448; in arithmetic that every device has (a 910C has no dtype for it).
 
@@ -49,7 +50,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return (x / step).round() * step
 
 
-def to_e2m1(x: torch.Tensor) -> torch.Tensor:
+def to_e2m1(x: Tensor) -> Tensor:
     """The nearest number of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4 or 6, with a sign.
 
     >>> to_e2m1(torch.tensor([0.25, 0.75, 2.5, 3.5, 5.0, -7.0]))
@@ -62,7 +63,7 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
     return ((x / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
 
 
-def quantize_int8(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+def quantize_int8(x: Tensor, amax: Tensor | None = None) -> Tensor:
     """Each row (the last dimension) in int8 with a scale of its own; float32 of x's shape.
 
     amax: of the whole rows, float32 [..., 1], where x has only a part of each.
@@ -75,9 +76,7 @@ def quantize_int8(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Te
     return integers * scale
 
 
-def int8_and_scale(
-    x: torch.Tensor, amax: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def int8_and_scale(x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The whole numbers of `quantize_int8`, from -127 to 127 in float32, and the scales [..., 1].
 
     >>> int8_and_scale(torch.tensor([[254.0, 3.0]]))
@@ -87,7 +86,7 @@ def int8_and_scale(
     return _divide(x.float(), scale).round().clamp(-INT8_MAX, INT8_MAX), scale
 
 
-def quantize_fp8(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
+def quantize_fp8(x: Tensor, rows: int = 1) -> Tensor:
     """Blocks of `rows` x 128 in E4M3, those at the edges smaller, with float32 scales;
     float32 of x's shape.
 
@@ -106,9 +105,7 @@ def quantize_fp8(x: torch.Tensor, rows: int = 1) -> torch.Tensor:
     return whole[..., :height, :width].reshape(x.shape).contiguous()
 
 
-def quantize_mx(
-    x: torch.Tensor, element: Callable[[torch.Tensor], torch.Tensor], exponent: int
-) -> torch.Tensor:
+def quantize_mx(x: Tensor, element: Callable[[Tensor], Tensor], exponent: int) -> Tensor:
     """Blocks of 32 along the last dimension with a power of two as their scale (OCP MX 1.0);
     float32, x's shape.
 
@@ -128,7 +125,7 @@ def quantize_mx(
     return (element(_divide(blocks, scale)) * scale).flatten(-2)
 
 
-def quantize_nvfp4(x: torch.Tensor, amax: torch.Tensor | None = None) -> torch.Tensor:
+def quantize_nvfp4(x: Tensor, amax: Tensor | None = None) -> Tensor:
     """Blocks of 16 along the last dimension in E2M1, with scales in E4M3 and one float32 for the
     tensor; float32.
 
@@ -159,17 +156,17 @@ class Format:
     blocks have scales of their own alone.
     """
 
-    weight: Callable[..., torch.Tensor]
-    activation: Callable[[torch.Tensor], torch.Tensor] | None
-    amax: Callable[[torch.Tensor], torch.Tensor] | None = None
+    weight: Callable[..., Tensor]
+    activation: Callable[[Tensor], Tensor] | None
+    amax: Callable[[Tensor], Tensor] | None = None
 
 
-def _amax(x: torch.Tensor) -> torch.Tensor:
+def _amax(x: Tensor) -> Tensor:
     """[..., n] -> float32 [..., 1]."""
     return x.abs().amax(-1, keepdim=True).float()
 
 
-def _amax_of_tensor(x: torch.Tensor) -> torch.Tensor:
+def _amax_of_tensor(x: Tensor) -> Tensor:
     """float32 []."""
     return x.abs().amax().float()
 
@@ -184,19 +181,19 @@ FORMATS = {
 }
 
 
-def _power_of_two(x: torch.Tensor) -> torch.Tensor:
+def _power_of_two(x: Tensor) -> Tensor:
     """The largest power of two that is not above |x|, by the exponent's bits of float32; 0 below
     2^-126.
     """
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def _divide(x: torch.Tensor | float, scale: torch.Tensor) -> torch.Tensor:
+def _divide(x: Tensor | float, scale: Tensor) -> Tensor:
     """x / scale, and 0 where the scale is 0: there x is 0, or too small for any scale."""
     return torch.where(scale > 0, x / scale, 0.0)
 
 
-def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+def _blocks(x: Tensor, size: int) -> Tensor:
     """[..., n] -> float32 [..., n / size, size]."""
     if x.shape[-1] % size:
         raise ValueError(f"blocks of {size} along the inputs do not fill rows of {x.shape[-1]}")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.quantization.formats import FORMATS
 
@@ -25,7 +26,7 @@ def is_quantized(name: str) -> bool:
     return name.endswith(tuple(f".{linear}.weight" for linear in LINEARS))
 
 
-def squares(error: torch.Tensor, synced: torch.Tensor) -> torch.Tensor:
+def squares(error: Tensor, synced: Tensor) -> Tensor:
     """float32 [2]: the sums of squares of a tensor's error, and of the tensor."""
     return torch.stack([error.float().square().sum(), synced.float().square().sum()])
 
@@ -63,19 +64,19 @@ class QuantizedWeights:
             format that quantizes those; else empty.
     """
 
-    def __init__(self, format: str, beside: bool, base: Mapping[str, torch.Tensor]):
+    def __init__(self, format: str, beside: bool, base: Mapping[str, Tensor]):
         self.format = FORMATS[format]
         self.synced = dict(base)
         self.used = {name: self.rounded(weight) for name, weight in base.items()}
         self._base = (dict(base), dict(self.used)) if beside else None
-        self.adapters: dict[str, torch.Tensor] = {}
+        self.adapters: dict[str, Tensor] = {}
         self._received: set[str] = set()
 
-    def rounded(self, weight: torch.Tensor) -> torch.Tensor:
+    def rounded(self, weight: Tensor) -> Tensor:
         """Returns what kernels multiply with in the place of `weight`."""
         return self.format.weight(weight).to(weight.dtype)
 
-    def receive(self, name: str, weight: torch.Tensor) -> None:
+    def receive(self, name: str, weight: Tensor) -> None:
         """A merged weight of a sync, any float dtype; copied."""
         self.synced[name] = weight.to(self.synced[name].dtype, copy=True)
         self._received.add(name)
@@ -95,7 +96,7 @@ class QuantizedWeights:
                 self.used[name] = (rounded.float() + update).to(weight.dtype)
         self._received.clear()
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         """(name, synced, used, adapter) of each; an adapter that is merged is 0."""
         return (
             (name, synced, self.used[name], self.adapters.get(name, torch.zeros_like(synced)))

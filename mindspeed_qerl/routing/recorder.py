@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mindspeed_qerl.routing.routes import Routers, answer_of
 
@@ -37,7 +38,7 @@ class RouteRecorder:
         # of a request bool [max_len]: positions that were computed
         self.known: dict[str, np.ndarray] = {}
         # of the forward pass under way, by layer
-        self.chosen: dict[int, torch.Tensor] | None = None
+        self.chosen: dict[int, Tensor] | None = None
         # of it: each request's first position, in the order of the rows
         self.starts: dict[str, int] = {}
         self.is_recording = False
@@ -70,7 +71,7 @@ class RouteRecorder:
             del self.runner.execute_model  # the class's own is there again
             self.is_recording = False
 
-    def capture(self, layer: int, ids: torch.Tensor) -> None:
+    def capture(self, layer: int, ids: Tensor) -> None:
         """Take what the router of `layer`, counted over the whole model, chose: ids of experts
         [rows, top_k], a row for each token of this pass in the runner's order; more rows are
         padding.
@@ -90,7 +91,7 @@ class RouteRecorder:
             }
         self.chosen[layer] = ids.to(self.on_device)  # a copy: ids may be overwritten
 
-    def own_rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def own_rows(self, ids: Tensor) -> Tensor:
         """Returns what the layers chose [rows, layers, top_k] as rows in the runner's order: as
         they are, for an engine whose routers see them so.
         """
