@@ -77,7 +77,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: `path` exists and is not an empty directory. It is left alone.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(
             f"{path} exists already: choose another output directory, or remove it first"
         )

@@ -214,8 +214,7 @@ def add_dither(
     for name, layer in lora_layers(model):
         mapping = mappings[f"{name}.weight"]
         weight = layer.base_layer.weight
-        dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size)
-        weight.dither = dither.to(weight.device)
+        weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(weight.device)
 
 
 def _shifted(name: str, parent: str, offset: int) -> str:

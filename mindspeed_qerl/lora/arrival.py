@@ -82,9 +82,8 @@ class Arrival:
         parts = parts_of(name, tensor if sent is None else sent)
         for (part_name, exact), (_, part) in zip(parts_of(name, tensor), parts):
             index = positions(part.shape, self.elements)
-            values = _elements(part, index)
             known = self._exact(part_name, exact, index)
-            self.sent[part_name] = Sample(values, index, part.shape, known)
+            self.sent[part_name] = Sample(_elements(part, index), index, part.shape, known)
 
     def _exact(self, name: str, tensor: Tensor, index: Tensor) -> Tensor | None:
         adapters = self.adapters.get(name, [])

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, product
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -25,10 +26,10 @@ from mindspeed_qerl.families.tensors import ROW, ParameterMapping, mappings
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
-EXPERTS = {
-    "weight1": "linear_fc1",
-    "weight2": "linear_fc2",
-}  # grouped experts' weights, and LoRA's targets
+EXPERTS = {  # grouped experts' weights, and LoRA's targets
+    "mlp.experts.weight1": "linear_fc1",
+    "mlp.experts.weight2": "linear_fc2",
+}
 # what unpickling makes as it was
 REBUILT = {
     ("argparse", "Namespace"),
@@ -40,6 +41,9 @@ Pair = tuple[Tensor, Tensor]
 Tensors = dict[str, Tensor]
 Shards = dict[tuple[int, int], Tensors]  # by (tensor rank, expert rank)
 Table = dict[str, ParameterMapping]  # by Megatron's module
+_sizes = attrgetter(
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ def whole_adapters(
     """
     found: dict[str, Pair] = {}
     for layer, module in sorted(_modules(shards)):
-        unshard = _experts if module.removeprefix("mlp.experts.") in EXPERTS else _unshard
+        unshard = _experts if module in EXPERTS else _unshard
         pairs = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
         found |= {
             name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
@@ -195,7 +199,7 @@ def _experts(
     the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target = EXPERTS[module.removeprefix("mlp.experts.")]
+    target = EXPERTS[module]
     r = args.lora_r
     found: dict[str, Pair] = {}
     number = count()
@@ -293,14 +297,6 @@ def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
             )
         stages[stage][tensor, expert] = adapters
     return args, stages
-
-
-def _sizes(args: Namespace) -> tuple[int, int, int]:
-    return (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.expert_model_parallel_size,
-    )
 
 
 def _read(file: Path) -> dict:

@@ -96,8 +96,7 @@ def join(movements: Iterable[Movement]) -> Movement:
         for keys, together in JOINED.items():
             for key in keys:
                 whole[key] = together(entry[key] for entry in entries)
-        share = share_of(whole["product"], whole["square"], whole["variance"])
-        joined[target] = whole | share
+        joined[target] = whole | share_of(whole["product"], whole["square"], whole["variance"])
     return joined
 
 
