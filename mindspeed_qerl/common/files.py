@@ -150,6 +150,5 @@ def forget_shared_memory() -> None:
     """Take the names off the shared memory that vLLM made and this process has mapped, once all
     engines have it: of engines that are killed nothing is left.
     """
-    mapped = Path("/proc/self/maps").read_text()
-    for path in re.findall(r"/dev/shm/(?:psm_|.*cpushm).*", mapped):
+    for path in re.findall(r"/dev/shm/(?:psm_|.*cpushm).*", Path("/proc/self/maps").read_text()):
         Path(path).unlink(missing_ok=True)

@@ -176,8 +176,7 @@ class Arrival:
         sent = sent.to(values.dtype)
         if not self.tolerance:
             return torch.equal(values, sent)
-        largest = sent.float().abs().max().item()
-        allowed = self.tolerance * torch.finfo(values.dtype).eps * largest
+        allowed = self.tolerance * torch.finfo(values.dtype).eps * sent.float().abs().max().item()
         return bool(((values.float() - sent.float()).abs() <= allowed).all())
 
 

@@ -38,6 +38,7 @@ REBUILT = {
 }
 
 Pair = tuple[Tensor, Tensor]
+Pairs = dict[str, Pair]  # by Hugging Face module
 Tensors = dict[str, Tensor]
 Shards = dict[tuple[int, int], Tensors]  # by (tensor rank, expert rank)
 Table = dict[str, ParameterMapping]  # by Megatron's module
@@ -56,7 +57,7 @@ class Adapters:
     run; None: not known.
     """
 
-    weights: dict[str, Pair]
+    weights: Pairs
     rank: int
     alpha: float
     iteration: int
@@ -69,7 +70,7 @@ class Adapters:
         return (self.alpha / self.rank) * (b.float() @ a.float())
 
 
-def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> dict[str, Pair]:
+def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> Pairs:
     """The adapter of each HF module that Megatron fuses in one: they have A in common."""
     return {
         name.removesuffix(".weight"): (a, part)
@@ -88,7 +89,7 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, stages = _read_ranks(directory)
     table = table_of_layer(shape_of_arguments(vars(args)))
-    weights: dict[str, Pair] = {}
+    weights: Pairs = {}
     layers_before = 0
     for shards in stages:
         weights |= whole_adapters(shards, args, table, layers_before)
@@ -125,7 +126,7 @@ def whole_adapters(
     args: Namespace,
     table: Table,
     layers_before: int,
-) -> dict[str, Pair]:
+) -> Pairs:
     """(A, B) by Hugging Face module name, of one pipeline stage.
 
     Args:
@@ -136,7 +137,7 @@ def whole_adapters(
     Raises:
         ValueError: copies of a tensor differ, or an adapter has no name in a Hugging Face model.
     """
-    found: dict[str, Pair] = {}
+    found: Pairs = {}
     for layer, module in sorted(_modules(shards)):
         unshard = _experts if module in EXPERTS else _unshard
         pairs = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
@@ -149,8 +150,7 @@ def whole_adapters(
 
 def _modules(shards: Shards) -> set[tuple[int, str]]:
     """(layer, module) of a stage's adapters."""
-    matches = map(ADAPTER.match, shards[0, 0])
-    return {(int(match[1]), match[2]) for match in matches if match}
+    return {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0]) if match}
 
 
 def _unshard(
@@ -159,7 +159,7 @@ def _unshard(
     shards: Shards,
     args: Namespace,
     table: Table,
-) -> dict[str, Pair]:
+) -> Pairs:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
     shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer,
@@ -190,7 +190,7 @@ def _experts(
     shards: Shards,
     args: Namespace,
     table: Table,
-) -> dict[str, Pair]:
+) -> Pairs:
     """Joins grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
     "mlp.experts.weight2" (f -> h).
 
@@ -201,7 +201,7 @@ def _experts(
     """
     target = EXPERTS[module]
     r = args.lora_r
-    found: dict[str, Pair] = {}
+    found: Pairs = {}
     number = count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:

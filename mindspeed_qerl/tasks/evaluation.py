@@ -44,8 +44,7 @@ def evaluate_answers(
         ConfigError: an unknown verifier. RewardError: it failed.
     """
     row_of_text = [row for row in rows for _ in range(n)]
-    total, _ = score([(verifier, 1.0)], texts, row_of_text)
-    scores = total.reshape(-1, n)
+    scores = score([(verifier, 1.0)], texts, row_of_text)[0].reshape(-1, n)
     per_problem = scores.mean(1)
     low, high = interval(scores)
     result = {
