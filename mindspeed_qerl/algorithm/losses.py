@@ -162,10 +162,7 @@ def loss(
 
 
 def correction_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    correction: Correction,
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, correction: Correction
 ) -> tuple[Tensor, Metrics]:
     """Returns what the policy loss of each token is multiplied by, for answers that were sampled by
     another policy than the one that is trained: by noise, other kernels, other hardware; r =

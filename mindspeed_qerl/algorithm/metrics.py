@@ -154,10 +154,7 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
 
 
 def kl_estimate(
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    kind: str = "low_var_kl",
-    most: float = math.inf,
+    logprobs: Tensor, reference_logprobs: Tensor, kind: str = "low_var_kl", most: float = math.inf
 ) -> Tensor:
     """Schulman's estimates of KL(policy || reference) of each token
     (joschu.net/blog/kl-approx.html), with d = policy - reference, by MindSpeed-RL's names

@@ -118,7 +118,10 @@ def _judged(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[Compar
     """The runs that may be averaged in, and those that may not with all reasons: a run's own
     faults, what differs from most, and a seed that a newer run has.
     """
-    usual = _usual([_conditions(run) for run in runs if not run.faults])
+    judged_by = [_conditions(run) for run in runs if not run.faults]
+    usual = {}  # what most have under each name; if there is no most, what the first one has
+    for name in dict.fromkeys(chain.from_iterable(judged_by)):
+        usual[name] = json.loads(mode(_text(each.get(name)) for each in judged_by))
     newest: dict[tuple[str, int], ComparedRun] = {}
     left_out = []
     for run in sorted(runs, key=attrgetter("started", "path"), reverse=True):
@@ -145,14 +148,6 @@ def _conditions(run: ComparedRun) -> dict[str, Any]:
         for key, value in getattr(run, field).items():
             conditions[f"{words}: {key}"] = value
     return conditions
-
-
-def _usual(conditions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what most have under each name; if there is no most, what the first one has."""
-    usual = {}
-    for name in dict.fromkeys(chain.from_iterable(conditions)):
-        usual[name] = json.loads(mode(_text(each.get(name)) for each in conditions))
-    return usual
 
 
 def _text(value: Any) -> str:

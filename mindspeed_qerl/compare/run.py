@@ -188,11 +188,7 @@ def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
 
 
 def _faults(
-    run: RunDirectory,
-    config: Config,
-    rows: Rows,
-    scores: Scores,
-    evaluation: str | None,
+    run: RunDirectory, config: Config, rows: Rows, scores: Scores, evaluation: str | None
 ) -> Iterable[str]:
     """Why a run is not the result of what its config says."""
     status = run.status()

@@ -129,12 +129,7 @@ class LoRALinear(nn.Module):
 
 
 def call_merged(
-    layer: nn.Module,
-    weight: Tensor,
-    update: Callable[[Tensor], Tensor],
-    x: Tensor,
-    *args,
-    **kwargs,
+    layer: nn.Module, weight: Tensor, update: Callable[[Tensor], Tensor], x: Tensor, *args, **kwargs
 ) -> tuple[Tensor, Tensor | None]:
     """Returns what Megatron's linear `layer` gives with `weight` in the place of its own: (output,
     bias). The gradient of the output goes to x by `weight`, and to A and B by `update`, which

@@ -121,12 +121,7 @@ def table_of_layer(shape: ModelShape) -> Table:
     }
 
 
-def whole_adapters(
-    shards: Shards,
-    args: Namespace,
-    table: Table,
-    layers_before: int,
-) -> Pairs:
+def whole_adapters(shards: Shards, args: Namespace, table: Table, layers_before: int) -> Pairs:
     """(A, B) by Hugging Face module name, of one pipeline stage.
 
     Args:
@@ -153,13 +148,7 @@ def _modules(shards: Shards) -> set[tuple[int, str]]:
     return {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0]) if match}
 
 
-def _unshard(
-    module: str,
-    prefix: str,
-    shards: Shards,
-    args: Namespace,
-    table: Table,
-) -> Pairs:
+def _unshard(module: str, prefix: str, shards: Shards, args: Namespace, table: Table) -> Pairs:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
     shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer,
@@ -184,13 +173,7 @@ def _unshard(
     return parts(mapping, replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
-def _experts(
-    module: str,
-    prefix: str,
-    shards: Shards,
-    args: Namespace,
-    table: Table,
-) -> Pairs:
+def _experts(module: str, prefix: str, shards: Shards, args: Namespace, table: Table) -> Pairs:
     """Joins grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
     "mlp.experts.weight2" (f -> h).
 

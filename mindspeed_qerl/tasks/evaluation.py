@@ -10,11 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.tasks.gsm8k.verifier import (
-    METHOD_OF_VERIFIER,
-    RULES,
-    extract_with_rule,
-)
+from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
 from mindspeed_qerl.tasks.rewards import score
 from mindspeed_qerl.tasks.rows import Rows
 

@@ -130,10 +130,7 @@ def check_template(tokenizer: Any, template_kwargs: Variables | None) -> None:
 
 
 def chat_ids(
-    tokenizer: Any,
-    row: Row,
-    at: datetime | None,
-    template_kwargs: Variables | None,
+    tokenizer: Any, row: Row, at: datetime | None, template_kwargs: Variables | None
 ) -> list[int]:
     """Token ids of the chat template applied to the row's messages, up to where the model's answer
     begins.

@@ -81,10 +81,7 @@ def score(
 
 
 def _weighted(
-    verifiers: Verifiers,
-    scores: dict[str, np.ndarray],
-    responses: Sequence[str],
-    rows: Rows,
+    verifiers: Verifiers, scores: dict[str, np.ndarray], responses: Sequence[str], rows: Rows
 ) -> np.ndarray:
     """The sum of weight times score; in `scores` a reward that leaves a row to others becomes 0."""
     skipped = np.isnan([*scores.values()]).all(axis=0)
@@ -219,11 +216,7 @@ def _check_places(parameters: Iterable[str]) -> None:
 
 
 def _arguments(
-    reward: Reward,
-    form: str,
-    parameters: Sequence[str],
-    responses: Sequence[str],
-    rows: Rows,
+    reward: Reward, form: str, parameters: Sequence[str], responses: Sequence[str], rows: Rows
 ) -> dict[str, list]:
     """Returns what `reward` is passed: copies of what there is, one for each response, by the
     parameters of `_form_of`.
