@@ -100,7 +100,16 @@ def to_markdown(comparison: Comparison) -> str:
         lines.append(f"- {text}")
     if not comparison.verdicts:
         lines.append("- one group only: nothing to compare it with")
-    lines += ["", "## Accuracy by step", "", *_by_step(comparison, labels)]
+    baseline, *_ = comparison.groups
+    header = ["step", "group", "accuracy", f"difference to {labels[baseline]}"]
+    rows = []
+    for step in comparison.steps:
+        for name, accuracy in comparison.accuracy.items():
+            cells = [str(step), labels[name], interval(accuracy[step]), ""]
+            if difference := comparison.difference.get(name):
+                cells[-1] = interval(difference[step], "+")
+            rows.append(cells)
+    lines += ["", "## Accuracy by step", "", *markdown_table(header, rows)]
     lines += ["", "## Runs", ""]
     for name, runs in comparison.groups.items():
         for run in runs:
@@ -110,19 +119,6 @@ def to_markdown(comparison: Comparison) -> str:
     if EVALUATED_OTHERWISE in "".join(lines):
         lines += ["", EVALUATE_ALIKE]
     return "\n".join(lines) + "\n"
-
-
-def _by_step(comparison: Comparison, labels: dict[str, str]) -> list[str]:
-    """A table with a row for each step and group."""
-    baseline, *_ = comparison.groups
-    rows = []
-    for step in comparison.steps:
-        for name, accuracy in comparison.accuracy.items():
-            cells = [str(step), labels[name], interval(accuracy[step]), ""]
-            if difference := comparison.difference.get(name):
-                cells[-1] = interval(difference[step], "+")
-            rows.append(cells)
-    return markdown_table(["step", "group", "accuracy", f"difference to {labels[baseline]}"], rows)
 
 
 def draw(comparison: Comparison, file: Path) -> None:
