@@ -68,10 +68,7 @@ def rewards_less_kl(
 
 
 def group_advantages(
-    rewards: Tensor,
-    group_size: int,
-    estimator: str = "group_norm",
-    divide_by_std: bool = True,
+    rewards: Tensor, group_size: int, estimator: str = "group_norm", divide_by_std: bool = True
 ) -> Tensor:
     """Returns how much better each answer is than those to the same prompt, computed in float64.
 

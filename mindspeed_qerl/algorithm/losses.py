@@ -117,7 +117,7 @@ def loss(
     """
     inputs = inputs.without_padding()
     mask = inputs.mask
-    count = denominator(inputs.mask, algorithm)
+    count = denominator(mask, algorithm)
     metrics = mismatch(inputs.rollout_logprobs, inputs.old_logprobs, mask)
     per_token, of_tokens = policy_loss(algorithm.loss_mode)(inputs, algorithm)
     if correction.method != "none":
@@ -136,8 +136,9 @@ def loss(
     def mean(values: Tensor) -> Mean:
         return Mean(values.detach().double(), count)
 
-    total = policy = total_of(per_token)
-    metrics["loss/policy"], metrics["loss/kl"] = mean(policy), Mean(0.0, count)
+    total = total_of(per_token)
+    metrics["loss/policy"] = mean(total)
+    metrics["loss/kl"] = Mean(0.0, count)
     if algorithm.loss_has_kl:
         kl_per_token = kl_estimate(
             inputs.logprobs, inputs.reference_logprobs, algorithm.kl_penalty, MOST_LOG_RATIO
@@ -161,10 +162,7 @@ def loss(
 
 
 def correction_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    correction: Correction,
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, correction: Correction
 ) -> tuple[Tensor, Metrics]:
     """Returns what the policy loss of each token is multiplied by, for answers that were sampled by
     another policy than the one that is trained: by noise, other kernels, other hardware; r =
@@ -275,9 +273,8 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 def _clipped(log_ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> PolicyLossResult:
     advantages = advantages.unsqueeze(1)
     ratio = _ratio(log_ratio)
-    bounded = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     unclipped = -advantages * ratio
-    clipped = -advantages * bounded
+    clipped = -advantages * ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     per_token = torch.maximum(unclipped, clipped)
     if algorithm.clip_ratio_c is not None:
         dual_clipped = torch.minimum(per_token, -advantages * algorithm.clip_ratio_c)
@@ -287,8 +284,7 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, algorithm: Algorithm) -> Pol
 
 
 def _fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
-    sides = {"": low | high, "_low": low, "_high": high}
-    return {f"clip_fraction{side}": clipped for side, clipped in sides.items()}
+    return {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {  # by the names of LOSS_MODES

@@ -154,10 +154,7 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
 
 
 def kl_estimate(
-    logprobs: Tensor,
-    reference_logprobs: Tensor,
-    kind: str = "low_var_kl",
-    most: float = math.inf,
+    logprobs: Tensor, reference_logprobs: Tensor, kind: str = "low_var_kl", most: float = math.inf
 ) -> Tensor:
     """Schulman's estimates of KL(policy || reference) of each token
     (joschu.net/blog/kl-approx.html), with d = policy - reference, by MindSpeed-RL's names
@@ -231,13 +228,9 @@ def entropy_metrics(entropy: Tensor, mask: Tensor) -> Metrics:
     Args:
         entropy: [batch, length]. mask: bool [batch, length], True on completion tokens.
     """
-    first = mask & (mask.cumsum(1) <= FIRST_TOKENS)
-    entropy = entropy.detach()
-    return {
-        "entropy/mean": Mean(_sum_inside(mask, entropy), mask.sum()),
-        "entropy/first_tokens": Mean(_sum_inside(first, entropy), first.sum()),
-    }
-
-
-def _sum_inside(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values.double(), 0.0).sum()
+    metrics: Metrics = {}
+    parts = {"mean": mask, "first_tokens": mask & (mask.cumsum(1) <= FIRST_TOKENS)}
+    for name, part in parts.items():
+        total = torch.where(part, entropy.detach().double(), 0.0).sum()
+        metrics[f"entropy/{name}"] = Mean(total, part.sum())
+    return metrics

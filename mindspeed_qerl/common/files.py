@@ -77,7 +77,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: `path` exists and is not an empty directory. It is left alone.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(
             f"{path} exists already: choose another output directory, or remove it first"
         )
@@ -150,6 +150,5 @@ def forget_shared_memory() -> None:
     """Take the names off the shared memory that vLLM made and this process has mapped, once all
     engines have it: of engines that are killed nothing is left.
     """
-    mapped = Path("/proc/self/maps").read_text()
-    for path in re.findall(r"/dev/shm/(?:psm_|.*cpushm).*", mapped):
+    for path in re.findall(r"/dev/shm/(?:psm_|.*cpushm).*", Path("/proc/self/maps").read_text()):
         Path(path).unlink(missing_ok=True)

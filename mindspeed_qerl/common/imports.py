@@ -5,12 +5,12 @@ import importlib
 import importlib.util
 import inspect
 import os
-import pkgutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from importlib.machinery import PathFinder
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,7 @@ def _file_of(module: str) -> Path | None:
         spec = importlib.util.find_spec(head)
     for name in inner:
         folders = spec.submodule_search_locations if spec else None
-        importers: Iterable[Any] = filter(None, map(pkgutil.get_importer, folders or ()))
-        spec = next(filter(None, (each.find_spec(name) for each in importers)), None)
+        spec = PathFinder.find_spec(name, folders or ())
     if spec is None or not spec.has_location:
         return None
     file = Path(str(spec.origin)).resolve()

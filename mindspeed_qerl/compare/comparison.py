@@ -8,17 +8,18 @@ Every other run is named with the reason.
 
 import json
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
+from statistics import mode
 from typing import Any
 
 import numpy as np
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.compare.run import ComparedRun, Config, is_off
+from mindspeed_qerl.compare.run import ComparedRun, is_off
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
 
 SIGNIFICANCE = 0.05
@@ -80,9 +81,9 @@ def compare(runs: Sequence[ComparedRun], baseline: str | None = None) -> Compari
     groups = _groups(kept)
     base = _find_baseline(groups, baseline)
     groups = {base: groups.pop(base), **groups}
-    scores: dict[str, dict[int, np.ndarray]] = {}  # [steps, questions], by group and seed
-    accuracy: BySteps = {}
-    difference: BySteps = {}
+    scores = {}  # [steps, questions], by group and seed
+    accuracy = {}
+    difference = {}
     verdicts = []
     for name, members in groups.items():
         scores[name] = {run.seed: _scores(run, steps, questions) for run in members}
@@ -103,26 +104,24 @@ def _shared(values: Iterable[Iterable[Any]]) -> list[Any]:
 
 def _scores(run: ComparedRun, steps: Sequence[int], questions: Sequence[str]) -> np.ndarray:
     """Float64 [steps, questions], after so many updates."""
-    scores = []
-    for step in steps:
-        by_question = run.scores[step]
-        scores.append([by_question[question] for question in questions])
-    return np.array(scores)
+    return np.array([[run.scores[step][question] for question in questions] for step in steps])
 
 
 def _by_step(steps: Sequence[int], scores: Sequence[np.ndarray]) -> dict[int, Estimate]:
     """The mean over seeds and questions at each step; scores: of each seed [steps, questions]."""
     if not scores:
         return {}
-    values = np.stack(scores, axis=1)
-    return dict(zip(steps, map(estimate, values)))
+    return dict(zip(steps, map(estimate, np.stack(scores, axis=1))))
 
 
 def _judged(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[ComparedRun]]:
     """The runs that may be averaged in, and those that may not with all reasons: a run's own
     faults, what differs from most, and a seed that a newer run has.
     """
-    usual = _usual([_conditions(run) for run in runs if not run.faults])
+    judged_by = [_conditions(run) for run in runs if not run.faults]
+    usual = {}  # what most have under each name; if there is no most, what the first one has
+    for name in dict.fromkeys(chain.from_iterable(judged_by)):
+        usual[name] = json.loads(mode(_text(each.get(name)) for each in judged_by))
     newest: dict[tuple[str, int], ComparedRun] = {}
     left_out = []
     for run in sorted(runs, key=attrgetter("started", "path"), reverse=True):
@@ -139,8 +138,7 @@ def _judged(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[Compar
             left_out.append(replace(run, faults=tuple(faults)))
         else:
             newest[key] = run
-    kept = sorted(newest.values(), key=runs.index)
-    return kept, left_out
+    return sorted(newest.values(), key=runs.index), left_out
 
 
 def _conditions(run: ComparedRun) -> dict[str, Any]:
@@ -152,16 +150,6 @@ def _conditions(run: ComparedRun) -> dict[str, Any]:
     return conditions
 
 
-def _usual(conditions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what most have under each name; if there is no most, what the first one has."""
-    usual = {}
-    for name in dict.fromkeys(chain.from_iterable(conditions)):
-        counts = Counter(_text(each.get(name)) for each in conditions)
-        [(text, _)] = counts.most_common(1)
-        usual[name] = json.loads(text)
-    return usual
-
-
 def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
@@ -170,9 +158,9 @@ def _groups(runs: Sequence[ComparedRun]) -> Groups:
     """The runs by their configs, under names that say in what these differ; what a section has
     that is switched off says nothing.
     """
-    by_config: dict[str, list[ComparedRun]] = {}
+    by_config = defaultdict(list)
     for run in sorted(runs, key=attrgetter("seed")):
-        by_config.setdefault(_text(run.config), []).append(run)
+        by_config[_text(run.config)].append(run)
     configs = [members[0].config for members in by_config.values()]
     differing = []
     for key in dict.fromkeys(chain.from_iterable(configs)):
@@ -181,18 +169,14 @@ def _groups(runs: Sequence[ComparedRun]) -> Groups:
             differing.append(key)
     groups: Groups = {}
     for config, members in zip(configs, by_config.values()):
-        groups[_name(config, differing)] = members
+        words = []
+        for key in differing:
+            if key == "aqn.enabled":
+                words.append("aqn on" if config[key] else "aqn off")
+            elif key in config:
+                words.append(f"{key}={json.dumps(config[key])}")
+        groups[", ".join(words) or "all runs"] = members
     return groups
-
-
-def _name(config: Config, differing: Sequence[str]) -> str:
-    words = []
-    for key in differing:
-        if key == "aqn.enabled":
-            words.append("aqn on" if config[key] else "aqn off")
-        elif key in config:
-            words.append(f"{key}={json.dumps(config[key])}")
-    return ", ".join(words) or "all runs"
 
 
 def _find_baseline(groups: Groups, name: str | None) -> str:

@@ -52,15 +52,6 @@ def labels_of(comparison: Comparison) -> dict[str, str]:
     return {name: f"G{number}" for number, name in enumerate(names, 1)}
 
 
-def of_what(comparison: Comparison) -> str:
-    """Returns what the intervals of a comparison are over."""
-    seeds = {len(runs) for runs in comparison.groups.values()}
-    if seeds == {1}:
-        return "questions, of one seed"
-    alone = "; where a group has one seed, over questions alone" if 1 in seeds else ""
-    return f"seeds and questions{alone}"
-
-
 def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, str]) -> str:
     """A verdict in words; labels: what the groups are called, by name."""
     difference = verdict.difference
@@ -93,9 +84,13 @@ def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, s
 def to_markdown(comparison: Comparison) -> str:
     """The comparison as a page."""
     labels = labels_of(comparison)
+    seeds = {len(runs) for runs in comparison.groups.values()}
+    over = "questions, of one seed"
+    if seeds != {1}:
+        alone = "; where a group has one seed, over questions alone" if 1 in seeds else ""
+        over = f"seeds and questions{alone}"
     explained = (
-        "Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over "
-        f"{of_what(comparison)}."
+        f"Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over {over}."
     )
     lines = ["# Comparison", "", explained, ""]
     lines += [f"- **{label}**: {name}" for name, label in labels.items() if name != label]
@@ -105,7 +100,16 @@ def to_markdown(comparison: Comparison) -> str:
         lines.append(f"- {text}")
     if not comparison.verdicts:
         lines.append("- one group only: nothing to compare it with")
-    lines += ["", "## Accuracy by step", "", *_by_step(comparison, labels)]
+    baseline, *_ = comparison.groups
+    header = ["step", "group", "accuracy", f"difference to {labels[baseline]}"]
+    rows = []
+    for step in comparison.steps:
+        for name, accuracy in comparison.accuracy.items():
+            cells = [str(step), labels[name], interval(accuracy[step]), ""]
+            if difference := comparison.difference.get(name):
+                cells[-1] = interval(difference[step], "+")
+            rows.append(cells)
+    lines += ["", "## Accuracy by step", "", *markdown_table(header, rows)]
     lines += ["", "## Runs", ""]
     for name, runs in comparison.groups.items():
         for run in runs:
@@ -117,19 +121,6 @@ def to_markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _by_step(comparison: Comparison, labels: dict[str, str]) -> list[str]:
-    """A table with a row for each step and group."""
-    baseline, *_ = comparison.groups
-    rows = []
-    for step in comparison.steps:
-        for name, accuracy in comparison.accuracy.items():
-            cells = [str(step), labels[name], interval(accuracy[step]), ""]
-            if difference := comparison.difference.get(name):
-                cells[-1] = interval(difference[step], "+")
-            rows.append(cells)
-    return markdown_table(["step", "group", "accuracy", f"difference to {labels[baseline]}"], rows)
-
-
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy and its difference to the baseline by step, with 95 % intervals."""
     labels = labels_of(comparison)
@@ -137,7 +128,7 @@ def draw(comparison: Comparison, file: Path) -> None:
     # side by side, not on top of each other
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0] or 1)
 
-    def draw_bars(axes: Axes, title: str, ylabel: str, estimates: BySteps) -> None:
+    def draw_bars(title: str, ylabel: str, estimates: BySteps, axes: Axes) -> None:
         axes.set(title=title, ylabel=ylabel)
         for number, name in enumerate(labels):
             by_step = estimates.get(name, {})
@@ -155,23 +146,11 @@ def draw(comparison: Comparison, file: Path) -> None:
                 capsize=3,
             )
 
-    panels = [
-        partial(
-            draw_bars,
-            title="Held-out accuracy (noise off; bars: 95 % interval)",
-            ylabel="accuracy",
-            estimates=comparison.accuracy,
-        )
-    ]
+    title = "Held-out accuracy (noise off; bars: 95 % interval)"
+    panels = [partial(draw_bars, title, "accuracy", comparison.accuracy)]
     if any(comparison.difference.values()):
-        panels.append(
-            partial(
-                draw_bars,
-                title=f"Difference of accuracy to {labels[baseline]}",
-                ylabel="difference",
-                estimates=comparison.difference,
-            )
-        )
+        title = f"Difference of accuracy to {labels[baseline]}"
+        panels.append(partial(draw_bars, title, "difference", comparison.difference))
     in_legend = []
     for name, label in labels.items():
         words = name if name == label else f"{label}: {name}"

@@ -16,7 +16,7 @@ from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import read_jsonl
+from mindspeed_qerl.runs.metrics import Rows, read_jsonl
 
 BOOKKEEPING = (  # beginnings of the keys that change no number of a run
     "run.",
@@ -188,11 +188,7 @@ def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
 
 
 def _faults(
-    run: RunDirectory,
-    config: Config,
-    rows: list[dict[str, Any]],
-    scores: Scores,
-    evaluation: str | None,
+    run: RunDirectory, config: Config, rows: Rows, scores: Scores, evaluation: str | None
 ) -> Iterable[str]:
     """Why a run is not the result of what its config says."""
     status = run.status()
@@ -211,7 +207,7 @@ def _faults(
         yield fault
 
 
-def logged_noise_fault(rows: list[dict[str, Any]], enabled: bool) -> str | None:
+def logged_noise_fault(rows: Rows, enabled: bool) -> str | None:
     """Checks whether the noise that a run logged is what was asked for. That it follows the
     schedule was checked in each of its steps (runs/checks.py).
     """

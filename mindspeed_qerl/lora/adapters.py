@@ -17,10 +17,9 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.tensors import ParameterMapping
@@ -64,7 +63,7 @@ class LoRALinear(nn.Module):
         self.name = name
         self.scaling = alpha / r
         self.adapters_enabled = True
-        self._merged: torch.Tensor | None = None  # since the last update
+        self._merged: Tensor | None = None  # since the last update
         out_features, in_features = base.weight.shape
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
@@ -84,7 +83,7 @@ class LoRALinear(nn.Module):
             parameter.tensor_model_parallel = self.tp_size > 1 and shared
             parameter.sequence_parallel = self.sequence_parallel and not shared
 
-    def forward(self, x: torch.Tensor, *args, **kwargs):
+    def forward(self, x: Tensor, *args, **kwargs):
         if self.adapters_enabled and hasattr(self.base_layer.weight, "dither"):
             weight = self.merged_weight()
             return call_merged(self.base_layer, weight, self._update, x, *args, **kwargs)
@@ -93,13 +92,13 @@ class LoRALinear(nn.Module):
             output = output + self._update(x)
         return output, bias
 
-    def _update(self, x: torch.Tensor) -> torch.Tensor:
+    def _update(self, x: Tensor) -> Tensor:
         """(alpha / r) B A x."""
         low = nn.functional.linear(x, self.lora_A.to(x.dtype))
         low = self._communicate(low) if self.tp_size > 1 else low
         return nn.functional.linear(self.scaling * low, self.lora_B.to(x.dtype))
 
-    def _communicate(self, low: torch.Tensor) -> torch.Tensor:
+    def _communicate(self, low: Tensor) -> Tensor:
         """A x, from where A left it to where B needs it: what the base layer does with its input
         (column) or its output (row).
         """
@@ -114,7 +113,7 @@ class LoRALinear(nn.Module):
         return mappings.copy_to_tensor_model_parallel_region(low)
 
     @torch.no_grad()
-    def merged_weight(self) -> torch.Tensor:
+    def merged_weight(self) -> Tensor:
         """W + (alpha / r) B A of this rank's part, computed in float32 and rounded once to the
         weight's dtype; the same tensor until `forget_merged`.
         """
@@ -130,13 +129,8 @@ class LoRALinear(nn.Module):
 
 
 def call_merged(
-    layer: nn.Module,
-    weight: torch.Tensor,
-    update: Callable[[torch.Tensor], torch.Tensor],
-    x: torch.Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    layer: nn.Module, weight: Tensor, update: Callable[[Tensor], Tensor], x: Tensor, *args, **kwargs
+) -> tuple[Tensor, Tensor | None]:
     """Returns what Megatron's linear `layer` gives with `weight` in the place of its own: (output,
     bias). The gradient of the output goes to x by `weight`, and to A and B by `update`, which
     computes (alpha / r) B A x.
@@ -153,11 +147,11 @@ class StraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, output: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, output: Tensor, update: Tensor) -> Tensor:
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, gradient
 
 
@@ -214,8 +208,7 @@ def add_dither(
     for name, layer in lora_layers(model):
         mapping = mappings[f"{name}.weight"]
         weight = layer.base_layer.weight
-        dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size)
-        weight.dither = dither.to(weight.device)
+        weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(weight.device)
 
 
 def _shifted(name: str, parent: str, offset: int) -> str:

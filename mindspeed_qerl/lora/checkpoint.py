@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, product
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -25,10 +26,10 @@ from mindspeed_qerl.families.tensors import ROW, ParameterMapping, mappings
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
-EXPERTS = {
-    "weight1": "linear_fc1",
-    "weight2": "linear_fc2",
-}  # grouped experts' weights, and LoRA's targets
+EXPERTS = {  # grouped experts' weights, and LoRA's targets
+    "mlp.experts.weight1": "linear_fc1",
+    "mlp.experts.weight2": "linear_fc2",
+}
 # what unpickling makes as it was
 REBUILT = {
     ("argparse", "Namespace"),
@@ -37,9 +38,13 @@ REBUILT = {
 }
 
 Pair = tuple[Tensor, Tensor]
+Pairs = dict[str, Pair]  # by Hugging Face module
 Tensors = dict[str, Tensor]
 Shards = dict[tuple[int, int], Tensors]  # by (tensor rank, expert rank)
 Table = dict[str, ParameterMapping]  # by Megatron's module
+_sizes = attrgetter(
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Adapters:
     run; None: not known.
     """
 
-    weights: dict[str, Pair]
+    weights: Pairs
     rank: int
     alpha: float
     iteration: int
@@ -65,7 +70,7 @@ class Adapters:
         return (self.alpha / self.rank) * (b.float() @ a.float())
 
 
-def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> dict[str, Pair]:
+def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> Pairs:
     """The adapter of each HF module that Megatron fuses in one: they have A in common."""
     return {
         name.removesuffix(".weight"): (a, part)
@@ -84,7 +89,7 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, stages = _read_ranks(directory)
     table = table_of_layer(shape_of_arguments(vars(args)))
-    weights: dict[str, Pair] = {}
+    weights: Pairs = {}
     layers_before = 0
     for shards in stages:
         weights |= whole_adapters(shards, args, table, layers_before)
@@ -116,12 +121,7 @@ def table_of_layer(shape: ModelShape) -> Table:
     }
 
 
-def whole_adapters(
-    shards: Shards,
-    args: Namespace,
-    table: Table,
-    layers_before: int,
-) -> dict[str, Pair]:
+def whole_adapters(shards: Shards, args: Namespace, table: Table, layers_before: int) -> Pairs:
     """(A, B) by Hugging Face module name, of one pipeline stage.
 
     Args:
@@ -132,9 +132,9 @@ def whole_adapters(
     Raises:
         ValueError: copies of a tensor differ, or an adapter has no name in a Hugging Face model.
     """
-    found: dict[str, Pair] = {}
+    found: Pairs = {}
     for layer, module in sorted(_modules(shards)):
-        unshard = _experts if module.removeprefix("mlp.experts.") in EXPERTS else _unshard
+        unshard = _experts if module in EXPERTS else _unshard
         pairs = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
         found |= {
             name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
@@ -145,17 +145,10 @@ def whole_adapters(
 
 def _modules(shards: Shards) -> set[tuple[int, str]]:
     """(layer, module) of a stage's adapters."""
-    matches = map(ADAPTER.match, shards[0, 0])
-    return {(int(match[1]), match[2]) for match in matches if match}
+    return {(int(match[1]), match[2]) for match in map(ADAPTER.match, shards[0, 0]) if match}
 
 
-def _unshard(
-    module: str,
-    prefix: str,
-    shards: Shards,
-    args: Namespace,
-    table: Table,
-) -> dict[str, Pair]:
+def _unshard(module: str, prefix: str, shards: Shards, args: Namespace, table: Table) -> Pairs:
     """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
 
     shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer,
@@ -180,13 +173,7 @@ def _unshard(
     return parts(mapping, replicated(a, f"{module}.lora_A"), mapping.shared.join(b))
 
 
-def _experts(
-    module: str,
-    prefix: str,
-    shards: Shards,
-    args: Namespace,
-    table: Table,
-) -> dict[str, Pair]:
+def _experts(module: str, prefix: str, shards: Shards, args: Namespace, table: Table) -> Pairs:
     """Joins grouped experts, "mlp.experts.weight1" (h -> 2f, gate and up) or
     "mlp.experts.weight2" (f -> h).
 
@@ -195,9 +182,9 @@ def _experts(
     the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target = EXPERTS[module.removeprefix("mlp.experts.")]
+    target = EXPERTS[module]
     r = args.lora_r
-    found: dict[str, Pair] = {}
+    found: Pairs = {}
     number = count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
@@ -293,14 +280,6 @@ def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
             )
         stages[stage][tensor, expert] = adapters
     return args, stages
-
-
-def _sizes(args: Namespace) -> tuple[int, int, int]:
-    return (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.expert_model_parallel_size,
-    )
 
 
 def _read(file: Path) -> dict:

@@ -98,8 +98,7 @@ def save_merged(
                     update = adapters.delta(module)
                     dither = dither_of(name, weight.shape)
                     tensors[name] = rounded(weight.float() + update, weight.dtype, dither)
-                    found = movement(tensors[name], weight, update, dither)
-                    movements.append({"": found})
+                    movements.append({"": movement(tensors[name], weight, update, dither)})
             save_file(
                 tensors,
                 directory / name_of_file,

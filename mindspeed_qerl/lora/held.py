@@ -50,8 +50,7 @@ def kernel_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for kind, tensor in module.named_parameters(recurse=False):
             if kernel and kind == "weight":
                 inputs = getattr(module, "input_size_per_partition", module.input_size)
-                identity = torch.eye(inputs, dtype=module.params_dtype)
-                tensor = kernel(identity, tensor, None).t()
+                tensor = kernel(torch.eye(inputs, dtype=module.params_dtype), tensor, None).t()
             yield f"{path}.{kind}", tensor.detach()
 
 
@@ -70,7 +69,9 @@ def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Itera
         elif "LinearBase" in classes:
             parts = _linear(name, module, kind, tensor)
         elif "VocabParallelEmbedding" in classes:
-            parts = _vocabulary(name, module, tensor)
+            first = module.shard_indices.org_vocab_start_index
+            rows = tensor[: module.shard_indices.org_vocab_end_index - first]  # without the padding
+            parts = [(f"{name}.weight", rows, (first, 0))]
         else:
             parts = [(f"{name}.{kind}", tensor, (0,) * tensor.dim())]
         for part in parts:
@@ -113,13 +114,6 @@ def _start(module: nn.Module, leaf: str, rows: int, columns: int) -> tuple[int, 
     if leaf in ("k_proj", "v_proj"):  # of few heads several ranks hold the same
         rank //= getattr(module, "num_kv_head_replicas", 1)
     return rank * rows, 0
-
-
-def _vocabulary(name: str, module: nn.Module, tensor: Tensor) -> Iterator[Part]:
-    """Rows of the embedding or output layer, without the padding."""
-    first = module.shard_indices.org_vocab_start_index
-    rows = tensor[: module.shard_indices.org_vocab_end_index - first]
-    yield f"{name}.weight", rows, (first, 0)
 
 
 def _experts(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterator[Part]:

@@ -8,6 +8,7 @@ which the share has a standard error.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -61,13 +62,12 @@ def movement(
     error = (weight - expected).abs().max().item()
     move = (expected - base).norm().item()
     moved = weight - base
-    size = update.abs()
     variance = variance_of_rounding(expected, update, epsilon)
     if quantized:
         used, used_base = (tensor.float() for tensor in quantized)
         moved = used - used_base
         # |rounding| of weights that lie anywhere on a grid is a quarter of its spacing in the mean
-        variance += size * 4 * (used_base - base).abs()
+        variance += update.abs() * 4 * (used_base - base).abs()
     return {
         "tensors": 1,
         "moved": (weight - base).norm().item(),
@@ -86,18 +86,17 @@ def join(movements: Iterable[Movement]) -> Movement:
     where there is an update with `arrived`, the share of it that arrived, and `arrived_error`, its
     standard error.
     """
-    by_target: dict[str, list[dict[str, float]]] = {}
+    by_target = defaultdict(list)
     for movement_of_part in movements:
         for target, entry in movement_of_part.items():
-            by_target.setdefault(target, []).append(entry)
+            by_target[target].append(entry)
     joined = {}
     for target, entries in by_target.items():
         whole = {}
         for keys, together in JOINED.items():
             for key in keys:
                 whole[key] = together(entry[key] for entry in entries)
-        share = share_of(whole["product"], whole["square"], whole["variance"])
-        joined[target] = whole | share
+        joined[target] = whole | share_of(whole["product"], whole["square"], whole["variance"])
     return joined
 
 

@@ -64,7 +64,7 @@ def rounded(exact: Tensor, dtype: torch.dtype, dither: Dither) -> Tensor:
 
 def dither_of(name: str, shape: Sequence[int]) -> Dither:
     """The random bits of the Hugging Face tensor `name` [outputs, inputs]."""
-    return Dither(_output_bits(name, shape[0]), _input_bits(shape[1]))
+    return Dither(_bits(shape[0], name), _bits(shape[1]))
 
 
 def dither_of_part(
@@ -77,9 +77,9 @@ def dither_of_part(
     elif mapping.shared:
         outputs *= tp_size
     down = torch.empty(outputs, dtype=torch.int32)
-    across = _input_bits(inputs)
+    across = _bits(inputs)
     for name, rows in zip(mapping.hf, mapping.split(torch.arange(outputs)), strict=True):
-        down[rows] = _output_bits(name, len(rows))
+        down[rows] = _bits(len(rows), name)
     if mapping.shared == ROW:
         across = across.chunk(tp_size)[tp_rank]
     elif mapping.shared:
@@ -106,19 +106,11 @@ def merged(weight: Tensor, b: Tensor, a: Tensor, scaling: float, dither: Dither 
     return result
 
 
-def _output_bits(name: str, count: int) -> Tensor:
-    """int32 [count], one for each row of the Hugging Face tensor `name`."""
-    return _hashed(count, zlib.crc32(name.encode()))
-
-
-def _input_bits(count: int) -> Tensor:
-    """int32 [count], one for each column of any tensor."""
-    return _hashed(count, 0)
-
-
-def _hashed(count: int, seed: int) -> Tensor:
-    """Hashes 0 to count - 1 with `seed` into odd int32, by MurmurHash3's finalizer (Appleby)."""
-    numbers = _mixed(_mixed(torch.arange(count)) ^ seed) | 1
+def _bits(count: int, name: str = "") -> Tensor:
+    """Hashes 0 to count - 1 into odd int32 [count], by MurmurHash3's finalizer (Appleby): one for
+    each row of the Hugging Face tensor `name`; without a name, for each column of any tensor.
+    """
+    numbers = _mixed(_mixed(torch.arange(count)) ^ zlib.crc32(name.encode())) | 1
     return (numbers - ((numbers >> 31) << 32)).to(torch.int32)
 
 

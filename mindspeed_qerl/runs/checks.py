@@ -106,8 +106,7 @@ def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
     """Returns what to warn of in bfloat16, where rounding hides what float32 shows; arguments as
     `mismatch_fault`.
     """
-    is_bfloat16 = rounding in (MOST_K3_BF16, MOST_K3_ROUTED)
-    if noise or not is_bfloat16 or k3 <= UNUSUAL_K3_BF16:
+    if noise or rounding not in (MOST_K3_BF16, MOST_K3_ROUTED) or k3 <= UNUSUAL_K3_BF16:
         return None
     return (
         f"{BETWEEN} is {k3:.3g} nats per token with the noise off; two correct implementations in "
@@ -341,22 +340,19 @@ class StepChecks:
         """
         recipe = self.recipe
         std = values.get("aqn/expected_std", 0.0)
-        faults = []
         warnings = {"effective sample size": self._uneven(values)}
-        if std:
-            self.noise.append((std, values["aqn/measured_std"]))
+        self.noise += noise_of([values])
         if noise:
             warnings["noise at its bound"] = self._bound(values, noise)
         nominal = noise.sigma if noise else 0.0
-        faults.append(noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise))
+        faults = [noise_fault(values.get("aqn/sigma", 0.0), nominal, self.noise)]
         if tokens:
             k3 = values["mismatch/k3"]
-            sensitivity = values["mismatch/sensitivity"]
             epochs = recipe.batch.epochs
             rounding = rounding_bound(recipe, self.routed)
             replayed = values.get("routing/replayed_tokens", 0)
             faults += [
-                mismatch_fault(k3, std, sensitivity, rounding, self.routed),
+                mismatch_fault(k3, std, values["mismatch/sensitivity"], rounding, self.routed),
                 loss_fault(values, recipe.algorithm),
                 tokens_fault(values["selection/trained_tokens"], tokens, epochs),
                 tokens_fault(replayed, routes, epochs, "replayed"),

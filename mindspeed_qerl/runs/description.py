@@ -112,9 +112,8 @@ def code_digest(package: Path) -> str:
     """Returns the digest of the package's files that decide a run's numbers, 64 hexadecimal digits:
     its own Python and YAML, but for the rooms `WITHOUT_NUMBERS`.
     """
-    files = sorted({*package.rglob("*.py"), *package.rglob("*.yaml")})
     digest = hashlib.sha256()
-    for file in files:
+    for file in sorted({*package.rglob("*.py"), *package.rglob("*.yaml")}):
         name = file.relative_to(package)
         if name.parts[0] not in WITHOUT_NUMBERS:
             digest.update(f"{name.as_posix()} {sha256(file)}\n".encode())

@@ -32,13 +32,9 @@ import yaml
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import hold, json_text, whole_checkpoints, write_whole
-from mindspeed_qerl.runs.description import (
-    DataFiles,
-    describe_data,
-    differences,
-    own_versions,
-)
+from mindspeed_qerl.runs.description import DataFiles, describe_data, differences, own_versions
 
+Content = dict[str, Any]  # of one of a run's files
 ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
 
 
@@ -53,7 +49,7 @@ class RunDirectory:
     one. The process that writes the run holds its `lock`.
     """
 
-    def __init__(self, path: Path | str, lock: IO | None = None) -> None:
+    def __init__(self, path: Path | str, lock: IO | None = None):
         self.path = Path(path)
         self.lock = lock
         # of this process, and seconds of those before it
@@ -261,11 +257,11 @@ class RunDirectory:
             )
         return run
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Content:
         """The resolved config of the run. ValueError for a damaged file."""
         return self._read("config.yaml", yaml.safe_load)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Content:
         """The content of status.json. A run that was killed outright still says "running"."""
         return self.read_json("status.json")
 
@@ -289,7 +285,7 @@ class RunDirectory:
                 "this run's own back, or move it away to resume from the one before"
             )
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Content:
         """Returns what `record` was told so far."""
         return self.read_json("facts.json") if self.facts_file.exists() else {}
 
@@ -330,11 +326,11 @@ class RunDirectory:
         """Note that the run stopped before its end, and why."""
         self._note(state="failed", reason=reason, ended=_now().isoformat(timespec="seconds"))
 
-    def read_json(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> Content:
         """The content of one of its files; ValueError for a damaged one."""
         return self._read(name, json.loads)
 
-    def _read(self, name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+    def _read(self, name: str, parse: Callable[[str], Any]) -> Content:
         file = self.path / name
         try:
             return dict(parse(file.read_text(encoding="utf-8")))

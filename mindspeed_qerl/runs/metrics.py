@@ -100,7 +100,7 @@ class MetricsWriter:
         tensorboard: bool = True,
         wandb: str | None = None,
         after: int | None = None,
-    ) -> None:
+    ):
         self._run = run
         for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file):
             if after is not None:
@@ -174,7 +174,7 @@ def read_jsonl(path: Path) -> Rows:
         return []
     *lines, _ = path.read_bytes().split(b"\n")
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             nonfinite = row.pop("nonfinite", {})

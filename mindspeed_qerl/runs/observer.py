@@ -47,10 +47,9 @@ class RunObserver:
         self.run = run
         self.metrics = metrics
         self.progress = progress
-        routed = read_shape(recipe.model.path).moe
         self.earlier = read_jsonl(run.metrics_file)
         self.is_proved = any("sync/arrived" in row for row in self.earlier)
-        self.checks = StepChecks(recipe, routed, self.earlier)
+        self.checks = StepChecks(recipe, read_shape(recipe.model.path).moe, self.earlier)
         self._sampled: Counter[int] = Counter()  # answers written, by step
 
     def warn(self, text: str) -> None:
@@ -203,8 +202,7 @@ class RunObserver:
         Args:
             result, answers: of tasks.evaluation.evaluate_answers. sigma: of the noise that was on.
         """
-        temperature = self.recipe.evaluation.temperature
-        row = {**result, "temperature": temperature, "seconds": seconds}
+        row = {**result, "temperature": self.recipe.evaluation.temperature, "seconds": seconds}
         self.metrics.log_eval(step, row, answers)
         self.progress.evaluated(step, row)
         if sigma:

@@ -58,10 +58,8 @@ def write_plots(rows: Rows, evals: Rows, folder: Path, title: str) -> tuple[list
     files = []
     missing = []
     for name, panels in PICTURES.items():
-        drawn: list[Callable[[Axes], None]] = []
-        for panel in panels:
-            if panel.labels.keys() & known:
-                drawn.append(partial(_draw_panel, rows=rows, panel=panel))
+        logged = [panel for panel in panels if panel.labels.keys() & known]
+        drawn = [partial(_draw_panel, rows=rows, panel=panel) for panel in logged]
         if name == "learning" and evals:
             drawn.append(partial(_draw_accuracy, evals=evals))
         if not drawn:
@@ -120,33 +118,27 @@ def _draw_accuracy(axes: Axes, evals: Rows) -> None:
 
 def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figure:
     """One figure with the panels below each other, over one axis of training steps; below: inches
-    for a legend.
+    for a legend. A linear axis shows at least LEAST_SPAN of its values, so that equal ones are seen
+    to be, and one of fractions nothing that no fraction can be.
     """
     figure = Figure(figsize=(8, 0.7 + 2.5 * len(panels) + below), layout="constrained")
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)
     for axes, draw in zip(grid[:, 0], panels):
         draw(axes)
-        _show_no_rounding(axes)
-        if axes.get_ylabel() in FRACTIONS:
-            _end_at_1(axes)
+        low, high = axes.get_ylim()
+        least = LEAST_SPAN * max(abs(low), abs(high))
+        if axes.get_yscale() == "linear" and high - low < least:
+            middle = (low + high) / 2
+            axes.set_ylim(middle - least / 2, middle + least / 2)
+        if axes.get_ylabel() not in FRACTIONS:
+            continue
+        values = [
+            line.get_ydata() for line in axes.lines if line.get_marker() != "_"
+        ]  # errors' ends
+        values = np.concatenate([*values, [0.0]])
+        if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, 0.0), min(high, 1.0))
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
-
-
-def _show_no_rounding(axes: Axes) -> None:
-    """Widens a linear axis that shows less than LEAST_SPAN of its values, so that equal ones are."""
-    low, high = axes.get_ylim()
-    least = LEAST_SPAN * max(abs(low), abs(high))
-    if axes.get_yscale() == "linear" and high - low < least:
-        middle = (low + high) / 2
-        axes.set_ylim(middle - least / 2, middle + least / 2)
-
-
-def _end_at_1(axes: Axes) -> None:
-    """Leaves out of an axis what no fraction can be, if the values that it shows are fractions."""
-    values = [line.get_ydata() for line in axes.lines if line.get_marker() != "_"]  # an error's end
-    values = np.concatenate([*values, [0.0]])
-    if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, 0.0), min(high, 1.0))

@@ -22,7 +22,7 @@ class Progress:
     eval.jsonl that a resumed run has already.
     """
 
-    def __init__(self, total_steps: int, title: str, earlier: Iterable[MetricsRow] = ()) -> None:
+    def __init__(self, total_steps: int, title: str, earlier: Iterable[MetricsRow] = ()):
         self._total = total_steps
         self._title = title
         self._console = Console()

@@ -96,11 +96,9 @@ def _run(run: RunDirectory) -> Table:
 def _accuracy(evals: Rows) -> Table:
     if not evals:
         return []
-    table = []
     best = max(evals, key=itemgetter("accuracy"))
-    for which, row in (("first", evals[0]), ("best", best), ("last", evals[-1])):
-        table.append((which, str(row["step"]), accuracy_words(row)))
-    return table
+    chosen = {"first": evals[0], "best": best, "last": evals[-1]}
+    return [(which, str(row["step"]), accuracy_words(row)) for which, row in chosen.items()]
 
 
 def _metrics(rows: Rows) -> Table:
@@ -132,12 +130,10 @@ def _noise(rows: Rows) -> Table:
 def _lora(facts: dict[str, Any]) -> Table:
     table = []
     for target, count in facts.get("lora", {}).items():
-        cells = [target, str(count["modules"]), f"{count['parameters']:,}"]
+        cells = [target, str(count["modules"]), f"{count['parameters']:,}", "not seen"]
         movement = facts.get("lora_movement", {}).get(target, {})
         if "arrived" in movement:
-            cells.append(f"{movement['arrived']:.3f} ± {movement['arrived_error']:.3f}")
-        else:
-            cells.append("not seen")
+            cells[-1] = f"{movement['arrived']:.3f} ± {movement['arrived_error']:.3f}"
         table.append(cells)
     return table
 

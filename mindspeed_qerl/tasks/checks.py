@@ -103,8 +103,7 @@ def _unreadable_golds(rows: Iterable[Row]) -> Iterator[Fault]:
             canonical_number(row.answer)
         except ValueError as error:
             fix = "GSM8K's verifiers want numbers: use another, or correct the file"
-            message = f"{row.where}: {error}"
-            yield Fault("data", message, "rl_config.verifier_function", fix)
+            yield Fault("data", f"{row.where}: {error}", "rl_config.verifier_function", fix)
 
 
 def check_prompts(task: Prompts, tokenizer: Any) -> Found:

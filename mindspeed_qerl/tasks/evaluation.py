@@ -10,11 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.tasks.gsm8k.verifier import (
-    METHOD_OF_VERIFIER,
-    RULES,
-    extract_with_rule,
-)
+from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
 from mindspeed_qerl.tasks.rewards import score
 from mindspeed_qerl.tasks.rows import Rows
 
@@ -44,8 +40,7 @@ def evaluate_answers(
         ConfigError: an unknown verifier. RewardError: it failed.
     """
     row_of_text = [row for row in rows for _ in range(n)]
-    total, _ = score([(verifier, 1.0)], texts, row_of_text)
-    scores = total.reshape(-1, n)
+    scores = score([(verifier, 1.0)], texts, row_of_text)[0].reshape(-1, n)
     per_problem = scores.mean(1)
     low, high = interval(scores)
     result = {

@@ -42,6 +42,7 @@ import numpy as np
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
 from mindspeed_qerl.tasks.prompts import (
+    Variables,
     chat_ids,
     check_template,
     check_vocabulary,
@@ -51,7 +52,6 @@ from mindspeed_qerl.tasks.rows import Row, Rows, read_rows, row_of
 
 MAGIC = b"MMIDIDX\0\0"
 VARIABLES = "_chat_template_kwargs.json"  # behind a data_path; nothing that upstream looks for
-Variables = Mapping[str, Any]  # of a chat template
 INT32 = 4  # DType.int32, indexed_dataset.py:416
 
 

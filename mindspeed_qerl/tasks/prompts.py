@@ -11,6 +11,8 @@ from typing import Any
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.tasks.rows import Row, Rows, read_rows
 
+Variables = Mapping[str, Any]  # of a chat template
+
 
 class Prompts:
     """The rows of a file whose prompts are short enough, and these prompts as token ids, with the
@@ -33,7 +35,7 @@ class Prompts:
         max_prompt_length: int,
         limit: int | None = None,
         at: datetime | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Variables | None = None,
     ):
         rows = read_rows(path)[:limit]
         if prompt == "chat":
@@ -102,7 +104,7 @@ def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]
             )
 
 
-def check_template(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
+def check_template(tokenizer: Any, template_kwargs: Variables | None) -> None:
     """ConfigError for a key of `template_kwargs` that the chat template does not read, or that is
     not for a config to say.
     """
@@ -128,10 +130,7 @@ def check_template(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) ->
 
 
 def chat_ids(
-    tokenizer: Any,
-    row: Row,
-    at: datetime | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    tokenizer: Any, row: Row, at: datetime | None, template_kwargs: Variables | None
 ) -> list[int]:
     """Token ids of the chat template applied to the row's messages, up to where the model's answer
     begins.

@@ -25,6 +25,7 @@ from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 from mindspeed_qerl.tasks.rows import Row, Rows
 
 Reward = Callable[..., Any]
+Verifiers = Sequence[tuple[str, float]]  # (name, weight) of each
 # Other libraries' forms: the parameter that each is known by, and what else it is given besides the
 # columns of the rows.
 FORMS = {
@@ -56,7 +57,7 @@ def load_reward(name: str) -> Reward:
 
 
 def score(
-    verifiers: Sequence[tuple[str, float]], responses: Sequence[str], rows: Rows
+    verifiers: Verifiers, responses: Sequence[str], rows: Rows
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The weighted sum of several rewards.
 
@@ -80,10 +81,7 @@ def score(
 
 
 def _weighted(
-    verifiers: Sequence[tuple[str, float]],
-    scores: dict[str, np.ndarray],
-    responses: Sequence[str],
-    rows: Rows,
+    verifiers: Verifiers, scores: dict[str, np.ndarray], responses: Sequence[str], rows: Rows
 ) -> np.ndarray:
     """The sum of weight times score; in `scores` a reward that leaves a row to others becomes 0."""
     skipped = np.isnan([*scores.values()]).all(axis=0)
@@ -100,7 +98,7 @@ def _weighted(
     return total
 
 
-def try_rewards(verifiers: Sequence[tuple[str, float]], rows: Rows) -> list[str]:
+def try_rewards(verifiers: Verifiers, rows: Rows) -> list[str]:
     """Call the rewards on the first and the last row, before anything heavy starts: with a row's
     answer as response, and with an empty one. All rows are looked through for the columns that they
     take.
@@ -135,7 +133,14 @@ def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Rows)
     """
     form, parameters = _form_of(name, reward, rows)
     try:
-        returned = _call(reward, form, parameters, responses, rows)
+        arguments = _arguments(reward, form, parameters, responses, rows)
+        if form == "ours":
+            [returned] = _awaited([reward(*arguments.values())])
+        elif form == "verl":
+            calls = zip(*arguments.values())
+            returned = _awaited([reward(**dict(zip(arguments, each))) for each in calls])
+        else:
+            [returned] = _awaited([reward(**arguments)])
         values = list(returned) if isinstance(returned, Iterable) else [returned]
     except (Exception, SystemExit) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
@@ -210,31 +215,12 @@ def _check_places(parameters: Iterable[str]) -> None:
             raise TypeError(f"{parameter!r} would be given the {place}: name each for what it gets")
 
 
-def _call(
-    reward: Reward,
-    form: str,
-    parameters: Sequence[str],
-    responses: Sequence[str],
-    rows: Rows,
-) -> Any:
-    """Returns what `reward` returns for copies of what there is, by the parameters of `_form_of`."""
-    arguments = _arguments(reward, form, parameters, responses, rows)
-    if form == "ours":
-        return _awaited([reward(*arguments.values())])[0]
-    values = list(arguments.values())
-    calls = zip(*values) if form == "verl" else [values]
-    results = _awaited([reward(**dict(zip(arguments, each))) for each in calls])
-    return results if form == "verl" else results[0]
-
-
 def _arguments(
-    reward: Reward,
-    form: str,
-    parameters: Sequence[str],
-    responses: Sequence[str],
-    rows: Rows,
+    reward: Reward, form: str, parameters: Sequence[str], responses: Sequence[str], rows: Rows
 ) -> dict[str, list]:
-    """Returns what `reward` is passed, by parameter, one for each response; see `_call`."""
+    """Returns what `reward` is passed: copies of what there is, one for each response, by the
+    parameters of `_form_of`.
+    """
     columns = [copy.deepcopy(row.columns) for row in rows]
     answers = [row.answer for row in rows]
     if form == "ours":

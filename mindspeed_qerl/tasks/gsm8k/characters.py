@@ -54,10 +54,7 @@ _TEX = re.compile(
     r"|,\\[!,]|\^\{ ?|\{(?:,|\\[,:;>! ]| )\}|~"
 )
 _TEX_SIGNS = {r"\\": r"\\", r"\$": "$", r"\%": "%", "^{": "^", "^{ ": "^"}
-_TEX_SIGNS |= dict.fromkeys(
-    (r",\!", r",\,", "{,}", r"\text{,}", r"\mbox{,}", r"\mathrm{,}"),
-    ",",
-)
+_TEX_SIGNS |= dict.fromkeys((r",\!", r",\,", "{,}", r"\text{,}", r"\mbox{,}", r"\mathrm{,}"), ",")
 
 
 # The power of a unit or a footnote behind a word: m^2, $m$^2, m². It is no number.

@@ -119,7 +119,17 @@ def load_raw(source: str | Path, split: str) -> Iterator[tuple[str, dict]]:
     """
     folder = Path(source)
     if not folder.is_dir():
-        yield from _hub_rows(str(source), split)
+        import datasets
+
+        try:
+            rows = datasets.load_dataset(str(source), "main", split=split)
+        except Exception as error:  # of many kinds: offline, unknown name, unknown split
+            raise FileNotFoundError(
+                f"{source} is neither a folder here nor a dataset that could be loaded from the "
+                f"Hub ({error}); offline, give a folder with train.jsonl and test.jsonl"
+            ) from error
+        for number, row in enumerate(rows, 1):
+            yield f"{source} {split}: row {number}", row
         return
     for pattern in PATTERNS:
         files = sorted(folder.glob(pattern.format(split)))
@@ -129,20 +139,6 @@ def load_raw(source: str | Path, split: str) -> Iterator[tuple[str, dict]]:
         raise FileNotFoundError(f"no {split}.jsonl or {split}.parquet in {source}")
     for file in files:
         yield from numbered_rows(file)
-
-
-def _hub_rows(name: str, split: str) -> Iterator[tuple[str, dict]]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(name, "main", split=split)
-    except Exception as error:  # datasets raises many kinds: offline, unknown name, unknown split
-        raise FileNotFoundError(
-            f"{name} is neither a folder here nor a dataset that could be loaded from the Hub "
-            f"({error}); offline, give a folder with train.jsonl and test.jsonl"
-        ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"{name} {split}: row {number}", row
 
 
 # ---- writing ----

@@ -220,17 +220,14 @@ def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     text = normalise(text)
     if method == "strict":
-        values = [_value_of_line(match) for match in _FORMS["####"].finditer(text)]
-        agree = values and values.count(values[0]) == len(values)
-        return (values[0] if agree else None), "####"
+        values = {_value_of_line(match) for match in _FORMS["####"].finditer(text)}
+        return (values.pop() if len(values) == 1 else None), "####"
     for rule, form in _FORMS.items():
-        last = _last(form, text)
-        if last is None:
-            continue
-        value, end = _value(last)
-        if end is not None:
+        if last := _last(form, text):
+            value, end = _value(last)
+            if end is None:
+                break  # an equation such as "#### 48+24=72": its result is the last number
             return value, rule
-        break  # an equation such as "#### 48+24=72": its result is the last number
     return _last_number(text), "last number"
 
 
@@ -238,8 +235,7 @@ def _last_number(text: str) -> Fraction | None:
     """The value of the last number, from the last line that has one; powers of units are none."""
     for line in reversed(text.split("\n")):
         equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
-        last = _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line)
-        if last is not None:
+        if last := _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line):
             begin, end = last.span()
             front = line[max(begin - _LONGEST_FRONT, 0) : begin]
             in_front = _FRONT.match(front[::-1])
@@ -286,7 +282,7 @@ def _value_of(
         return None, end
     if after.lastgroup == "scale":
         name = after["scale"].translate(_AS_IGNORECASE).lower().removesuffix("s")
-        value = value * _SCALES[name]
+        value *= _SCALES[name]
     return value, after.end()
 
 
@@ -295,15 +291,13 @@ def _number(sign: str, run: str) -> Fraction | None:
     if "/" not in run and "\\" not in run:
         return _decimal(sign, run)
     if fraction := _FRACTION_PARTS.fullmatch(run):
-        over, over_digit, under, under_digit = fraction.groups()
-        top = _decimal(sign, over_digit or over)
-        bottom = _decimal("", under_digit or under)
+        over, under = (part for part in fraction.groups() if part is not None)
     elif " " in run:  # "3 1/2"
         return None
     else:
         over, _, under = run.partition("/")
-        top = _decimal(sign, over)
-        bottom = _decimal("", under)
+    top = _decimal(sign, over)
+    bottom = _decimal("", under)
     return top / bottom if top is not None and bottom else None
 
 
