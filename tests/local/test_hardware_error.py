@@ -167,7 +167,7 @@ def test_vllm_and_transformers_on_the_same_foreign_hardware_agree(
         sampling = dict(max_tokens=3, temperature=temperature)
         error = kinds and dict(kinds=kinds)
         n = 2 if temperature else 1
-            request = rollout.RolloutRequest(sequences[:2], n, seed, sampling, hardware_error=error)
+        request = rollout.RolloutRequest(sequences[:2], n, seed, sampling, hardware_error=error)
         return engine.generate(request)[0]
 
     once = sample(0)
