@@ -79,7 +79,7 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     layout = plan.layout
     dense = 0
     experts = 0
-    for linear in family_of(plan.shape).linears(plan.shape):
+    for linear in plan.shape.linears:
         if linear.target not in settings.lora_targets:
             continue
         if linear.split == "expert":
@@ -97,7 +97,7 @@ def adapted_weights(plan: Plan, settings: Settings, stage: int) -> int:
     """Weights on one training rank that have an adapter."""
     layout = plan.layout
     count = 0
-    for linear in family_of(plan.shape).linears(plan.shape):
+    for linear in plan.shape.linears:
         if plan.lora and linear.target in settings.lora_targets:
             ranks = layout.tp * (layout.ep if linear.split == "expert" else 1)
             count += linear.inputs * linear.outputs * linear.copies // ranks
@@ -272,7 +272,7 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
     how = f"TP {layout.tp} to infer TP {layout.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 "
     how += "joined and cut"
     largest = 0
-    for linear in family_of(shape).linears(shape):
+    for linear in shape.linears:
         if linear.split != "expert":
             largest = max(largest, linear.inputs * linear.outputs)
     joined, kept = _joined(plan, largest)
