@@ -157,13 +157,22 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
         part = getattr(recipe, section.removeprefix("rollout_"))
         if getattr(part, name) != getattr(type(part)(), name):
             yield Fault("unsupported", f"{key} must be left out: {reason}", key)
+    for is_wrong, key, reason in _cases(recipe):
+        if is_wrong:
+            yield Fault("unsupported", f"{key} {reason}", key)
+    yield from _cannot_replay(recipe)
+    yield from checks.unknown_rewards(recipe.task.verifiers)
+
+
+def _cases(recipe: Recipe) -> tuple[tuple[Any, str, str], ...]:
+    """Returns (is it so, the key at fault, what is wrong with it)."""
     selection = recipe.selection
-    verifiers = recipe.task.verifiers
     filters = selection.filter_groups_enable
     prompts = recipe.batch.global_batch_size
     format = recipe.quantization.format
-    is_moe = recipe.model.arguments.get("num_experts")
-    cases = (
+    tp = recipe.layout.infer_tp
+    captures = not recipe.rollout.enforce_eager
+    return (
         (
             recipe.batch.use_remove_padding and not recipe.model.arguments.get("use_flash_attn"),
             "rl_config.use_remove_padding",
@@ -180,7 +189,7 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             "must be at least 1: else a step whose groups are all alike never ends",
         ),
         (
-            selection.filter_groups_metric and len(verifiers) > 1,
+            selection.filter_groups_metric and len(recipe.task.verifiers) > 1,
             "rl_config.filter_groups_metric",
             "must be left out with several verifiers: the transfer dock keeps their sum",
         ),
@@ -190,7 +199,7 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             f"= {format!r} rounds activations, for which vllm-ascend at the pin has no layers",
         ),
         (
-            format == "int8_w8a8" and is_moe,
+            format == "int8_w8a8" and recipe.model.arguments.get("num_experts"),
             "rollout_quantization.format",
             "= 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, which is off in RL",
         ),
@@ -199,13 +208,17 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             "actor_config.lora_alpha",
             f"= {recipe.lora.alpha} must be a whole number, for MindSpeed-LLM's --lora-alpha",
         ),
+        (
+            captures and format == "int8_w8a8",
+            "generate_config.enforce_eager",
+            "must be True with int8_w8a8: graphs would multiply by freed copies",
+        ),
+        (
+            captures and tp not in GRAPHS_TP,
+            "generate_config.enforce_eager",
+            f"must be True with infer TP {tp}: graphs were tried with {GRAPHS_TP}",
+        ),
     )
-    for is_wrong, key, reason in cases:
-        if is_wrong:
-            yield Fault("unsupported", f"{key} {reason}", key)
-    yield from _cannot_capture(recipe)
-    yield from _cannot_replay(recipe)
-    yield from checks.unknown_rewards(verifiers)
 
 
 def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
@@ -234,20 +247,6 @@ def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
             "(megatron_config.py:372)"
         )
         yield Fault("unsupported", message, key, f"set {key}=0.0, or the value that is meant")
-
-
-def _cannot_capture(recipe: Recipe) -> Iterator[Fault]:
-    """Faults of decode graphs with what they were not tried with, or would compute wrongly."""
-    key = "generate_config.enforce_eager"
-    tp = recipe.layout.infer_tp
-    if recipe.rollout.enforce_eager:
-        return
-    if recipe.quantization.format == "int8_w8a8":
-        message = f"{key} must be True with int8_w8a8: graphs would multiply by freed copies"
-        yield Fault("unsupported", message, key)
-    if tp not in GRAPHS_TP:
-        message = f"{key} must be True with infer TP {tp}: graphs were tried with {GRAPHS_TP}"
-        yield Fault("unsupported", message, key)
 
 
 def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:

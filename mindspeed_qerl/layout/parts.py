@@ -181,7 +181,7 @@ def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
     shape = plan.shape
     tp = plan.layout.tp
-    hidden = plan.shape.hidden_size
+    hidden = shape.hidden_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
     spread = _sequence_share(plan)
@@ -224,8 +224,7 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
         how = f"{layers - recomputed} layers, {in_flight} x {tokens} tokens"
         parts.append(Part("activations kept", kept, how))
     layer = 2 * layer_activations(plan, tokens, EXPERT_LOAD)
-    how = f"update: {tokens} tokens, with gradients"
-    parts.append(Part("one layer at work", layer, how))
+    parts.append(Part("one layer at work", layer, f"update: {tokens} tokens, with gradients"))
     return parts + _logits(plan, stage, tokens, LOGITS_UPDATE, "update")
 
 
@@ -233,9 +232,8 @@ def forward(plan: Plan, stage: int) -> list[Part]:
     """Activations of the passes for log-probs."""
     tokens = min(plan.batch.forward_tokens, plan.share * plan.batch.seq_length)
     layer = layer_activations(plan, tokens, EXPERT_LOAD)
-    how = f"log-probs: {tokens} tokens"
     return [
-        Part("one layer at work", layer, how),
+        Part("one layer at work", layer, f"log-probs: {tokens} tokens"),
         *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"),
     ]
 
@@ -354,8 +352,7 @@ def profiled(plan: Plan, settings: Settings) -> Part:
     mlp = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size)
     width = mlp / plan.layout.infer_tp + 2 * hidden
     width += shape.num_experts_per_tok * (2 * hidden + 3 * shape.moe_intermediate_size)
-    logits = 2 * sequences * plan.vllm_rows * FP32
     how = f"one layer for {tokens} tokens, and 2 x {sequences} sequences x {plan.vllm_rows:,} "
     how += "logits x 4"
-    size = int(tokens * width * BF16) + logits
+    size = int(tokens * width * BF16) + 2 * sequences * plan.vllm_rows * FP32
     return Part("vLLM's activations", size, how)

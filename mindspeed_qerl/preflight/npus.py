@@ -95,9 +95,9 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     if LIST in machine.environment:
         given = machine.environment[LIST]
         visible = given.split(",") if given else []
-    counted = answers.get("CANN", 0)
-    cluster = answers.get("Ray")
-    return Seen(dies, processes, numbers, counted, visible, cluster, faults)
+    return Seen(
+        dies, processes, numbers, answers.get("CANN", 0), visible, answers.get("Ray"), faults
+    )
 
 
 def _npu_smi(machine: Machine) -> tuple[list[Die], dict[int, list[str]]]:
