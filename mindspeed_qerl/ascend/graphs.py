@@ -62,8 +62,7 @@ class DecodeGraphs:
         dispatcher.dispatch = partial(self._dispatch, dispatcher.dispatch)
         # of a rank that has sequences, and of one that only keeps others company
         for name in ("_generate_process_reqs_hidden_states", "_generate_dummy_run_hidden_states"):
-            run = partial(self._run, getattr(runner, name), "process" in name)
-            setattr(runner, name, run)
+            setattr(runner, name, partial(self._run, getattr(runner, name), "process" in name))
 
     def ready(self) -> None:
         """For a rollout or an evaluation, on all ranks: weights are synced, the cache is there.

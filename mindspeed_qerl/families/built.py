@@ -28,7 +28,7 @@ def not_built(config: Mapping[str, Any], family: Family) -> list[str]:
     # key of config.json -> the values that say what is built; None: left out. The keys are those
     # that the classes of transformers and vLLM look at.
     no = (None, False)
-    built = {
+    built: dict[str, tuple] = {
         "hidden_act": ("silu",),
         "use_sliding_window": no,
         "mlp_bias": no,

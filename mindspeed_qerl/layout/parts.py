@@ -136,8 +136,7 @@ def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Par
     adapters = []
     if plan.lora:
         adapters.append(Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2"))
-    gradients = Part("gradients", total * FP32, f"{numbers} x 4")
-    return adapters, gradients, Part("AdamW", state, how)
+    return adapters, Part("gradients", total * FP32, f"{numbers} x 4"), Part("AdamW", state, how)
 
 
 # ---- the runtime ----

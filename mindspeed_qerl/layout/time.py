@@ -243,8 +243,7 @@ class _Rank:
         dense, experts = rollout_weights(self.plan)
         weights = dense + experts * self._experts_met(alive)
         bytes = weights * BF16 + alive * context * kv_token
-        flops = self._flops(context) * alive / tp
-        step = self._seconds("rollout", flops, bytes, layers, alive, 1)
+        step = self._seconds("rollout", self._flops(context) * alive / tp, bytes, layers, alive, 1)
         kind = "decode" if self.settings.enforce_eager or most > LARGEST else "graph"
         # what samples and prepares the next step; each sequence draws by a seed of its own
         inside, outside = self._launched(kind, layers, tp)

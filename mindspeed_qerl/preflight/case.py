@@ -92,8 +92,7 @@ class Seen:
         """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other
         numbers than /dev/davinci* (a container whose nodes have new names) the first of its list.
         """
-        taken = [die for die in self.dies if die.number in self.mapped[:count]]
-        return taken or self.dies[:count]
+        return [die for die in self.dies if die.number in self.mapped[:count]] or self.dies[:count]
 
     def counts(self) -> dict[str, int]:
         """The NPUs by part, from the hardware up. A Ray started in this shell would have CANN's

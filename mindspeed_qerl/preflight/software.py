@@ -46,8 +46,7 @@ def cann_version(case: Case) -> Check:
     home = case.machine.environment.get("ASCEND_HOME_PATH", "/nowhere")
     files = case.machine.glob(f"{home}/ascend_*_install.info")
     files += case.machine.glob(f"{home}/*/ascend_*_install.info")
-    text = "\n".join(map(case.machine.read, files))
-    match = re.search(r"^version=(\S+)", text, re.MULTILINE)
+    match = re.search(r"^version=(\S+)", "\n".join(map(case.machine.read, files)), re.MULTILINE)
     if not match:
         return warning(f"in no ascend_*_install.info below {home}")
     number = match[1]
@@ -141,8 +140,7 @@ def pinned(
 ) -> Question:
     """Asks for a distribution that has a pin (`version`)."""
     verdict = partial(version, name=name, pin=pin, unfit=unfit, why=why)
-    fix = f"pip install {name}=={pin}    # docs/ascend.md, Install"
-    return Question(name, verdict, fix)
+    return Question(name, verdict, f"pip install {name}=={pin}    # docs/ascend.md, Install")
 
 
 def imports(case: Case) -> Check:

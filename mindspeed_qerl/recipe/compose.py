@@ -72,8 +72,7 @@ def compose(
 
     name = name.removesuffix(".yaml")
     with _hydra(name, config_dir) as folders:
-        words = _hydra_overrides(name, overrides, folders)
-        config = composed(name, words)
+        config = composed(name, _hydra_overrides(name, overrides, folders))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     return _with_paths(resolved)
 
