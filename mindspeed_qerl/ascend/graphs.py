@@ -77,8 +77,8 @@ class DecodeGraphs:
     def require_current(self) -> None:
         """EngineError: a graph uses other memory than what was synced into."""
         now = addresses_of(self.runner)
-        moved = [name for name, address in self.addresses.items() if now.get(name) != address]
-        moved += [name for name in now if name not in self.addresses]
+        then = self.addresses
+        moved = [name for name in then | now if now.get(name) != then.get(name)]
         if moved:
             raise EngineError(
                 f"{len(moved)} of {len(now)} tensors that decode graphs use lie elsewhere than "

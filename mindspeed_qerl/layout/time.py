@@ -132,11 +132,8 @@ def layer_collectives(plan: Plan, side: str = "training") -> int:
     """Collectives that a layer's forward pass waits for: of TP in training 2 all-gathers and 2
     reduce-scatters, in the rollout 2 all-reduces; of experts 2 all-to-alls, dispatch and combine.
     """
-    collectives = 0
-    for count, size in zip(COLLECTIVES[side], groups(plan)[side].values()):
-        if size > 1:
-            collectives += count
-    return collectives
+    sizes = groups(plan)[side].values()
+    return sum(count for count, size in zip(COLLECTIVES[side], sizes) if size > 1)
 
 
 def stage_work(plan: Plan) -> list[float]:
