@@ -68,8 +68,8 @@ def not_built(config: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def _unlike(values: Mapping[str, Any], built: Mapping[str, tuple]) -> list[str]:
-    faults = []
-    for key, known in built.items():
-        if values.get(key) not in known:
-            faults.append(f"{key} is {values[key]!r}; only {known[-1]!r} is built")
-    return faults
+    return [
+        f"{key} is {values[key]!r}; only {known[-1]!r} is built"
+        for key, known in built.items()
+        if values.get(key) not in known
+    ]

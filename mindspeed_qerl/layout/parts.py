@@ -61,12 +61,11 @@ def size_of(parts: list[Part]) -> int:
 
 def weights(what: str, counts: tuple[int, int]) -> list[Part]:
     """Weights in bfloat16: all but the experts, and the experts."""
-    parts = []
-    for name, count in zip(("dense part", "experts"), counts, strict=True):
-        if count:
-            how = f"{count / GB:.2f} x 10^9 parameters x 2"
-            parts.append(Part(f"{what}, {name}", count * BF16, how))
-    return parts
+    return [
+        Part(f"{what}, {name}", count * BF16, f"{count / GB:.2f} x 10^9 parameters x 2")
+        for name, count in zip(("dense part", "experts"), counts, strict=True)
+        if count
+    ]
 
 
 def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, int]:
@@ -268,10 +267,8 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
     embedding = (tables > 0) * joined + (tables > 1) * kept
     how = f"TP {layout.tp} to infer TP {layout.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 "
     how += "joined and cut"
-    largest = 0
-    for linear in shape.linears:
-        if linear.split != "expert":
-            largest = max(largest, linear.inputs * linear.outputs)
+    dense = [linear for linear in shape.linears if linear.split != "expert"]
+    largest = max(linear.inputs * linear.outputs for linear in dense)
     joined, kept = _joined(plan, largest)
     merging = joined + kept
     if plan.lora:

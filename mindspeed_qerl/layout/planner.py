@@ -137,12 +137,12 @@ def legal_layouts(
 
 def across_nodes(plan: Plan) -> list[str]:
     """Groups of a legal plan that send data in every layer and do not lie inside one node."""
-    names = []
-    for side in groups(plan).values():
-        names += [
-            f"{name} over {size}" for name, size in side.items() if plan.layout.node_width % size
-        ]
-    return names
+    return [
+        f"{name} over {size}"
+        for side in groups(plan).values()
+        for name, size in side.items()
+        if plan.layout.node_width % size
+    ]
 
 
 def order(memory: Memory, terms: Terms) -> tuple:

@@ -220,10 +220,11 @@ def processes(case: Case) -> Check | None:
     """Processes on dies that the run takes, however little they hold: HCCL listens on one port of a
     die's own network interface (vllm-ascend issues 1955, 4725 and 11968).
     """
-    held = []
-    for die in case.seen.taken(case.ranks):
-        for words in case.seen.processes.get(die.number, ()):
-            held.append(f"davinci{die.number}: {words}")
+    held = [
+        f"davinci{die.number}: {words}"
+        for die in case.seen.taken(case.ranks)
+        for words in case.seen.processes.get(die.number, ())
+    ]
     if not held:
         return None
     return warning(

@@ -52,9 +52,7 @@ def _proved(recipe: Recipe, plan: Plan, directory: RunDirectory) -> Iterator[str
         f"update(s) a step; {len(steps)} steps."
     )
     if movement := directory.facts().get("lora_movement"):
-        shares = []
-        for target, entry in movement.items():
-            shares.append(f"{entry['arrived']:.1%} of {target}'s update")
+        shares = [f"{each['arrived']:.1%} of {name}'s update" for name, each in movement.items()]
         yield f"LoRA reached the rollout engine: {', '.join(shares)}."
     if last.get("aqn/sigma"):
         yield (
