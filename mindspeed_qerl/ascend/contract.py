@@ -158,11 +158,10 @@ def upstream_versions() -> dict[str, str]:
     """Title of each installed repository -> its commit at the pin, else "sha256:..." of its
     files.
     """
-    versions = {}
-    for report in check(installed()):
-        commit = report.pin.commit
-        versions[report.pin.title] = commit if report.at_pin else f"sha256:{report.content}"
-    return versions
+    return {
+        report.pin.title: report.pin.commit if report.at_pin else f"sha256:{report.content}"
+        for report in check(installed())
+    }
 
 
 def content_of(folder: Path) -> str:

@@ -100,8 +100,7 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
     """cli/train_grpo.py of MindSpeed-RL as a module, with our classes for those that its `train`
     has as globals. observer: what the trainer reports to. EngineError: it cannot be imported.
     """
-    package = importlib.util.find_spec("mindspeed_rl")
-    script = Path(package.submodule_search_locations[0]).parent / "cli" / "train_grpo.py"
+    script = installed()["mindspeed_rl"] / "cli" / "train_grpo.py"
     spec = importlib.util.spec_from_file_location("mindspeed_rl_train_grpo", script)
     module = importlib.util.module_from_spec(spec)
     try:

@@ -58,11 +58,11 @@ class DecodeGraphs:
         self._compares = False
         self._is_prefill_anywhere = False
         dispatcher = runner.aclgraph_dispatcher
-        runner._sync_metadata_across_dp = self._told(runner._sync_metadata_across_dp)
-        dispatcher.dispatch = self._chosen(dispatcher.dispatch)
+        runner._sync_metadata_across_dp = partial(self._sync, runner._sync_metadata_across_dp)
+        dispatcher.dispatch = partial(self._dispatch, dispatcher.dispatch)
         # of a rank that has sequences, and of one that only keeps others company
         for name in ("_generate_process_reqs_hidden_states", "_generate_dummy_run_hidden_states"):
-            setattr(runner, name, self._compared(getattr(runner, name), "process" in name))
+            setattr(runner, name, partial(self._run, getattr(runner, name), "process" in name))
 
     def ready(self) -> None:
         """For a rollout or an evaluation, on all ranks: weights are synced, the cache is there.
@@ -77,8 +77,8 @@ class DecodeGraphs:
     def require_current(self) -> None:
         """EngineError: a graph uses other memory than what was synced into."""
         now = addresses_of(self.runner)
-        moved = [name for name, address in self.addresses.items() if now.get(name) != address]
-        moved += [name for name in now if name not in self.addresses]
+        then = self.addresses
+        moved = [name for name in then | now if now.get(name) != then.get(name)]
         if moved:
             raise EngineError(
                 f"{len(moved)} of {len(now)} tensors that decode graphs use lie elsewhere than "
@@ -99,28 +99,24 @@ class DecodeGraphs:
         _capture_model(runner)
         self.addresses = addresses_of(runner)
 
-    def _compared(self, run: Callable, has_sequences: bool) -> Callable:
-        """The first captured step after `ready` asked for it, without its graph, too."""
-
-        def compared(*args, **kwargs):
-            context = get_forward_context()
-            if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
-                return run(*args, **kwargs)
-            if not self._compares:
-                if has_sequences:
-                    self.on_replay(context.batch_descriptor.num_tokens)
-                return run(*args, **kwargs)
-            self._compares = False
-            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-            eager = run(*args, **kwargs).clone()
-            context.cudagraph_runtime_mode = CUDAGraphMode.FULL
-            captured = run(*args, **kwargs)
+    def _run(self, run: Callable, has_sequences: bool, *args, **kwargs) -> torch.Tensor:
+        """A step; the first captured one after `ready` asked for it without its graph, too."""
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode is not CUDAGraphMode.FULL:
+            return run(*args, **kwargs)
+        if not self._compares:
             if has_sequences:
-                rows = next(iter(context.attn_metadata.values())).num_actual_tokens
-                self._compare(captured[:rows].float(), eager[:rows].float())
-            return captured
-
-        return compared
+                self.on_replay(context.batch_descriptor.num_tokens)
+            return run(*args, **kwargs)
+        self._compares = False
+        context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+        eager = run(*args, **kwargs).clone()
+        context.cudagraph_runtime_mode = CUDAGraphMode.FULL
+        captured = run(*args, **kwargs)
+        if has_sequences:
+            rows = next(iter(context.attn_metadata.values())).num_actual_tokens
+            self._compare(captured[:rows].float(), eager[:rows].float())
+        return captured
 
     def _compare(self, captured: torch.Tensor, eager: torch.Tensor) -> None:
         """Hidden states [tokens, width] of the same tokens, most of which must agree: by a rounding
@@ -136,27 +132,19 @@ class DecodeGraphs:
                 f"{EAGER}"
             )
 
-    def _told(self, sync: Callable) -> Callable:
+    def _sync(self, sync: Callable, *args, **kwargs) -> Any:
         """Remembers what data parallel ranks tell each other before a step."""
+        result = sync(*args, **kwargs)
+        self._is_prefill_anywhere = result[2]
+        return result
 
-        def synced(*args, **kwargs):
-            result = sync(*args, **kwargs)
-            self._is_prefill_anywhere = result[2]
-            return result
-
-        return synced
-
-    def _chosen(self, dispatch: Callable) -> Callable:
+    def _dispatch(self, dispatch: Callable, descriptor: Any) -> Any:
         """No graph in a step in which another rank prefills: it would not take part in the same
         collectives. Upstream goes by the number of tokens alone (model_runner_v1.py:1939).
         """
-
-        def dispatched(descriptor):
-            if self._is_prefill_anywhere:
-                return CUDAGraphMode.NONE, None
-            return dispatch(descriptor)
-
-        return dispatched
+        if self._is_prefill_anywhere:
+            return CUDAGraphMode.NONE, None
+        return dispatch(descriptor)
 
 
 def addresses_of(runner: Any) -> dict[str, int]:

@@ -10,34 +10,29 @@ took = getattr(it, "__name__", type(it).__name__)
 assert it.device_type == "npu", f"vLLM took {took}, and ends with: Failed to infer device type"
 """
 # In the order in which a worker comes to it: what is told while it goes on, and the code.
-STEPS = (
-    ("torch", "import torch"),
-    ("torch_npu", "import torch_npu"),
+STEPS = {
+    "torch": "import torch",
+    "torch_npu": "import torch_npu",
     # vllm_ascend/worker/worker_v1.py:87
-    (
-        "torch_npu's ATB operators",
-        (
-            "from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions; "
-            "_register_atb_extensions()"
-        ),
+    "torch_npu's ATB operators": (
+        "from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions; "
+        "_register_atb_extensions()"
     ),
-    ("transformers", "import transformers"),
-    ("tensordict", "import tensordict"),
-    ("vllm", "import vllm"),
-    ("vLLM's platform", PLATFORM),
-    ("mindspeed_rl", "import mindspeed_rl.workers.integrated_worker"),
-    (
-        "mindspeed_llm",
-        "import mindspeed_llm.training.arguments",
-    ),  # with MindSpeed's patches: cli/train_grpo.py:521
-    ("vllm_ascend", "import vllm_ascend.worker.worker_v1"),
-    ("vllm_ascend_C", "import vllm_ascend.vllm_ascend_C"),
-)
+    "transformers": "import transformers",
+    "tensordict": "import tensordict",
+    "vllm": "import vllm",
+    "vLLM's platform": PLATFORM,
+    "mindspeed_rl": "import mindspeed_rl.workers.integrated_worker",
+    # with MindSpeed's patches: cli/train_grpo.py:521
+    "mindspeed_llm": "import mindspeed_llm.training.arguments",
+    "vllm_ascend": "import vllm_ascend.worker.worker_v1",
+    "vllm_ascend_C": "import vllm_ascend.vllm_ascend_C",
+}
 # The cause is what the interpreter knows last: torch and vLLM raise errors of their own from it.
 PROBE = f"""
 import sys, time
 started = time.monotonic()
-for what, code in {STEPS!r}:
+for what, code in {STEPS!r}.items():
     print("importing", what, file=sys.stderr, flush=True)
     try:
         exec(code)

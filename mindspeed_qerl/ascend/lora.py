@@ -60,12 +60,11 @@ class LinearLoRA(lora_moe.LoraParallelLinearMoE):
     @torch.no_grad()
     def merge_once(self) -> None:
         """Merge, unless it was done since `forget_merged`."""
-        if self.merged_weight is None and hasattr(self.base_layer.weight, "dither"):
-            weight = self.base_layer.weight
-            scaling = self.scaling["default"]
+        weight = self.base_layer.weight
+        if self.merged_weight is None and hasattr(weight, "dither"):
             b = self.lora_B["default"].weight
             a = self.lora_A["default"].weight
-            self.merged_weight = merged(weight, b, a, scaling, weight.dither)
+            self.merged_weight = merged(weight, b, a, self.scaling["default"], weight.dither)
 
     def forget_merged(self) -> None:
         """Free it: the adapter changes."""

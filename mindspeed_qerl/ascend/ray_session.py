@@ -91,8 +91,7 @@ def this_node_first(construct: Callable[..., list[Any]]) -> Callable[..., list[A
         here = ray.get_runtime_context().get_node_id()
 
         def is_elsewhere(group: Any) -> bool:
-            nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-            return here not in nodes.values()
+            return here not in ray.util.placement_group_table(group)["bundles_to_node_id"].values()
 
         return sorted(construct(*args), key=is_elsewhere)
 

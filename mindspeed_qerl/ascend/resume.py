@@ -36,8 +36,7 @@ def write_position(run: RunDirectory, step: int, batches_asked: int) -> None:
     """
     folder = checkpoint_folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    position = {"batches_asked": batches_asked, **run.identity()}
-    write_whole(folder / POSITION, json.dumps(position))
+    write_whole(folder / POSITION, json.dumps({"batches_asked": batches_asked, **run.identity()}))
 
 
 def write_digests(run: RunDirectory, step: int) -> None:

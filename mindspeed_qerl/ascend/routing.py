@@ -31,8 +31,7 @@ def unpack(row: Tensor, routers: Routers) -> np.ndarray:
     """Returns what `pack` was given; `row` may be longer. ValueError: it is not of `pack`."""
     row = row.cpu().numpy()
     shape = row[:3]
-    content = row[3:].tobytes()
-    return np.frombuffer(content, routers.dtype, shape.prod(dtype=int)).reshape(shape)
+    return np.frombuffer(row[3:].tobytes(), routers.dtype, shape.prod(dtype=int)).reshape(shape)
 
 
 def row_fault(row: Tensor, tokens: int, routers: Routers) -> str | None:

@@ -98,8 +98,9 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         if batch and self.generate_config.offload_train_param:
             self.actor_offloader.onload_param()
         purpose = f"rollout {batch}" if batch else "rollout"
-        state = RolloutState(purpose, self.iteration, self.noise, quantized=True)
-        self.inference_model.state = state
+        self.inference_model.state = RolloutState(
+            purpose, self.iteration, self.noise, quantized=True
+        )
         super().generate_sequences()
 
     def sync_generate_process(self, batch_data, experience_count, index, pad_token_id):
@@ -231,8 +232,9 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         )
         with self._synced():
             for layer in range(shape.num_hidden_layers):
-                tensors = adapters.get(layer, {})
-                pairs = proof.gather_layer(tensors, place, self.megatron_config, shape, layer)
+                pairs = proof.gather_layer(
+                    adapters.get(layer, {}), place, self.megatron_config, shape, layer
+                )
                 weights_now = proof.held_weights(rollout.model, layer)
                 scaling = alpha / config.lora_r
                 movements.append(

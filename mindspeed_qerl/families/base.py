@@ -54,6 +54,27 @@ MEGATRON_DEFAULTS: dict[str, Any] = dict(
 )
 
 
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of one transformer layer.
+
+    Attributes:
+        target: Megatron's name for it, which is a LoRA target; gate and up are one, and so are q, k
+            and v.
+        inputs, outputs: of the whole layer.
+        split: what tensor parallel ranks share: "column" (outputs), "row" (inputs), or "expert":
+            whole ones are dealt to ranks.
+        copies: how many a layer has; active: how many of them a token meets.
+    """
+
+    target: str
+    inputs: int
+    outputs: int
+    split: str
+    copies: int = 1
+    active: int = 1
+
+
 @sizes
 class ModelShape:
     """A model's sizes, by the keys of a Hugging Face config.json. `intermediate_size` is the width
@@ -95,6 +116,28 @@ class ModelShape:
         return self.num_experts > 0
 
     @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers of one layer that LoRA knows."""
+        h = self.hidden_size
+        d = self.head_dim
+        q = self.num_attention_heads * d
+        kv = self.num_key_value_heads * d
+        width = self.intermediate_size + self.shared_expert_intermediate_size
+        linears = [
+            Linear("linear_qkv", h, q + 2 * kv, "column"),
+            Linear("linear_proj", q, h, "row"),
+        ]
+        if width:
+            linears.append(Linear("linear_fc1", h, 2 * width, "column"))
+            linears.append(Linear("linear_fc2", width, h, "row"))
+        if self.moe:
+            f = self.moe_intermediate_size
+            copies = self.num_experts, self.num_experts_per_tok
+            linears.append(Linear("linear_fc1", h, 2 * f, "expert", *copies))
+            linears.append(Linear("linear_fc2", f, h, "expert", *copies))
+        return tuple(linears)
+
+    @property
     def routers(self) -> "Routers":
         """Every layer has one, or none has (ALIKE)."""
         from mindspeed_qerl.routing.routes import Routers  # numpy: a plan goes without
@@ -104,27 +147,6 @@ class ModelShape:
             self.num_experts,
             self.num_experts_per_tok,
         )
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer of one transformer layer.
-
-    Attributes:
-        target: Megatron's name for it, which is a LoRA target; gate and up are one, and so are q, k
-            and v.
-        inputs, outputs: of the whole layer.
-        split: what tensor parallel ranks share: "column" (outputs), "row" (inputs), or "expert":
-            whole ones are dealt to ranks.
-        copies: how many a layer has; active: how many of them a token meets.
-    """
-
-    target: str
-    inputs: int
-    outputs: int
-    split: str
-    copies: int = 1
-    active: int = 1
 
 
 @dataclass(frozen=True)
@@ -315,27 +337,6 @@ class Family:
         for key in left_out:
             del config[key]
         return config
-
-    def linears(self, shape: ModelShape) -> tuple[Linear, ...]:
-        """The linear layers of one layer that LoRA knows."""
-        h = shape.hidden_size
-        d = shape.head_dim
-        q = shape.num_attention_heads * d
-        kv = shape.num_key_value_heads * d
-        width = shape.intermediate_size + shape.shared_expert_intermediate_size
-        linears = [
-            Linear("linear_qkv", h, q + 2 * kv, "column"),
-            Linear("linear_proj", q, h, "row"),
-        ]
-        if width:
-            linears.append(Linear("linear_fc1", h, 2 * width, "column"))
-            linears.append(Linear("linear_fc2", width, h, "row"))
-        if self.experts:
-            f = shape.moe_intermediate_size
-            copies = shape.num_experts, shape.num_experts_per_tok
-            linears.append(Linear("linear_fc1", h, 2 * f, "expert", *copies))
-            linears.append(Linear("linear_fc2", f, h, "expert", *copies))
-        return tuple(linears)
 
     def other_parameters(self, shape: ModelShape, tp: int) -> int:
         """Parameters of one layer on one of `tp` ranks that are in none of `linears`: norms,

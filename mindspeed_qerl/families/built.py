@@ -25,7 +25,26 @@ def not_built(config: Mapping[str, Any], family: Family) -> list[str]:
         ConfigError: as `resolve`.
     """
     values = resolve(config)
-    faults = _unlike(values, _built(family))
+    # key of config.json -> the values that say what is built; None: left out. The keys are those
+    # that the classes of transformers and vLLM look at.
+    no = (None, False)
+    built: dict[str, tuple] = {
+        "hidden_act": ("silu",),
+        "use_sliding_window": no,
+        "mlp_bias": no,
+        "bias": no,
+        "rope_interleaved": no,
+        "is_causal": (None, True),
+        "qk_norm": (None, family.qk_norm),
+        "qkv_bias": (None, family.qkv_bias),
+        # Qwen2's classes have their biases whatever it says
+        "attention_bias": (None, family.qkv_bias, False),
+        "logit_scale": (None, 1),
+        "partial_rotary_factor": (None, 1),
+        "dual_chunk_attention_config": ({}, None),
+        "per_layer_config": ({}, None),
+    }
+    faults = _unlike(values, built)
     # Qwen's classes unset a window that is not used; Llama has none, but vLLM reads the key
     if values.get("use_sliding_window") is None and values.get("sliding_window"):
         faults.append(f"sliding_window is {values['sliding_window']!r}; only None is built")
@@ -49,31 +68,8 @@ def not_built(config: Mapping[str, Any], family: Family) -> list[str]:
 
 
 def _unlike(values: Mapping[str, Any], built: Mapping[str, tuple]) -> list[str]:
-    faults = []
-    for key, known in built.items():
-        if values.get(key) not in known:
-            faults.append(f"{key} is {values[key]!r}; only {known[-1]!r} is built")
-    return faults
-
-
-def _built(family: Family) -> dict[str, tuple]:
-    """Key of config.json -> the values that say what is built; None: left out. The keys are those
-    that the classes of transformers and vLLM look at.
-    """
-    no = (None, False)
-    return {
-        "hidden_act": ("silu",),
-        "use_sliding_window": no,
-        "mlp_bias": no,
-        "bias": no,
-        "rope_interleaved": no,
-        "is_causal": (None, True),
-        "qk_norm": (None, family.qk_norm),
-        "qkv_bias": (None, family.qkv_bias),
-        # Qwen2's classes have their biases whatever it says
-        "attention_bias": (None, family.qkv_bias, False),
-        "logit_scale": (None, 1),
-        "partial_rotary_factor": (None, 1),
-        "dual_chunk_attention_config": ({}, None),
-        "per_layer_config": ({}, None),
-    }
+    return [
+        f"{key} is {values[key]!r}; only {known[-1]!r} is built"
+        for key, known in built.items()
+        if values.get(key) not in known
+    ]

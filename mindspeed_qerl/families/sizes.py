@@ -20,7 +20,7 @@ def sizes(cls: type) -> type:
     return dataclass(cls, frozen=True, config=ConfigDict(strict=True))
 
 
-def checked(kind: type[Sizes], values: Mapping[str, Any], place: str = "") -> Sizes:
+def checked(kind: type[Sizes], values: Mapping[str, Any], place: str) -> Sizes:
     """A `kind`, a class made by `sizes`, of those of `values` that it has.
 
     Raises:

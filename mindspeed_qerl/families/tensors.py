@@ -126,14 +126,15 @@ def _layer(shape: ModelShape, ours: str, theirs: str, experts: range) -> list[Pa
 
     add("input_layernorm.weight", "input_layernorm.weight")
     for kind in ("weight", "bias") if family.qkv_bias else ("weight",):
-        qkv = ParameterMapping(
-            f"{ours}self_attention.linear_qkv.{kind}",
-            tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"),
-            partial(merge_qkv, groups=groups),
-            partial(split_qkv, groups=groups, head_dim=shape.head_dim),
-            COLUMN,
+        rows.append(
+            ParameterMapping(
+                f"{ours}self_attention.linear_qkv.{kind}",
+                tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv"),
+                partial(merge_qkv, groups=groups),
+                partial(split_qkv, groups=groups, head_dim=shape.head_dim),
+                COLUMN,
+            )
         )
-        rows.append(qkv)
     add("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ROW)
     add("pre_mlp_layernorm.weight", "post_attention_layernorm.weight")
     if family.qk_norm:

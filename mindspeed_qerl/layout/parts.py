@@ -61,12 +61,11 @@ def size_of(parts: list[Part]) -> int:
 
 def weights(what: str, counts: tuple[int, int]) -> list[Part]:
     """Weights in bfloat16: all but the experts, and the experts."""
-    parts = []
-    for name, count in zip(("dense part", "experts"), counts, strict=True):
-        if count:
-            how = f"{count / GB:.2f} x 10^9 parameters x 2"
-            parts.append(Part(f"{what}, {name}", count * BF16, how))
-    return parts
+    return [
+        Part(f"{what}, {name}", count * BF16, f"{count / GB:.2f} x 10^9 parameters x 2")
+        for name, count in zip(("dense part", "experts"), counts, strict=True)
+        if count
+    ]
 
 
 def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, int]:
@@ -79,7 +78,7 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     layout = plan.layout
     dense = 0
     experts = 0
-    for linear in family_of(plan.shape).linears(plan.shape):
+    for linear in plan.shape.linears:
         if linear.target not in settings.lora_targets:
             continue
         if linear.split == "expert":
@@ -97,7 +96,7 @@ def adapted_weights(plan: Plan, settings: Settings, stage: int) -> int:
     """Weights on one training rank that have an adapter."""
     layout = plan.layout
     count = 0
-    for linear in family_of(plan.shape).linears(plan.shape):
+    for linear in plan.shape.linears:
         if plan.lora and linear.target in settings.lora_targets:
             ranks = layout.tp * (layout.ep if linear.split == "expert" else 1)
             count += linear.inputs * linear.outputs * linear.copies // ranks
@@ -136,8 +135,7 @@ def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Par
     adapters = []
     if plan.lora:
         adapters.append(Part("adapters", total * BF16, f"r {settings.lora_r}: {numbers} x 2"))
-    gradients = Part("gradients", total * FP32, f"{numbers} x 4")
-    return adapters, gradients, Part("AdamW", state, how)
+    return adapters, Part("gradients", total * FP32, f"{numbers} x 4"), Part("AdamW", state, how)
 
 
 # ---- the runtime ----
@@ -181,7 +179,7 @@ def layer_activations(plan: Plan, tokens: int, expert_load: float) -> int:
     """Bytes that the gradient of one layer needs, for `tokens` tokens on a rank's TP group."""
     shape = plan.shape
     tp = plan.layout.tp
-    hidden = plan.shape.hidden_size
+    hidden = shape.hidden_size
     queries = shape.num_attention_heads * shape.head_dim
     keys = shape.num_key_value_heads * shape.head_dim
     spread = _sequence_share(plan)
@@ -224,8 +222,7 @@ def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
         how = f"{layers - recomputed} layers, {in_flight} x {tokens} tokens"
         parts.append(Part("activations kept", kept, how))
     layer = 2 * layer_activations(plan, tokens, EXPERT_LOAD)
-    how = f"update: {tokens} tokens, with gradients"
-    parts.append(Part("one layer at work", layer, how))
+    parts.append(Part("one layer at work", layer, f"update: {tokens} tokens, with gradients"))
     return parts + _logits(plan, stage, tokens, LOGITS_UPDATE, "update")
 
 
@@ -233,9 +230,8 @@ def forward(plan: Plan, stage: int) -> list[Part]:
     """Activations of the passes for log-probs."""
     tokens = min(plan.batch.forward_tokens, plan.share * plan.batch.seq_length)
     layer = layer_activations(plan, tokens, EXPERT_LOAD)
-    how = f"log-probs: {tokens} tokens"
     return [
-        Part("one layer at work", layer, how),
+        Part("one layer at work", layer, f"log-probs: {tokens} tokens"),
         *_logits(plan, stage, tokens, LOGITS_FORWARD, "log-probs"),
     ]
 
@@ -271,10 +267,8 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
     embedding = (tables > 0) * joined + (tables > 1) * kept
     how = f"TP {layout.tp} to infer TP {layout.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 "
     how += "joined and cut"
-    largest = 0
-    for linear in family_of(shape).linears(shape):
-        if linear.split != "expert":
-            largest = max(largest, linear.inputs * linear.outputs)
+    dense = [linear for linear in shape.linears if linear.split != "expert"]
+    largest = max(linear.inputs * linear.outputs for linear in dense)
     joined, kept = _joined(plan, largest)
     merging = joined + kept
     if plan.lora:
@@ -354,8 +348,7 @@ def profiled(plan: Plan, settings: Settings) -> Part:
     mlp = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size)
     width = mlp / plan.layout.infer_tp + 2 * hidden
     width += shape.num_experts_per_tok * (2 * hidden + 3 * shape.moe_intermediate_size)
-    logits = 2 * sequences * plan.vllm_rows * FP32
     how = f"one layer for {tokens} tokens, and 2 x {sequences} sequences x {plan.vllm_rows:,} "
     how += "logits x 4"
-    size = int(tokens * width * BF16) + logits
+    size = int(tokens * width * BF16) + 2 * sequences * plan.vllm_rows * FP32
     return Part("vLLM's activations", size, how)

@@ -45,14 +45,13 @@ def new_plan(
     shape: ModelShape,
     layout: Layout,
     batch: Batch | None = None,
-    lora: bool = True,
     prompts: int = 64,
 ) -> Plan:
     """A plan with sequence parallelism where the layout has TP, without a reference; unless a batch
     is given, PACKED with the global batch nearest to `prompts` that divides.
     """
     layout = replace(layout, sequence_parallel=layout.tp > 1)
-    plan = Plan(shape, layout, batch or PACKED, lora, share_backbone=lora, has_reference=False)
+    plan = Plan(shape, layout, batch or PACKED, has_reference=False)
     return plan if batch else fit_batch(plan, prompts)
 
 
@@ -69,7 +68,7 @@ def fit_batch(plan: Plan, prompts: int) -> Plan:
     return replace(plan, batch=batch)
 
 
-def with_memory(plan: Plan, memory_gb: float = 64.0) -> Memory:
+def with_memory(plan: Plan, memory_gb: float) -> Memory:
     """The plan's memory with the settings of this project's configs (everything offloaded, all
     layers recomputed, a larger HCCL buffer where experts are dispatched) on ranks of `memory_gb`
     10^9 bytes, at the least gpu_memory_utilization whose KV cache holds all answers at once, or the
@@ -123,14 +122,14 @@ def legal_layouts(
     the best first by `order`.
     """
     best = []
+    place = partial(order, terms=terms)
     for training in _candidates(shape, world, ranks_per_node):
         if broken(training, TRAINING):
             continue
         plans = _legal_rollouts(training, prompts)
-        memories = [with_memory(plan, memory_gb) for plan in plans]
-        if memories:
-            best.append(min(memories, key=partial(order, terms=terms)))
-    return sorted(best, key=partial(order, terms=terms))
+        if memories := [with_memory(plan, memory_gb) for plan in plans]:
+            best.append(min(memories, key=place))
+    return sorted(best, key=place)
 
 
 # ---- ranking ----
@@ -138,15 +137,15 @@ def legal_layouts(
 
 def across_nodes(plan: Plan) -> list[str]:
     """Groups of a legal plan that send data in every layer and do not lie inside one node."""
-    names = []
-    for side in groups(plan).values():
-        names += [
-            f"{name} over {size}" for name, size in side.items() if plan.layout.node_width % size
-        ]
-    return names
+    return [
+        f"{name} over {size}"
+        for side in groups(plan).values()
+        for name, size in side.items()
+        if plan.layout.node_width % size
+    ]
 
 
-def order(memory: Memory, terms: Terms = DEFAULT) -> tuple:
+def order(memory: Memory, terms: Terms) -> tuple:
     """Orders plans: what fits into memory comes first, or is least over; then groups inside a node,
     and what has room to spare; the fastest in steps of 10 %, in the middle of a launch's range; no
     pipeline; fewest collectives; and least memory.

@@ -283,11 +283,11 @@ class Violation:
 
 def broken(plan: Plan, rules: Iterable[Rule] = RULES) -> list[Violation]:
     """Every rule of `rules` that the plan breaks; [] for a plan that upstream would run."""
-    violations = []
-    for rule in rules:
-        if message := rule.check(plan):
-            violations.append(Violation(rule.name, message, rule.source))
-    return violations
+    return [
+        Violation(rule.name, message, rule.source)
+        for rule in rules
+        if (message := rule.check(plan))
+    ]
 
 
 def layout_faults(plan: Plan, rules: Iterable[Rule] = RULES) -> list[Fault]:

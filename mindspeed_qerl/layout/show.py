@@ -71,7 +71,7 @@ def print_layouts(console: Console, ranked: Sequence[Memory], terms: Terms) -> N
     table = Table(*columns, note, box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for number, memory in enumerate(ranked, 1):
         plan = memory.plan
-        layout = memory.plan.layout
+        layout = plan.layout
         sizes = {moment: memory.total(moment) / GB for moment in MOMENTS}
         remarks = notes(memory)
         if not memory.fits:

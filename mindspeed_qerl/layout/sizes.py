@@ -26,10 +26,9 @@ SHARED_INPUTS = (
 
 def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
     """Counts the parameters of one layer on one rank."""
-    family = family_of(shape)
-    dense = family.other_parameters(shape, tp)
+    dense = family_of(shape).other_parameters(shape, tp)
     experts = 0
-    for linear in family.linears(shape):
+    for linear in shape.linears:
         if linear.split == "expert":
             experts += linear.inputs * linear.outputs * linear.copies // expert_ranks
         else:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import yaml
 
-from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.layout.memory import Memory
-from mindspeed_qerl.layout.parts import BF16, Part, adapted_weights, size_of, trained
+from mindspeed_qerl.layout.parts import BF16, adapted_weights, size_of, trained
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.sizes import LARGEST, rollout_weights, training_weights
 
@@ -89,10 +89,16 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     it.
     """
     rank = _Rank(memory, terms)
-    phases = [rank.sync(), *rank.rollout(), Phase("reward, dock", 0, 0, DOCK)]
+    batch = memory.plan.batch
+    answers = batch.answers / memory.plan.layout.infer_dp
+    phases = [
+        rank.sync(),
+        rank.prefill(answers),
+        rank.decode(answers),
+        Phase("reward, dock", 0, 0, DOCK),
+    ]
     if memory.plan.lora:
         phases += [rank.merging(), rank.proof()]
-    batch = memory.plan.batch
     if memory.plan.has_reference:
         sizes = batch.ref_forward, batch.ref_max_packing_token_size
         phases.append(rank.logprobs("reference", *sizes))
@@ -114,7 +120,7 @@ def token_flops(shape: ModelShape, context: float) -> float:
     """
     layer = 2 * context * shape.num_attention_heads * shape.head_dim
     layer += shape.hidden_size * shape.num_experts
-    for linear in family_of(shape).linears(shape):
+    for linear in shape.linears:
         layer += linear.inputs * linear.outputs * linear.active
     return 2 * layer * shape.num_hidden_layers
 
@@ -126,11 +132,8 @@ def layer_collectives(plan: Plan, side: str = "training") -> int:
     """Collectives that a layer's forward pass waits for: of TP in training 2 all-gathers and 2
     reduce-scatters, in the rollout 2 all-reduces; of experts 2 all-to-alls, dispatch and combine.
     """
-    collectives = 0
-    for count, size in zip(COLLECTIVES[side], groups(plan)[side].values()):
-        if size > 1:
-            collectives += count
-    return collectives
+    sizes = groups(plan)[side].values()
+    return sum(count for count, size in zip(COLLECTIVES[side], sizes) if size > 1)
 
 
 def stage_work(plan: Plan) -> list[float]:
@@ -211,11 +214,7 @@ class _Rank:
 
     # ---- vLLM ----
 
-    def rollout(self) -> list[Phase]:
-        answers = self.plan.batch.answers / self.plan.layout.infer_dp
-        return [self._prefill(answers), self._decode(answers)]
-
-    def _prefill(self, answers: float) -> Phase:
+    def prefill(self, answers: float) -> Phase:
         layers = self.shape.num_hidden_layers
         tp = self.plan.layout.infer_tp
         tokens = answers * self.work.prompt
@@ -225,7 +224,7 @@ class _Rank:
         device = self._seconds("rollout", flops, weights, layers, tokens, passes)
         return Phase("prefill", passes * sum(self._launched("prefill", layers, tp)), device)
 
-    def _decode(self, answers: float) -> Phase:
+    def decode(self, answers: float) -> Phase:
         """As many steps as the longest answer has tokens, and those that answers wait for a place
         of the others; in the mean step as many sequences as there are tokens for.
         """
@@ -241,8 +240,7 @@ class _Rank:
         dense, experts = rollout_weights(self.plan)
         weights = dense + experts * self._experts_met(alive)
         bytes = weights * BF16 + alive * context * kv_token
-        flops = self._flops(context) * alive / tp
-        step = self._seconds("rollout", flops, bytes, layers, alive, 1)
+        step = self._seconds("rollout", self._flops(context) * alive / tp, bytes, layers, alive, 1)
         kind = "decode" if self.settings.enforce_eager or most > LARGEST else "graph"
         # what samples and prepares the next step; each sequence draws by a seed of its own
         inside, outside = self._launched(kind, layers, tp)
@@ -302,7 +300,11 @@ class _Rank:
         passes = 1 + recomputed / layers + BACKWARD - plan.lora
         sizes = batch.micro_batch_size, batch.update_max_packing_token_size
         phase = self._over_answers("update", launches, passes, *sizes, batch.epochs)
-        return replace(phase, more=self._reduction())
+        # seconds to sum the gradients of all ranks
+        world = plan.layout.world
+        _, gradients, _ = trained(plan, self.settings, self.memory.stage)
+        more = (world > 1) * self._updates * 2 * gradients.bytes / self._network([world])
+        return replace(phase, more=more)
 
     @property
     def _updates(self) -> int:
@@ -322,12 +324,6 @@ class _Rank:
         weights = [adapted_weights(self.plan, self.settings, stage) for stage in stages]
         return max(weights) * MERGED / READ
 
-    def _reduction(self) -> float:
-        """Seconds to sum the gradients of all ranks, of one update."""
-        world = self.plan.layout.world
-        _, gradients, _ = trained(self.plan, self.settings, self.memory.stage)
-        return (world > 1) * self._updates * 2 * gradients.bytes / self._network([world])
-
     # ---- from training to vLLM ----
 
     def sync(self) -> Phase:
@@ -337,8 +333,8 @@ class _Rank:
         training = max(sum(training_weights(plan, stage)) for stage in range(plan.layout.pp))
         rollout = sum(rollout_weights(plan))
         adapters, gradients, optimizer = trained(plan, settings, self.memory.stage)
-        weights = adapters if plan.lora else [Part("weights", training * BF16, "")]
-        copied = size_of(weights) * settings.offload_train_param
+        weights = size_of(adapters) if plan.lora else training * BF16
+        copied = weights * settings.offload_train_param
         copied += gradients.bytes * settings.offload_train_grad
         copied += optimizer.bytes * settings.offload_train_optimizer
         device = (training + 2 * rollout) * BF16 / READ + 2 * copied / COPIED + self._merging

@@ -92,27 +92,20 @@ class Seen:
         """The dies that a run of `count` takes: the first that are mapped. Where npu-smi has other
         numbers than /dev/davinci* (a container whose nodes have new names) the first of its list.
         """
-        taken = [die for die in self.dies if die.number in self.mapped[:count]]
-        return taken or self.dies[:count]
-
-    @property
-    def ray_would_count(self) -> int:
-        """NPUs that a Ray started in this shell would have: CANN's count, else the device nodes, no
-        more than the list has (ray/_private/accelerators/npu.py).
-        """
-        count = self.acl or len(self.mapped)
-        if self.visible is None:
-            return count
-        return min(count, len(self.visible))
+        return [die for die in self.dies if die.number in self.mapped[:count]] or self.dies[:count]
 
     def counts(self) -> dict[str, int]:
-        """The NPUs by part, from the hardware up."""
+        """The NPUs by part, from the hardware up. A Ray started in this shell would have CANN's
+        count, else the device nodes, no more than the list has (ray/_private/accelerators/npu.py).
+        """
+        ray = self.acl or len(self.mapped)
         counts = {"/dev/davinci*": len(self.mapped), "CANN": self.acl}
         if self.dies:
             counts = {"npu-smi": sum(not die.sick for die in self.dies)} | counts
         if self.visible is not None:
             counts[LIST] = len(self.visible)
-        counts["Ray"] = self.ray_would_count
+            ray = min(ray, counts[LIST])
+        counts["Ray"] = ray
         if self.ray is not None:
             counts["Ray"] = int(self.ray["available"].get("NPU", 0)) // self.ray["nodes"]
         return counts

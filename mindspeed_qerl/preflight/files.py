@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from zipfile import is_zipfile
 
-from mindspeed_qerl.common.errors import ConfigError, Fault
+from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import TRACKER, rank_folders
 from mindspeed_qerl.families.checkpoint import whole_files
 from mindspeed_qerl.families.fingerprint import is_pointer
@@ -42,17 +42,12 @@ def keys(case: Case) -> Iterator[Check]:
     """Yields what the engine's own check says, but for the layout, the model and the files, which
     have lines of their own.
     """
-    faults = [fault for fault in case.faults if not _has_own_line(fault, case)]
+    lines = ("model",) if case.plan is None else ("model", "layout")
+    faults = [each for each in case.faults if each.rule not in lines and each.key not in FILES]
     for fault in faults:
         yield failed(fault.message, fault.fix, fault.key or fault.rule)
     if not faults:
         yield passed(f"accepted by engine {case.recipe.engine}")
-
-
-def _has_own_line(fault: Fault, case: Case) -> bool:
-    if fault.rule == "layout":
-        return case.plan is not None
-    return fault.rule == "model" or fault.key in FILES
 
 
 def layout(case: Case) -> Iterator[Check]:

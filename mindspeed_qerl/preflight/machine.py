@@ -185,10 +185,10 @@ class Machine:
         """Returns True if a process of that name runs; one that has ended and was not waited for
         does not.
         """
-        for process in psutil.process_iter(["name", "status"]):
-            if process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE:
-                return True
-        return False
+        return any(
+            process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE
+            for process in psutil.process_iter(["name", "status"])
+        )
 
 
 def _nearest(path: str | Path) -> Path:

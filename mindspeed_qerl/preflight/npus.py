@@ -95,9 +95,9 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     if LIST in machine.environment:
         given = machine.environment[LIST]
         visible = given.split(",") if given else []
-    counted = answers.get("CANN", 0)
-    cluster = answers.get("Ray")
-    return Seen(dies, processes, numbers, counted, visible, cluster, faults)
+    return Seen(
+        dies, processes, numbers, answers.get("CANN", 0), visible, answers.get("Ray"), faults
+    )
 
 
 def _npu_smi(machine: Machine) -> tuple[list[Die], dict[int, list[str]]]:
@@ -220,10 +220,11 @@ def processes(case: Case) -> Check | None:
     """Processes on dies that the run takes, however little they hold: HCCL listens on one port of a
     die's own network interface (vllm-ascend issues 1955, 4725 and 11968).
     """
-    held = []
-    for die in case.seen.taken(case.ranks):
-        for words in case.seen.processes.get(die.number, ()):
-            held.append(f"davinci{die.number}: {words}")
+    held = [
+        f"davinci{die.number}: {words}"
+        for die in case.seen.taken(case.ranks)
+        for words in case.seen.processes.get(die.number, ())
+    ]
     if not held:
         return None
     return warning(

@@ -46,8 +46,7 @@ def cann_version(case: Case) -> Check:
     home = case.machine.environment.get("ASCEND_HOME_PATH", "/nowhere")
     files = case.machine.glob(f"{home}/ascend_*_install.info")
     files += case.machine.glob(f"{home}/*/ascend_*_install.info")
-    text = "\n".join(map(case.machine.read, files))
-    match = re.search(r"^version=(\S+)", text, re.MULTILINE)
+    match = re.search(r"^version=(\S+)", "\n".join(map(case.machine.read, files)), re.MULTILINE)
     if not match:
         return warning(f"in no ascend_*_install.info below {home}")
     number = match[1]
@@ -118,31 +117,28 @@ def operators(case: Case) -> Check:
 # ---- Python ----
 
 
-def version(case: Case, name: str, pin: str, unfit: str | None, why: str) -> Check:
-    """A distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one fails if
-    it begins with `unfit`, for `why`, and else is a warning.
-    """
-    installed = case.machine.version(name)
-    if installed is None:
-        return failed(f"not installed; the pin is {pin}")
-    if re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
-        return passed(installed)
-    words = f"{installed} is installed, the pin is {pin}"
-    if unfit is not None and installed.startswith(unfit):
-        return failed(f"{words}: {why}")
-    return warning(words)
-
-
 def pinned(
     name: str,
     pin: str,
     unfit: str | None = None,
     why: str = "upstream does not go with it",
 ) -> Question:
-    """Asks for a distribution that has a pin (`version`)."""
-    verdict = partial(version, name=name, pin=pin, unfit=unfit, why=why)
-    fix = f"pip install {name}=={pin}    # docs/ascend.md, Install"
-    return Question(name, verdict, fix)
+    """Asks for a distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one
+    fails if it begins with `unfit`, for `why`, and else is a warning.
+    """
+
+    def version(case: Case) -> Check:
+        installed = case.machine.version(name)
+        if installed is None:
+            return failed(f"not installed; the pin is {pin}")
+        if re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
+            return passed(installed)
+        words = f"{installed} is installed, the pin is {pin}"
+        if unfit is not None and installed.startswith(unfit):
+            return failed(f"{words}: {why}")
+        return warning(words)
+
+    return Question(name, version, f"pip install {name}=={pin}    # docs/ascend.md, Install")
 
 
 def imports(case: Case) -> Check:

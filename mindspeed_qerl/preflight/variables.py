@@ -51,10 +51,11 @@ def of_engine(case: Case) -> Check:
     """
     shell = case.machine.environment
     ours = npu_environment()
-    others = []
-    for name, value in ours.items():
-        if shell.get(name, value) != value:
-            others.append(f"{name} is {shell[name]!r}, the engine would set {value!r}")
+    others = [
+        f"{name} is {shell[name]!r}, the engine would set {value!r}"
+        for name, value in ours.items()
+        if shell.get(name, value) != value
+    ]
     if others:
         return warning("; ".join(others))
     names = {name for name in shell if name.startswith(FAMILIES)} - {*KNOWN, *ours, LIST}

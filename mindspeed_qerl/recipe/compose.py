@@ -72,8 +72,7 @@ def compose(
 
     name = name.removesuffix(".yaml")
     with _hydra(name, config_dir) as folders:
-        words = _hydra_overrides(name, overrides, folders)
-        config = composed(name, words)
+        config = composed(name, _hydra_overrides(name, overrides, folders))
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     return _with_paths(resolved)
 
@@ -104,15 +103,6 @@ def config_files(config_dir: str | None) -> dict[str, Path]:
     for folder in reversed(_folders(config_dir)):
         files |= {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     return files
-
-
-def _files(name: str, words: list[str], folders: list[Path]) -> list[Path]:
-    """The files of config `name` with overrides in Hydra's form, the config first."""
-    files = []
-    for part in [name, *(entry.config_path for entry in _defaults(name, words).defaults)]:
-        places = [folder / f"{part}.yaml" for folder in folders]
-        files += [file for file in places if file.is_file()][:1]
-    return list(dict.fromkeys(files))
 
 
 def _folders(config_dir: str | None) -> list[Path]:
@@ -156,9 +146,14 @@ def list_of_configs(config_dir: str | None) -> str:
 def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) -> str:
     """The text of a config and of every file that it, or an override, is made of: its own first."""
     name = name.removesuffix(".yaml")
+    files = []
     with _hydra(name, config_dir) as folders:
-        files = _files(name, _hydra_overrides(name, overrides, folders), folders)
-    return "\n".join(f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in files)
+        words = _hydra_overrides(name, overrides, folders)
+        for part in [name, *(entry.config_path for entry in _defaults(name, words).defaults)]:
+            places = [folder / f"{part}.yaml" for folder in folders]
+            files += [file for file in places if file.is_file()][:1]
+    texts = [f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in dict.fromkeys(files)]
+    return "\n".join(texts)
 
 
 def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: str | None) -> str:
@@ -217,12 +212,27 @@ def _defaults(name: str, overrides: list[str]) -> Any:
 
 
 def _parsed(overrides: list[str]) -> list[Any]:
-    """Returns what Hydra reads in `overrides`."""
+    """Returns what Hydra reads in `overrides`; ConfigError for one in which it reads nothing, with
+    the form in which it would.
+    """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    return [parsed_override(override, parser) for override in overrides]
+    parsed = []
+    for override in overrides:
+        try:
+            parsed.append(parser.parse_overrides([override])[0])
+        except Exception as error:  # of several kinds, and of two libraries
+            key, _, value = override.lstrip("+").partition("=")
+            whole = f"{key}={_in_quotes(value)}"
+            in_shell = shlex.quote(whole) if set(whole) & set('"$`!') else f'"{whole}"'
+            raise ConfigError(
+                f"{key}={value} is not read: quotes, commas, colons, brackets and the like have a "
+                "meaning in Hydra's grammar (https://hydra.cc/docs). As one text, in a shell: "
+                f"{in_shell}"
+            ) from error
+    return parsed
 
 
 def _hydra_overrides(name: str, overrides: Iterable[str], folders: list[Path]) -> list[str]:
@@ -298,22 +308,6 @@ def _in_quotes(value: str) -> str:
     """A text as Hydra's grammar has it, where a backslash before a quote makes it one of it."""
     escaped = value.replace("'", r"\'")
     return f"'{escaped}'"
-
-
-def parsed_override(override: str, parser: Any) -> Any:
-    """Returns what Hydra's `parser` makes of an override; ConfigError, with one that it reads, if
-    nothing.
-    """
-    try:
-        return parser.parse_overrides([override])[0]
-    except Exception as error:  # of several kinds, and of two libraries
-        key, _, value = override.lstrip("+").partition("=")
-        whole = f"{key}={_in_quotes(value)}"
-        in_shell = shlex.quote(whole) if set(whole) & set('"$`!') else f'"{whole}"'
-        raise ConfigError(
-            f"{key}={value} is not read: quotes, commas, colons, brackets and the like have a "
-            f"meaning in Hydra's grammar (https://hydra.cc/docs). As one text, in a shell: {in_shell}"
-        ) from error
 
 
 def hydra_override(override: str, folders: list[Path], chosen: Collection[str]) -> str:

@@ -41,10 +41,6 @@ def _names(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _kinds(value: Any) -> Any:
-    return () if value == "none" else _names(value)
-
-
 def _layer_list(value: Any) -> Any:
     """num_layer_list, "14,14", as numbers."""
     text = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
@@ -55,7 +51,7 @@ def _layer_list(value: Any) -> Any:
 
 
 AS_NAMES = BeforeValidator(_names)
-AS_KINDS = BeforeValidator(_kinds)
+AS_KINDS = BeforeValidator(lambda value: () if value == "none" else _names(value))
 Float = Annotated[float, BeforeValidator(_number)]
 Names = Annotated[tuple[str, ...], AS_NAMES]
 LayerList = Annotated[tuple[int, ...], BeforeValidator(_layer_list)]

@@ -87,9 +87,8 @@ def train_tokenizer(texts: Iterable[str], size: int):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = ByteLevelBPETokenizer()
-    special = [PAD, TURN, END]
     tokenizer.train_from_iterator(
-        texts, size, min_frequency=0, show_progress=False, special_tokens=special
+        texts, size, min_frequency=0, show_progress=False, special_tokens=[PAD, TURN, END]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.to_str()),

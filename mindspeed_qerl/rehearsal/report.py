@@ -1,7 +1,6 @@
 """What a rehearsal proved, and what it could not."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
@@ -20,26 +19,22 @@ def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) 
             on the engine.
     """
     plan = plan_of(recipe)
-    facts = directory.facts()
-    steps = read_jsonl(directory.metrics_file)
-    evaluations = read_jsonl(directory.eval_file)
     status = directory.status()
     title = f"# Rehearsal of {directory.path.parent.name}: {status['state']}"
     lines = [title, "", f"{status['seconds']:.0f} s.", "", "## Proved here", ""]
-    lines += [f"- {line}" for line in _proved(recipe, plan, facts, steps, evaluations)]
+    lines += [f"- {line}" for line in _proved(recipe, plan, directory)]
     lines += ["", "## Not proved here", ""]
-    lines += [f"- {line}" for line in _not_proved(recipe, plan, facts, unused)]
+    lines += [f"- {line}" for line in _not_proved(recipe, plan, directory, unused)]
     text = "\n".join(lines) + "\n"
     (directory.path / "rehearsal.md").write_text(text)
     return text
 
 
-def _proved(
-    recipe: Recipe, plan: Plan, facts: Mapping[str, Any], steps: list[dict], evaluations: list[dict]
-) -> Iterator[str]:
+def _proved(recipe: Recipe, plan: Plan, directory: RunDirectory) -> Iterator[str]:
     layout = plan.layout
     batch = plan.batch
     shape = plan.shape
+    steps = read_jsonl(directory.metrics_file)
     last = steps[-1]
     experts = ""
     if shape.moe:
@@ -56,10 +51,8 @@ def _proved(
         f"of {batch.micro_batch_size}, {batch.global_batch_size // batch.mini_batch_size} "
         f"update(s) a step; {len(steps)} steps."
     )
-    if movement := facts.get("lora_movement"):
-        shares = []
-        for target, entry in movement.items():
-            shares.append(f"{entry['arrived']:.1%} of {target}'s update")
+    if movement := directory.facts().get("lora_movement"):
+        shares = [f"{each['arrived']:.1%} of {name}'s update" for name, each in movement.items()]
         yield f"LoRA reached the rollout engine: {', '.join(shares)}."
     if last.get("aqn/sigma"):
         yield (
@@ -76,12 +69,12 @@ def _proved(
         f"{last['reward/mean']:.3f} in the last step (random weights that say numbers; it means "
         "nothing more)."
     )
-    evaluated = " and ".join(str(row["step"]) for row in evaluations)
+    evaluated = " and ".join(str(row["step"]) for row in read_jsonl(directory.eval_file))
     yield f"Evaluation ran after {evaluated} steps, noise off."
 
 
 def _not_proved(
-    recipe: Recipe, plan: Plan, facts: Mapping[str, Any], unused: Sequence[str]
+    recipe: Recipe, plan: Plan, directory: RunDirectory, unused: Sequence[str]
 ) -> Iterator[str]:
     yield (
         "The NPU: its kernels and their numbers, HCCL, speed, and memory, which "
@@ -113,7 +106,7 @@ def _not_proved(
         "were checked, but one vLLM process sampled here."
     )
     yield "BF16: this was computed in float32."
-    if not facts.get("lora_movement"):
+    if not directory.facts().get("lora_movement"):
         yield "LoRA's way into the rollout engine: no reward differed, so no adapter moved."
     if unused:
         yield f"What {len(unused)} keys do that the local engine does not use: {', '.join(unused)}."

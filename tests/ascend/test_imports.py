@@ -90,10 +90,7 @@ def test_an_import_that_fails_in_the_driver(tmp_path, monkeypatch):
     script = tmp_path / "checkout" / "cli" / "train_grpo.py"
     script.parent.mkdir(parents=True)
     script.write_text("import no_such_package.part\n")
-    package = SimpleNamespace(
-        submodule_search_locations=[str(tmp_path / "checkout" / "mindspeed_rl")]
-    )
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: package)
+    monkeypatch.setattr(engine, "installed", lambda: {"mindspeed_rl": tmp_path / "checkout"})
     with pytest.raises(EngineError) as caught:
         engine.load_upstream(None, None)
     assert str(caught.value) == (
