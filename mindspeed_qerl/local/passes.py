@@ -88,8 +88,8 @@ class Passes:
     def _forward(
         self, divisor: float | None, micros: Iterator[TrainBatch], model: nn.Module
     ) -> tuple[Tensor, Any]:
-        """A forward step of the schedule: the output of this stage, and what makes a result of it,
-        if it is the last one.
+        """A forward step of the schedule, with the micro-batch's routes, if it has some: the output
+        of this stage, and what makes a result of it, if it is the last one.
         """
         micro = next(micros)
         length = micro.tokens.shape[1]
@@ -101,20 +101,17 @@ class Passes:
         padding = -length % self.place.tp_size  # tensor parallel ranks share the sequence
         tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, padding))))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with self._replaying(micro, tokens.shape[1]):
+        replaying: AbstractContextManager = nullcontext()
+        if micro.routes is not None:
+            assert self.replay, "without it there are no routes"
+            routes, known = micro.routes_by_position(tokens.shape[1])
+            replaying = self.replay.forward(MicroBatch(self._tensor(routes), self._tensor(known)))
+        with replaying:
             output = model(tokens, positions, None)
         tokens = tokens[:, first + 1 : length]
         if divisor is None:
             return output, partial(self._logprobs, tokens)
         return output, partial(self._trained, micro, tokens, first, divisor)
-
-    def _replaying(self, micro: TrainBatch, length: int) -> AbstractContextManager:
-        """Inside, the routes of `micro`, padded to `length`, are replayed, if it has some."""
-        if micro.routes is None:
-            return nullcontext()
-        assert self.replay, "without it there are no routes"
-        routes, known = micro.routes_by_position(length)
-        return self.replay.forward(MicroBatch(self._tensor(routes), self._tensor(known)))
 
     def _logits(self, output: Tensor, length: int) -> Tensor:
         """Returns logits of the whole vocabulary, [n, length, vocabulary]."""

@@ -150,12 +150,10 @@ class Processes:
                 raise WorkerError(RAY_DIED) from error
             # the caller may only have waited for another, which died
             dead = next(filter(self._is_dead, self.workers), None)
+            worker = dead or caller
+            what = f"failed: {getattr(error, 'cause', error)}"  # in Ray's own words of a full disk
             if dead or isinstance(error, RayActorError):
-                worker = dead or caller
                 what = "died: killed, or out of memory"
-            else:  # in Ray's own words of a full disk
-                worker = caller
-                what = f"failed: {getattr(error, 'cause', error)}"
             raise WorkerError(f"{worker.name} {what}\nIts log: {worker.log_file}") from error
 
     def _is_dead(self, worker: Worker) -> bool:

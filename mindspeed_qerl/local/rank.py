@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mindspeed_qerl.algorithm.losses import denominator
-from mindspeed_qerl.algorithm.metrics import Metric, merge, on_host
+from mindspeed_qerl.algorithm.metrics import merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.local import arithmetic
@@ -133,11 +133,8 @@ class TrainRank:
         """Returns of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before
         this iteration's first update.
         """
-        pairs = []
         with self._arithmetic("arithmetic before the update"):
-            for shard in shards:
-                pairs.append(np.stack([self.logprobs(shard), self.logprobs(shard, reference=True)]))
-        return pairs
+            return [np.stack([self.logprobs(s), self.logprobs(s, reference=True)]) for s in shards]
 
     def skip(self) -> None:
         """An iteration without an update: the learning rate moves on."""
@@ -154,26 +151,21 @@ class TrainRank:
         """
         started = time.perf_counter()
         with self._arithmetic("arithmetic"):
-            shards = self._completed(shards, is_only_update=len(shards) * epochs == 1)
+            if self.recipe.algorithm.loss_has_kl:
+                references = [self.logprobs(shard, reference=True) for shard in shards]
+                shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
+            if len(shards) * epochs == 1:  # the policy that is trained is the policy before it
+                shards = [replace(shard, old_logprobs=None) for shard in shards]
+            elif shards[0].old_logprobs is None:
+                shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
             before = time.perf_counter() - started
             metrics = self._update(shards * epochs)
         metrics["time/logprobs"] = before
         metrics["time/update"] = time.perf_counter() - started - before
         return metrics
 
-    def _completed(self, shards: list[TrainBatch], is_only_update: bool) -> list[TrainBatch]:
-        """With the log-probs that the loss compares with."""
-        if self.recipe.algorithm.loss_has_kl:
-            references = [self.logprobs(shard, reference=True) for shard in shards]
-            shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
-        if is_only_update:  # the policy that is trained is the policy before it
-            return [replace(shard, old_logprobs=None) for shard in shards]
-        if shards[0].old_logprobs is None:
-            shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
-        return shards
-
     def _update(self, shards: list[TrainBatch]) -> dict[str, float]:
-        """One optimizer step a shard; metrics of all."""
+        """One optimizer step a shard; metrics of all, the same on each rank."""
         parts = []
         norms = []
         counts = []
@@ -193,7 +185,10 @@ class TrainRank:
             self.adapters.changed()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        merged = self._merge_over_ranks(parts)
+        merged = on_host(merge(parts))
+        # only the last pipeline stage has any
+        for group in (self.place.data_group, self.place.pipeline_group):
+            merged = merge(_from_every_rank(merged, group))
         metrics = {name: metric.value() for name, metric in merged.items()}
         if self.replay:
             counts_of_ranks = _from_every_rank(total(counts), dist.group.WORLD)
@@ -204,33 +199,14 @@ class TrainRank:
         metrics["updates"] = len(norms)
         return metrics
 
-    def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Any]:
-        """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage
-        has any.
-        """
-        merged = on_host(merge(parts))
-        for group in (self.place.data_group, self.place.pipeline_group):
-            merged = merge(_from_every_rank(merged, group))
-        return merged
-
     def _reduce_and_clip(self) -> float:
         """Sum gradients over the ranks that share a parameter (docs/architecture.md), clip by the
-        global norm; returns the norm before that.
+        global norm; returns the norm before that, over all ranks, each parameter counted once.
+        RuntimeError if it is not finite.
         """
-        shared = [p for p in self.parameters if p.allreduce]
-        experts = [p for p in self.parameters if not p.allreduce]
         _sum([p for p in self.parameters if p.sequence_parallel], self.place.tp_group)
-        _sum(shared, self.place.data_group)
-        _sum(experts, self.place.expert_data_group)
-        norm = self._gradient_norm()
-        limit = self.recipe.optimizer.clip_grad
-        if 0 < limit < norm:
-            for parameter in self.parameters:
-                parameter.grad.mul_(limit / (norm + 1e-6))
-        return norm
-
-    def _gradient_norm(self) -> float:
-        """Over all ranks, each parameter counted once; RuntimeError if it is not finite."""
+        _sum([p for p in self.parameters if p.allreduce], self.place.data_group)
+        _sum([p for p in self.parameters if not p.allreduce], self.place.expert_data_group)
         square = torch.zeros((), device=self.place.device).double()
         for parameter in self.parameters:
             # an expert is on one rank of each tensor parallel group; of the factors that all of
@@ -249,6 +225,10 @@ class TrainRank:
                 f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in "
                 "metrics.jsonl"
             )
+        limit = self.recipe.optimizer.clip_grad
+        if 0 < limit < norm:
+            for parameter in self.parameters:
+                parameter.grad.mul_(limit / (norm + 1e-6))
         return norm
 
     @contextlib.contextmanager

@@ -41,8 +41,9 @@ class ShardedAdapters:
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
-        # merged weights travel a layer of the model at a time
-        self.parts = [list(part) for _, part in groupby(self.owned, key=_layer_number)]
+        # merged weights travel a layer of the model at a time, the 3 of decoder.layers.3.mlp...
+        layers = groupby(self.owned, lambda pair: pair[0].megatron.split(".")[2])
+        self.parts = [list(part) for _, part in layers]
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Per LoRA target the modules and parameters that this rank stands for."""
@@ -135,11 +136,6 @@ class ShardedAdapters:
             yield name, factor, factor
             for moment in MOMENTS:
                 yield f"{name}.{moment}", factor, self.optimizer.state[factor][moment]
-
-
-def _layer_number(pair: tuple[ParameterMapping, LoRALinear]) -> str:
-    """3 of decoder.layers.3.self_attention.linear_qkv.weight."""
-    return pair[0].megatron.split(".")[2]
 
 
 def _target(mapping: ParameterMapping) -> str:
