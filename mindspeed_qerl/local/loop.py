@@ -9,8 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -242,7 +241,7 @@ class LocalEngine:
         way.
         """
         processes = self.processes
-        rollout = self.processes.rollout
+        rollout = processes.rollout
         parts = max(processes.on_ranks(TrainRank.sync_parts))
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
         for part in range(parts):
@@ -293,10 +292,7 @@ class LocalEngine:
             **run.identity(),
             **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora),
         }
-
-        def write(making: Path) -> None:
-            self.processes.on_ranks(TrainRank.save, str(making))
-
+        write = partial(self.processes.on_ranks, TrainRank.save)
         try:
             checkpoint.save(
                 run.checkpoints_dir, step, state, write, self.recipe.local.keep_checkpoints
@@ -318,7 +314,7 @@ class LocalEngine:
         self.updates = state["updates"]
         self.order.position = state["prompts_asked"]
         folder = checkpoint.folder(checkpoints.resolve(), iteration)
-        self.processes.on_ranks(TrainRank.restore, str(folder), self.updates, iteration)
+        self.processes.on_ranks(TrainRank.restore, folder, self.updates, iteration)
         self.observer.progress.message(f"Resumes after step {iteration}")
         return iteration
 

@@ -4,6 +4,7 @@ schedule (with one pipeline stage: forward, backward, forward, ...).
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from mindspeed_qerl.runs.checks import logprobs_fault
 from mindspeed_qerl.tasks.prompts import text_of
 
 
+@dataclass
 class Passes:
     """Forward passes, with and without backward passes. Only the last pipeline stage has results.
 
@@ -36,20 +38,11 @@ class Passes:
         skip_prompts: of the model's last layer, if it may leave out what precedes the answers.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        place: Place,
-        replay: RouteReplay | None,
-        skip_prompts: nn.Module | None,
-    ):
-        self.model = model
-        self.recipe = recipe
-        self.place = place
-        self.replay = replay
-        self.skip_prompts = skip_prompts
-        self.temperature = recipe.sampling.temperature
+    model: nn.Module
+    recipe: Recipe
+    place: Place
+    replay: RouteReplay | None
+    skip_prompts: nn.Module | None
 
     @torch.no_grad()
     def logprobs(self, shard: TrainBatch, size: int) -> np.ndarray:
@@ -72,8 +65,8 @@ class Passes:
         """Yields what `_logprobs` gives of each micro-batch, or with a divisor `_trained`."""
         from megatron.core.pipeline_parallel import schedules
 
-        starts = range(0, len(shard), size)
-        micros = [shard.rows(np.arange(start, min(start + size, len(shard)))) for start in starts]
+        rows = np.arange(len(shard))
+        micros = [shard.rows(rows[start : start + size]) for start in range(0, len(shard), size)]
         return schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=partial(self._forward, divisor),
             data_iterator=iter(micros),
@@ -121,7 +114,8 @@ class Passes:
 
     def _logprobs(self, tokens: Tensor, output: Tensor, non_loss_data: bool = True) -> Tensor:
         """float32 [n, l - 1]; the signature is megatron-core's."""
-        return token_logprobs(self._logits(output, tokens.shape[1]), tokens, self.temperature)
+        logits = self._logits(output, tokens.shape[1])
+        return token_logprobs(logits, tokens, self.recipe.sampling.temperature)
 
     def _trained(
         self,
@@ -135,11 +129,12 @@ class Passes:
         and float32 [n, l - 1], on the device, since a copy to the host would wait for it).
         """
         algorithm = self.recipe.algorithm
+        temperature = self.recipe.sampling.temperature
         logits = self._logits(output, tokens.shape[1])
-        logprobs = pad(token_logprobs(logits, tokens, self.temperature), (first, 0))
+        logprobs = pad(token_logprobs(logits, tokens, temperature), (first, 0))
         before = logprobs.detach()
         with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
-            entropy = pad(token_entropy(logits, self.temperature), (first, 0))
+            entropy = pad(token_entropy(logits, temperature), (first, 0))
         inputs = LossInputs(
             logprobs,
             before if micro.old_logprobs is None else self._tensor(micro.old_logprobs),

@@ -90,10 +90,9 @@ class Worker:
     ):
         self.name = name
         self.log_file = log_file
-        remote = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
+        self.actor = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
             num_cpus=1, runtime_env={"env_vars": environment}
-        )
-        self.actor = remote.remote()
+        ).remote()
         self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> "ray.ObjectRef[Result]":

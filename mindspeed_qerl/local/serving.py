@@ -160,8 +160,13 @@ def complete(
     answers = []
     for prompt, output, taken in zip(prompts, outputs, routes):
         for sampled, route in zip(output.outputs, taken):
-            logprobs_of_tokens = sampled.logprobs.logprobs if sampled.logprobs else []
-            is_truncated = sampled.finish_reason == "length"
-            token_ids = list(sampled.token_ids)
-            answers.append(Answer(prompt, token_ids, logprobs_of_tokens, is_truncated, route))
+            answers.append(
+                Answer(
+                    prompt,
+                    token_ids=list(sampled.token_ids),
+                    logprobs=sampled.logprobs.logprobs if sampled.logprobs else [],
+                    is_truncated=sampled.finish_reason == "length",
+                    routes=route,
+                )
+            )
     return answers
