@@ -95,9 +95,9 @@ class RolloutEngine:
 
         [model] = self.llm.apply_model(lambda model: model)
         serving.check_built(model, read_shape(model_dir))
-        self.recorder = None
-        if routers:
-            self.recorder = serving.route_recorder(self.llm, routers, max_model_len)
+        self.recorder = (
+            serving.route_recorder(self.llm, routers, max_model_len) if routers else None
+        )
         self.model = model
         self.model_dir = model_dir
         self.experts = [
