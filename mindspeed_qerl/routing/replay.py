@@ -143,17 +143,18 @@ class RouteReplay:
     def _routing(self, layer: int, routing: Callable, logits: Tensor) -> Any:
         """Calls `routing` of one router with the routes of the micro-batch in it."""
         asked = 0
-        again = self.micro is None
-        if self.micro is not None:
-            micro = self.micro
-            if layer in micro.chosen:
-                raise RuntimeError(f"layer {layer} chose experts twice in one forward pass")
-        elif self.again is None:  # a pass without routes: the reference's
-            return routing(logits)
-        elif not self.again[layer]:
-            raise RuntimeError(f"layer {layer} is computed again, and no routes are left for it")
-        else:
+        micro = self.micro
+        again = micro is None
+        if micro is None:
+            if self.again is None:  # a pass without routes: the reference's
+                return routing(logits)
+            if not self.again[layer]:
+                raise RuntimeError(
+                    f"layer {layer} is computed again, and no routes are left for it"
+                )
             micro = self.again[layer].popleft()
+        elif layer in micro.chosen:
+            raise RuntimeError(f"layer {layer} chose experts twice in one forward pass")
 
         def choose(own: Tensor) -> Tensor:
             nonlocal asked
