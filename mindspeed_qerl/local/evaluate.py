@@ -259,13 +259,15 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
             engine.start_sync()
             engine.load_tensors((name, merged.read(name)) for name in merged.files)
             engine.finish_sync()
-
-        def sample(prompts: Any, n: int, temperature: float, seed: int) -> Any:
-            sampling = common | {"temperature": temperature}
-            request = RolloutRequest(prompts, n, seed, sampling, hardware_error=job.hardware_error)
-            return engine.generate(request)[0]
-
-        return sample
+        return lambda prompts, n, temperature, seed: engine.generate(
+            RolloutRequest(
+                prompts,
+                n,
+                seed,
+                common | {"temperature": temperature},
+                hardware_error=job.hardware_error,
+            )
+        )[0]
     if job.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     is_npu = current_platform.device_name == "npu"

@@ -121,8 +121,7 @@ class LocalEngine:
         metrics["selection/sampled_groups"] = groups
         metrics["selection/trained_groups"] = len(kept) // n
         if self.routers:
-            captured = (answer.routes for answer in answers)
-            metrics["routing/captured_tokens"] = sum(map(len, captured))
+            metrics["routing/captured_tokens"] = sum(len(answer.routes) for answer in answers)
         if batch is not None and tokens:
             if recipe.algorithm.routing_replay != "none":
                 routes = tokens_to_replay(batch, recipe)
