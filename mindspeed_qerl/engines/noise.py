@@ -1,13 +1,13 @@
 """The noise of a run: its owner, and what of it a model's norms in bfloat16 cannot hold."""
 
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, targets_in_file
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.recipe.types import Noise, Recipe
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.metrics import MetricsRow
 
 LEAST_KEPT = 0.5  # of the noise, below which `NoiseInjector` warns as well
@@ -38,17 +38,25 @@ def lost_noise(recipe: Recipe) -> list[str]:
 
     weights = []
     with suppress(ValueError):  # there are no files yet, or a multiplier selects no norm
-        weights = _norms(recipe.model.path, noise)
+        checkpoint = Checkpoint(recipe.model.path)
+        targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
+        factors = multipliers_of(targets, check_multipliers(noise.multipliers or {}))
+        pairs = zip(targets, factors)
+        weights = [
+            (checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor
+        ]
     norms = "the model's norms" if weights else "norms of 1"
     levels = list(map(noise.noise_schedule(steps).level, range(steps)))
     lost = 0
     stages = []
-    for level in sorted(set(levels), key=levels.index):
+    for level, count in Counter(levels).items():
         if not level.sigma or (kept := kept_in_bfloat16(weights, level.sigma)) >= LEAST_KEPT:
             continue
-        lost += levels.count(level)
-        begin = f"stage {level.stage} from step {levels.index(level)}"
-        stages.append(f"{begin} (sigma {level.sigma:.2g}, {kept:.0%} left)")
+        lost += count
+        stages.append(
+            f"stage {level.stage} from step {levels.index(level)} "
+            f"(sigma {level.sigma:.2g}, {kept:.0%} left)"
+        )
     if not lost:
         return []
     warning = (
@@ -57,11 +65,3 @@ def lost_noise(recipe: Recipe) -> list[str]:
         "take aqn=target, which makes up for the loss (docs/aqn.md)"
     )
     return [warning]
-
-
-def _norms(path: str, noise: Noise) -> list[tuple[Any, float]]:
-    checkpoint = Checkpoint(path)
-    targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
-    factors = multipliers_of(targets, check_multipliers(noise.multipliers or {}))
-    pairs = zip(targets, factors)
-    return [(checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 
+@dataclass
 class PromptOrder:
     """Which of `count` rows are asked next: the file is shuffled anew for each pass and read in
     that order.
@@ -23,10 +24,9 @@ class PromptOrder:
     [1, 0, 2]
     """
 
-    def __init__(self, count: int, seed: int):
-        self.count = count
-        self.seed = seed
-        self.position = 0
+    count: int
+    seed: int
+    position: int = 0
 
     def take(self, rows: int) -> list[int]:
         """The next `rows` row numbers; a row comes again in each pass."""

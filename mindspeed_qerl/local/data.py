@@ -1,7 +1,6 @@
 """A task as token ids."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -10,8 +9,7 @@ from mindspeed_qerl.tasks.checks import check_prompts
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 
 
-@dataclass(frozen=True)
-class Data:
+class Data(NamedTuple):
     """A task as one tokenizer reads it."""
 
     tokenizer: Any

@@ -194,15 +194,15 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
 
 def _prepare_platform(job: EvaluationJob) -> None:
     """The emulated NPU, if it is to serve; ConfigError where this machine's vLLM cannot."""
+    from vllm.platforms import current_platform
+
     is_shared = job.tensor_parallel_size > 1
-    if job.is_modelled and (is_shared or job.emulate_npu or _is_npu()):
+    if job.is_modelled and (is_shared or job.emulate_npu or current_platform.device_name == "npu"):
         raise ConfigError(
             "quantized layers and errors of other hardware are modelled in one process of vLLM for "
             "CPUs: give --tensor-parallel-size 1, add --no-emulate-npu, or leave them out "
             "(--quantization none)"
         )
-    from vllm.platforms import current_platform
-
     if current_platform.is_cpu() and (faults := beyond_kernels(read_shape(job.model))):
         raise ConfigError(*(f"{job.model}/config.json: {fault}" for fault in faults))
     if job.is_beside and job.dtype != "float32":
@@ -220,12 +220,6 @@ def _prepare_platform(job: EvaluationJob) -> None:
         emulation.enter(job.tensor_parallel_size)
 
 
-def _is_npu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.device_name == "npu"
-
-
 def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> str:
     """The Hugging Face directory of what is evaluated; adapters are merged into `folder`."""
     import torch
@@ -240,14 +234,15 @@ def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> st
     run.check_owner(run.checkpoints_dir / f"iter_{adapters.iteration:07d}", adapters.run)
     tell(f"merging {len(adapters.weights):,} adapters into {job.model}")
     # what vLLM would round to its dtype by itself, it would round to nearest
-    dtype = getattr(torch, job.dtype)
-    share = save_merged(adapters, job.model, folder, dtype=dtype)
+    share = save_merged(adapters, job.model, folder, dtype=getattr(torch, job.dtype))
     tell(f"{share:.2%} of their update is in the merged weights, {job.dtype}")
     return str(folder)
 
 
 def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
     """(prompts, n, temperature, seed) -> n answers to each prompt."""
+    from vllm.platforms import current_platform
+
     from mindspeed_qerl.families.checkpoint import Checkpoint
     from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
     from mindspeed_qerl.local.serving import complete, start_vllm
@@ -264,17 +259,18 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
             engine.start_sync()
             engine.load_tensors((name, merged.read(name)) for name in merged.files)
             engine.finish_sync()
-
-        def sample(prompts: Any, n: int, temperature: float, seed: int) -> Any:
-            sampling = common | {"temperature": temperature}
-            error = job.hardware_error
-            request = RolloutRequest(prompts, n, seed, sampling, hardware_error=error)
-            return engine.generate(request)[0]
-
-        return sample
+        return lambda prompts, n, temperature, seed: engine.generate(
+            RolloutRequest(
+                prompts,
+                n,
+                seed,
+                common | {"temperature": temperature},
+                hardware_error=job.hardware_error,
+            )
+        )[0]
     if job.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    is_npu = _is_npu()
+    is_npu = current_platform.device_name == "npu"
     # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
     more: dict[str, Any] = {
         "enable_chunked_prefill": False,

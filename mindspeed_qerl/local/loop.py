@@ -9,8 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from mindspeed_qerl.algorithm.advantages import overlong_penalty
 from mindspeed_qerl.algorithm.metrics import groups_with_signal, reward_metrics
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
+from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.local import arithmetic, checkpoint
@@ -26,7 +26,7 @@ from mindspeed_qerl.local.batch import Answer, PromptOrder, TrainBatch, deal
 from mindspeed_qerl.local.data import Data
 from mindspeed_qerl.local.processes import Processes, WorkerError, recorded_routers
 from mindspeed_qerl.local.rank import TrainRank
-from mindspeed_qerl.local.rollout import RolloutEngine, evaluation_request, training_request
+from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
 from mindspeed_qerl.local.sampled import (
     answer_metrics,
     check_answers,
@@ -121,12 +121,11 @@ class LocalEngine:
         metrics["selection/sampled_groups"] = groups
         metrics["selection/trained_groups"] = len(kept) // n
         if self.routers:
-            captured = (answer.routes for answer in answers)
-            metrics["routing/captured_tokens"] = sum(map(len, captured))
+            metrics["routing/captured_tokens"] = sum(len(answer.routes) for answer in answers)
         if batch is not None and tokens:
             if recipe.algorithm.routing_replay != "none":
                 routes = tokens_to_replay(batch, recipe)
-            self.progress("update")
+            observer.progress.phase("update")
             metrics |= self.update(batch)
         else:
             self.processes.on_ranks(TrainRank.skip)
@@ -185,9 +184,16 @@ class LocalEngine:
         selection = recipe.selection
         with self._timed("rollout"):
             chosen = self.order.take(recipe.batch.global_batch_size)
-            prompts = [task.prompts[i] for i in chosen]
-            end = self.data.tokenizer.eos_token_id
-            request = training_request(recipe, prompts, end, step, batch, noise)
+            purpose = f"rollout {batch}" if batch else "rollout"
+            request = RolloutRequest(
+                [task.prompts[i] for i in chosen],
+                recipe.batch.samples_per_prompt,
+                derived_seed(recipe.run.seed, purpose, step),
+                self._sampling(recipe.sampling.temperature, logprobs=0),
+                noise,
+                recipe.hardware_error.arguments("rollout"),
+                record_routes=True,
+            )
             answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         with self._timed("reward"):
             rows = [task.rows[i] for i in np.repeat(chosen, recipe.batch.samples_per_prompt)]
@@ -215,10 +221,9 @@ class LocalEngine:
         logprobs = np.zeros((2, *batch.mask.shape), dtype=np.float32)
         with self._timed("logprobs"):
             results = self._on_shards(TrainRank.logprobs_before, batch)
-        shares = self._shares(batch)
         # the last pipeline stage has them, whose ranks are the last
-        for rank, shards in enumerate(results):
-            for index, shard in zip(shares[data_rank(rank, self.recipe.layout)], shards):
+        for share, shards in zip(self._shares(batch), results):
+            for index, shard in zip(share, shards):
                 logprobs[:, index, : shard.shape[2]] = shard
         return logprobs
 
@@ -235,7 +240,7 @@ class LocalEngine:
         way.
         """
         processes = self.processes
-        rollout = self.processes.rollout
+        rollout = processes.rollout
         parts = max(processes.on_ranks(TrainRank.sync_parts))
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
         for part in range(parts):
@@ -255,11 +260,19 @@ class LocalEngine:
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
         started = time.perf_counter()
+        recipe = self.recipe
+        evaluation = recipe.evaluation
         task = self.data.test
-        self.progress("evaluation")
-        verifier = self.recipe.task.verifier_function[0]
-        end = self.data.tokenizer.eos_token_id
-        request = evaluation_request(self.recipe, task.prompts, end, step)
+        self.observer.progress.phase("evaluation")
+        verifier = recipe.task.verifier_function[0]
+        request = RolloutRequest(
+            task.prompts,
+            evaluation.samples_per_problem,
+            derived_seed(recipe.run.seed, "evaluation", step),
+            self._sampling(evaluation.temperature, logprobs=None),
+            hardware_error=recipe.hardware_error.arguments("evaluation"),
+            quantized=recipe.quantization.evaluation,
+        )
         answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         truncated = [answer.is_truncated for answer in answers]
         texts = self._decode(answers)
@@ -270,7 +283,7 @@ class LocalEngine:
 
     def save(self, step: int) -> None:
         """The checkpoint after `step` iterations."""
-        self.progress("checkpoint")
+        self.observer.progress.phase("checkpoint")
         run = self.observer.run
         state = {
             "updates": self.updates,
@@ -278,10 +291,7 @@ class LocalEngine:
             **run.identity(),
             **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora),
         }
-
-        def write(making: Path) -> None:
-            self.processes.on_ranks(TrainRank.save, str(making))
-
+        write = partial(self.processes.on_ranks, TrainRank.save)
         try:
             checkpoint.save(
                 run.checkpoints_dir, step, state, write, self.recipe.local.keep_checkpoints
@@ -303,37 +313,43 @@ class LocalEngine:
         self.updates = state["updates"]
         self.order.position = state["prompts_asked"]
         folder = checkpoint.folder(checkpoints.resolve(), iteration)
-        self.processes.on_ranks(TrainRank.restore, str(folder), self.updates, iteration)
+        self.processes.on_ranks(TrainRank.restore, folder, self.updates, iteration)
         self.observer.progress.message(f"Resumes after step {iteration}")
         return iteration
-
-    def progress(self, phase: str) -> None:
-        """Tells the user what is under way."""
-        self.observer.progress.phase(phase)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
         """The seconds of a part; parts are not within each other."""
-        self.progress(part)
+        self.observer.progress.phase(part)
         started = time.perf_counter()
         yield
         self.seconds[f"time/{part}"] += time.perf_counter() - started
+
+    def _sampling(self, temperature: float, logprobs: int | None) -> dict[str, Any]:
+        """Keyword arguments of vLLM's SamplingParams."""
+        end = self.data.tokenizer.eos_token_id
+        return {
+            "max_tokens": self.recipe.sampling.max_tokens,
+            "stop_token_ids": [] if end is None else [end],
+            "temperature": temperature,
+            "logprobs": logprobs,
+        }
 
     def _decode(self, answers: Sequence[Answer]) -> list[str]:
         tokens = [answer.token_ids for answer in answers]
         return self.data.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
     def _shares(self, batch: TrainBatch) -> list[list[np.ndarray]]:
-        """Per data-parallel rank, its rows of each mini-batch."""
-        return deal(batch.lengths, self.recipe.batch.mini_answers, self.recipe.layout.dp)
+        """Per rank, its rows of each mini-batch; ranks that share one data-parallel rank's layers
+        get the same.
+        """
+        layout = self.recipe.layout
+        shares = deal(batch.lengths, self.recipe.batch.mini_answers, layout.dp)
+        return [shares[data_rank(rank, layout)] for rank in range(layout.world)]
 
     def _on_shards(self, method: Callable, batch: TrainBatch, *arguments: Any) -> list:
-        """`method` of each rank on its shard of each mini-batch; ranks that share one data-parallel
-        rank's layers get the same.
-        """
-        shares = self._shares(batch)
+        """`method` of each rank on its shard of each mini-batch."""
         calls = {}
-        for number, rank in enumerate(self.processes.ranks):
-            indices = shares[data_rank(number, self.recipe.layout)]
-            calls[rank] = rank.call(method, [batch.rows(index) for index in indices], *arguments)
+        for rank, share in zip(self.processes.ranks, self._shares(batch)):
+            calls[rank] = rank.call(method, [batch.rows(index) for index in share], *arguments)
         return self.processes.gather(calls)

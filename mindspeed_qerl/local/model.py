@@ -169,7 +169,7 @@ def _layer_spec(shape: ModelShape):
     qk_norm = family_of(shape).qk_norm
     spec = get_gpt_layer_local_spec(num_experts=shape.num_experts or None, qk_layernorm=qk_norm)
     layer = spec.submodules
-    attention = spec.submodules.self_attention.submodules
+    attention = layer.self_attention.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = CausalAttention
     if qk_norm:

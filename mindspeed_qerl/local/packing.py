@@ -19,9 +19,8 @@ class PackedLinear:
     faster than torch's own product, which vLLM falls back to.
     """
 
-    def __init__(self) -> None:
-        self.packed: Any = None
-        self.dtype: torch.dtype | None = None  # of the packed copy
+    packed: Any = None
+    dtype: torch.dtype | None = None  # of the packed copy
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         from vllm import _custom_ops

@@ -4,6 +4,7 @@ schedule (with one pipeline stage: forward, backward, forward, ...).
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from mindspeed_qerl.runs.checks import logprobs_fault
 from mindspeed_qerl.tasks.prompts import text_of
 
 
+@dataclass
 class Passes:
     """Forward passes, with and without backward passes. Only the last pipeline stage has results.
 
@@ -36,20 +38,11 @@ class Passes:
         skip_prompts: of the model's last layer, if it may leave out what precedes the answers.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        recipe: Recipe,
-        place: Place,
-        replay: RouteReplay | None,
-        skip_prompts: nn.Module | None,
-    ):
-        self.model = model
-        self.recipe = recipe
-        self.place = place
-        self.replay = replay
-        self.skip_prompts = skip_prompts
-        self.temperature = recipe.sampling.temperature
+    model: nn.Module
+    recipe: Recipe
+    place: Place
+    replay: RouteReplay | None
+    skip_prompts: nn.Module | None
 
     @torch.no_grad()
     def logprobs(self, shard: TrainBatch, size: int) -> np.ndarray:
@@ -72,8 +65,8 @@ class Passes:
         """Yields what `_logprobs` gives of each micro-batch, or with a divisor `_trained`."""
         from megatron.core.pipeline_parallel import schedules
 
-        starts = range(0, len(shard), size)
-        micros = [shard.rows(np.arange(start, min(start + size, len(shard)))) for start in starts]
+        rows = np.arange(len(shard))
+        micros = [shard.rows(rows[start : start + size]) for start in range(0, len(shard), size)]
         return schedules.forward_backward_pipelining_without_interleaving(
             forward_step_func=partial(self._forward, divisor),
             data_iterator=iter(micros),
@@ -88,8 +81,8 @@ class Passes:
     def _forward(
         self, divisor: float | None, micros: Iterator[TrainBatch], model: nn.Module
     ) -> tuple[Tensor, Any]:
-        """A forward step of the schedule: the output of this stage, and what makes a result of it,
-        if it is the last one.
+        """A forward step of the schedule, with the micro-batch's routes, if it has some: the output
+        of this stage, and what makes a result of it, if it is the last one.
         """
         micro = next(micros)
         length = micro.tokens.shape[1]
@@ -101,20 +94,17 @@ class Passes:
         padding = -length % self.place.tp_size  # tensor parallel ranks share the sequence
         tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, padding))))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with self._replaying(micro, tokens.shape[1]):
+        replaying: AbstractContextManager = nullcontext()
+        if micro.routes is not None:
+            assert self.replay, "without it there are no routes"
+            routes, known = micro.routes_by_position(tokens.shape[1])
+            replaying = self.replay.forward(MicroBatch(self._tensor(routes), self._tensor(known)))
+        with replaying:
             output = model(tokens, positions, None)
         tokens = tokens[:, first + 1 : length]
         if divisor is None:
             return output, partial(self._logprobs, tokens)
         return output, partial(self._trained, micro, tokens, first, divisor)
-
-    def _replaying(self, micro: TrainBatch, length: int) -> AbstractContextManager:
-        """Inside, the routes of `micro`, padded to `length`, are replayed, if it has some."""
-        if micro.routes is None:
-            return nullcontext()
-        assert self.replay, "without it there are no routes"
-        routes, known = micro.routes_by_position(length)
-        return self.replay.forward(MicroBatch(self._tensor(routes), self._tensor(known)))
 
     def _logits(self, output: Tensor, length: int) -> Tensor:
         """Returns logits of the whole vocabulary, [n, length, vocabulary]."""
@@ -124,7 +114,8 @@ class Passes:
 
     def _logprobs(self, tokens: Tensor, output: Tensor, non_loss_data: bool = True) -> Tensor:
         """float32 [n, l - 1]; the signature is megatron-core's."""
-        return token_logprobs(self._logits(output, tokens.shape[1]), tokens, self.temperature)
+        logits = self._logits(output, tokens.shape[1])
+        return token_logprobs(logits, tokens, self.recipe.sampling.temperature)
 
     def _trained(
         self,
@@ -138,11 +129,12 @@ class Passes:
         and float32 [n, l - 1], on the device, since a copy to the host would wait for it).
         """
         algorithm = self.recipe.algorithm
+        temperature = self.recipe.sampling.temperature
         logits = self._logits(output, tokens.shape[1])
-        logprobs = pad(token_logprobs(logits, tokens, self.temperature), (first, 0))
+        logprobs = pad(token_logprobs(logits, tokens, temperature), (first, 0))
         before = logprobs.detach()
         with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
-            entropy = pad(token_entropy(logits, self.temperature), (first, 0))
+            entropy = pad(token_entropy(logits, temperature), (first, 0))
         inputs = LossInputs(
             logprobs,
             before if micro.old_logprobs is None else self._tensor(micro.old_logprobs),

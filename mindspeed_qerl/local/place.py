@@ -39,8 +39,7 @@ class Place:
         shards = None
         if self.tp_rank == 0:
             shards = [torch.empty_like(shard) for _ in range(self.tp_size)]
-        first = dist.get_global_rank(self.tp_group, 0)
-        dist.gather(shard, shards, dst=first, group=self.tp_group)
+        dist.gather(shard, shards, group=self.tp_group, group_dst=0)
         return split.join(shards) if shards else None
 
 

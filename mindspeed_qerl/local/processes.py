@@ -90,10 +90,9 @@ class Worker:
     ):
         self.name = name
         self.log_file = log_file
-        remote = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
+        self.actor = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
             num_cpus=1, runtime_env={"env_vars": environment}
-        )
-        self.actor = remote.remote()
+        ).remote()
         self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> "ray.ObjectRef[Result]":
@@ -150,12 +149,10 @@ class Processes:
                 raise WorkerError(RAY_DIED) from error
             # the caller may only have waited for another, which died
             dead = next(filter(self._is_dead, self.workers), None)
+            worker = dead or caller
+            what = f"failed: {getattr(error, 'cause', error)}"  # in Ray's own words of a full disk
             if dead or isinstance(error, RayActorError):
-                worker = dead or caller
                 what = "died: killed, or out of memory"
-            else:  # in Ray's own words of a full disk
-                worker = caller
-                what = f"failed: {getattr(error, 'cause', error)}"
             raise WorkerError(f"{worker.name} {what}\nIts log: {worker.log_file}") from error
 
     def _is_dead(self, worker: Worker) -> bool:

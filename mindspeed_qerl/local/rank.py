@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mindspeed_qerl.algorithm.losses import denominator
-from mindspeed_qerl.algorithm.metrics import Metric, merge, on_host
+from mindspeed_qerl.algorithm.metrics import merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.local import arithmetic
@@ -29,7 +30,7 @@ from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
 
 
-class TrainRank:
+class TrainRank(ShardedAdapters):
     """A rank of the training world. Every method is called on all ranks at once; those of one
     data-parallel rank get the same shard, and all shards are of equal size.
 
@@ -45,7 +46,7 @@ class TrainRank:
         adam = recipe.optimizer
         self.recipe = recipe
         self.routers = shape.routers
-        self.place = place = join(recipe.layout, shape.moe, rank, rendezvous)
+        place = join(recipe.layout, shape.moe, rank, rendezvous)
         recompute = 0
         if adam.recompute_granularity:
             recompute = adam.recompute_num_layers or shape.num_hidden_layers
@@ -69,7 +70,7 @@ class TrainRank:
             add_dither(model, table, place.tp_rank, place.tp_size)
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             self.parameters,
             lr=adam.lr,
             betas=(adam.adam_beta1, adam.adam_beta2),
@@ -77,13 +78,13 @@ class TrainRank:
         )
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.state[parameter] = {
+            optimizer.state[parameter] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        self.adapters = ShardedAdapters(model, table, place, self.optimizer)
-        self.scheduler = _scheduler(self.optimizer, adam, recipe.run.train_iters)
+        super().__init__(model, table, place, optimizer)
+        self.scheduler = _scheduler(optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":
             self.replay = RouteReplay(model, shape.routers, place.tp_rank, place.tp_size)
@@ -94,29 +95,13 @@ class TrainRank:
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
-    def describe(self) -> dict[str, dict[str, int]]:
-        """Counts what this rank trains, by LoRA target."""
-        return self.adapters.describe()
-
     def sync_parts(self) -> int:
         """Returns how many parts of this rank's merged weights a sync takes."""
-        return len(self.adapters.parts)
+        return len(self.parts)
 
-    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """Returns a part of a sync."""
-        return self.adapters.merged_weights(part)
-
-    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
-        """Returns what the proof of a sync compares with."""
-        return self.adapters.factors()
-
-    def save(self, folder: str) -> None:
-        """Writes the adapters into a checkpoint's folder."""
-        self.adapters.save(folder)
-
-    def restore(self, folder: str, updates: int, iteration: int) -> None:
+    def restore(self, folder: Path, updates: int, iteration: int) -> None:
         """Restores the adapters, and the learning rate after `iteration` iterations."""
-        self.adapters.restore(folder, updates)
+        self.restore_adapters(folder, updates)
         self.scheduler.step(iteration)
 
     def logprobs(self, shard: TrainBatch, reference: bool = False) -> np.ndarray:
@@ -133,11 +118,8 @@ class TrainRank:
         """Returns of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before
         this iteration's first update.
         """
-        pairs = []
         with self._arithmetic("arithmetic before the update"):
-            for shard in shards:
-                pairs.append(np.stack([self.logprobs(shard), self.logprobs(shard, reference=True)]))
-        return pairs
+            return [np.stack([self.logprobs(s), self.logprobs(s, reference=True)]) for s in shards]
 
     def skip(self) -> None:
         """An iteration without an update: the learning rate moves on."""
@@ -154,26 +136,21 @@ class TrainRank:
         """
         started = time.perf_counter()
         with self._arithmetic("arithmetic"):
-            shards = self._completed(shards, is_only_update=len(shards) * epochs == 1)
+            if self.recipe.algorithm.loss_has_kl:
+                references = [self.logprobs(shard, reference=True) for shard in shards]
+                shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
+            if len(shards) * epochs == 1:  # the policy that is trained is the policy before it
+                shards = [replace(shard, old_logprobs=None) for shard in shards]
+            elif shards[0].old_logprobs is None:
+                shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
             before = time.perf_counter() - started
             metrics = self._update(shards * epochs)
         metrics["time/logprobs"] = before
         metrics["time/update"] = time.perf_counter() - started - before
         return metrics
 
-    def _completed(self, shards: list[TrainBatch], is_only_update: bool) -> list[TrainBatch]:
-        """With the log-probs that the loss compares with."""
-        if self.recipe.algorithm.loss_has_kl:
-            references = [self.logprobs(shard, reference=True) for shard in shards]
-            shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
-        if is_only_update:  # the policy that is trained is the policy before it
-            return [replace(shard, old_logprobs=None) for shard in shards]
-        if shards[0].old_logprobs is None:
-            shards = [replace(shard, old_logprobs=self.logprobs(shard)) for shard in shards]
-        return shards
-
     def _update(self, shards: list[TrainBatch]) -> dict[str, float]:
-        """One optimizer step a shard; metrics of all."""
+        """One optimizer step a shard; metrics of all, the same on each rank."""
         parts = []
         norms = []
         counts = []
@@ -190,10 +167,13 @@ class TrainRank:
                 counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
-            self.adapters.changed()
+            self.changed()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        merged = self._merge_over_ranks(parts)
+        merged: dict[str, Any] = on_host(merge(parts))
+        # only the last pipeline stage has any
+        for group in (self.place.data_group, self.place.pipeline_group):
+            merged = merge(_from_every_rank(merged, group))
         metrics = {name: metric.value() for name, metric in merged.items()}
         if self.replay:
             counts_of_ranks = _from_every_rank(total(counts), dist.group.WORLD)
@@ -204,33 +184,14 @@ class TrainRank:
         metrics["updates"] = len(norms)
         return metrics
 
-    def _merge_over_ranks(self, parts: list[dict[str, Metric]]) -> dict[str, Any]:
-        """This rank's metrics and all other ranks', the same on each. Only the last pipeline stage
-        has any.
-        """
-        merged = on_host(merge(parts))
-        for group in (self.place.data_group, self.place.pipeline_group):
-            merged = merge(_from_every_rank(merged, group))
-        return merged
-
     def _reduce_and_clip(self) -> float:
         """Sum gradients over the ranks that share a parameter (docs/architecture.md), clip by the
-        global norm; returns the norm before that.
+        global norm; returns the norm before that, over all ranks, each parameter counted once.
+        RuntimeError if it is not finite.
         """
-        shared = [p for p in self.parameters if p.allreduce]
-        experts = [p for p in self.parameters if not p.allreduce]
         _sum([p for p in self.parameters if p.sequence_parallel], self.place.tp_group)
-        _sum(shared, self.place.data_group)
-        _sum(experts, self.place.expert_data_group)
-        norm = self._gradient_norm()
-        limit = self.recipe.optimizer.clip_grad
-        if 0 < limit < norm:
-            for parameter in self.parameters:
-                parameter.grad.mul_(limit / (norm + 1e-6))
-        return norm
-
-    def _gradient_norm(self) -> float:
-        """Over all ranks, each parameter counted once; RuntimeError if it is not finite."""
+        _sum([p for p in self.parameters if p.allreduce], self.place.data_group)
+        _sum([p for p in self.parameters if not p.allreduce], self.place.expert_data_group)
         square = torch.zeros((), device=self.place.device).double()
         for parameter in self.parameters:
             # an expert is on one rank of each tensor parallel group; of the factors that all of
@@ -249,6 +210,10 @@ class TrainRank:
                 f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in "
                 "metrics.jsonl"
             )
+        limit = self.recipe.optimizer.clip_grad
+        if 0 < limit < norm:
+            for parameter in self.parameters:
+                parameter.grad.mul_(limit / (norm + 1e-6))
         return norm
 
     @contextlib.contextmanager

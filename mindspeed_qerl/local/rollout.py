@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
-from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local import serving
@@ -27,7 +26,7 @@ from mindspeed_qerl.local.quantized import QuantizedLayers
 from mindspeed_qerl.lora.held import kernel_tensors, take_apart
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
-from mindspeed_qerl.recipe.types import Quantization, Recipe
+from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.routing.routes import Routers
 
 
@@ -53,52 +52,6 @@ class RolloutRequest:
     hardware_error: dict[str, Any] | None = None
     record_routes: bool = False
     quantized: bool = True
-
-
-def training_request(
-    recipe: Recipe,
-    prompts: Sequence[Sequence[int]],
-    end: int | None,
-    step: int,
-    batch: int,
-    noise: NoiseLevel | None,
-) -> RolloutRequest:
-    """Returns the request for answers to train on, drawn with the seed of a step and of a batch of
-    it. end: id of the token that ends an answer.
-    """
-    purpose = f"rollout {batch}" if batch else "rollout"
-    return RolloutRequest(
-        prompts,
-        recipe.batch.samples_per_prompt,
-        derived_seed(recipe.run.seed, purpose, step),
-        _sampling(recipe, recipe.sampling.temperature, end) | {"logprobs": 0},
-        noise,
-        recipe.hardware_error.arguments("rollout"),
-        record_routes=True,
-    )
-
-
-def evaluation_request(
-    recipe: Recipe, prompts: Sequence[Sequence[int]], end: int | None, step: int
-) -> RolloutRequest:
-    """Returns the request for the evaluation after `step` updates, without noise."""
-    evaluation = recipe.evaluation
-    return RolloutRequest(
-        prompts,
-        evaluation.samples_per_problem,
-        derived_seed(recipe.run.seed, "evaluation", step),
-        _sampling(recipe, evaluation.temperature, end) | {"logprobs": None},
-        hardware_error=recipe.hardware_error.arguments("evaluation"),
-        quantized=recipe.quantization.evaluation,
-    )
-
-
-def _sampling(recipe: Recipe, temperature: float, end: int | None) -> dict[str, Any]:
-    return {
-        "max_tokens": recipe.sampling.max_tokens,
-        "stop_token_ids": [] if end is None else [end],
-        "temperature": temperature,
-    }
 
 
 class RolloutEngine:
@@ -142,9 +95,9 @@ class RolloutEngine:
 
         [model] = self.llm.apply_model(lambda model: model)
         serving.check_built(model, read_shape(model_dir))
-        self.recorder = None
-        if routers:
-            self.recorder = serving.route_recorder(self.llm, routers, max_model_len)
+        self.recorder = (
+            serving.route_recorder(self.llm, routers, max_model_len) if routers else None
+        )
         self.model = model
         self.model_dir = model_dir
         self.experts = [

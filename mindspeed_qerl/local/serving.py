@@ -112,10 +112,10 @@ def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecor
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.models.utils import extract_layer_index
 
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    recorder = RouteRecorder(worker.model_runner, routers, max_model_len)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    recorder = RouteRecorder(runner, routers, max_model_len)
     layers = []
-    for name, module in worker.model_runner.model.named_modules():
+    for name, module in runner.model.named_modules():
         router = getattr(module, "router", None)
         if isinstance(router, BaseRouter):
             layer = extract_layer_index(name)
@@ -160,8 +160,13 @@ def complete(
     answers = []
     for prompt, output, taken in zip(prompts, outputs, routes):
         for sampled, route in zip(output.outputs, taken):
-            logprobs_of_tokens = sampled.logprobs.logprobs if sampled.logprobs else []
-            is_truncated = sampled.finish_reason == "length"
-            token_ids = list(sampled.token_ids)
-            answers.append(Answer(prompt, token_ids, logprobs_of_tokens, is_truncated, route))
+            answers.append(
+                Answer(
+                    prompt,
+                    token_ids=list(sampled.token_ids),
+                    logprobs=sampled.logprobs.logprobs if sampled.logprobs else [],
+                    is_truncated=sampled.finish_reason == "length",
+                    routes=route,
+                )
+            )
     return answers

@@ -41,8 +41,9 @@ class ShardedAdapters:
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
-        # merged weights travel a layer of the model at a time
-        self.parts = [list(part) for _, part in groupby(self.owned, key=_layer_number)]
+        # merged weights travel a layer of the model at a time, the 3 of decoder.layers.3.mlp...
+        layers = groupby(self.owned, lambda pair: pair[0].megatron.split(".")[2])
+        self.parts = [list(part) for _, part in layers]
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Per LoRA target the modules and parameters that this rank stands for."""
@@ -70,7 +71,7 @@ class ShardedAdapters:
         return merged
 
     @torch.no_grad()
-    def factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
         """HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32: the proof of a sync uses
         them.
         """
@@ -94,7 +95,7 @@ class ShardedAdapters:
         return whole if self._is_first(layer) else None
 
     @torch.no_grad()
-    def save(self, folder: str) -> None:
+    def save(self, folder: Path) -> None:
         """Write whole factors, and the optimizer's moments of them, into a checkpoint's folder."""
         tensors = {}
         for mapping, layer in self.owned:
@@ -103,13 +104,12 @@ class ShardedAdapters:
                 if whole is not None:
                     tensors[name] = whole.detach()
         if tensors:
-            file = Path(folder, f"shard-{dist.get_rank():05d}.safetensors")
-            file.write_bytes(save(tensors))
+            (folder / f"shard-{dist.get_rank():05d}.safetensors").write_bytes(save(tensors))
 
     @torch.no_grad()
-    def restore(self, folder: str, updates: int) -> None:
+    def restore_adapters(self, folder: Path, updates: int) -> None:
         """Read what the ranks of any layout saved after `updates` steps of the optimizer."""
-        whole = read_tensors(Path(folder))
+        whole = read_tensors(folder)
         for state in self.optimizer.state.values():
             state["step"].fill_(updates)
         for mapping, layer in self.layers:
@@ -135,11 +135,6 @@ class ShardedAdapters:
             yield name, factor, factor
             for moment in MOMENTS:
                 yield f"{name}.{moment}", factor, self.optimizer.state[factor][moment]
-
-
-def _layer_number(pair: tuple[ParameterMapping, LoRALinear]) -> str:
-    """3 of decoder.layers.3.self_attention.linear_qkv.weight."""
-    return pair[0].megatron.split(".")[2]
 
 
 def _target(mapping: ParameterMapping) -> str:

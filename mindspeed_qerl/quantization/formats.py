@@ -21,8 +21,8 @@ scale instead.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,8 +145,7 @@ def quantize_nvfp4(x: Tensor, amax: Tensor | None = None) -> Tensor:
     return (to_e2m1(blocks * _divide(1.0, scale * _divide(1.0, unit))) * (scale / unit)).flatten(-2)
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """Describes what a format does to a weight [out, in] and to activations [..., in] (None:
     nothing), each to float32 of the same shape; ValueError where blocks do not fill the inputs
     (layout/sizes.py refuses that before a run).

@@ -117,7 +117,7 @@ class RouteRecorder:
             )
         for request, position in self.starts.items():
             start = end
-            end = end + scheduled.get(request, 0)
+            end += scheduled.get(request, 0)
             if request not in self.routes:
                 self.routes[request] = np.zeros((self.max_len, *ids.shape[1:]), dtype=ids.dtype)
                 self.known[request] = np.zeros(self.max_len, dtype=bool)
@@ -137,9 +137,7 @@ class RouteRecorder:
             for answer in output.outputs:
                 request = by_answer.get((output.request_id, answer.index), "")
                 tokens = len(output.prompt_token_ids) + max(len(answer.token_ids) - 1, 0)
-                known = np.zeros(tokens, dtype=bool)
-                if request:
-                    known = self.known[request][:tokens]
+                known = self.known.get(request, np.zeros(tokens, dtype=bool))[:tokens]
                 if not known.all():
                     raise RuntimeError(
                         f"request {output.request_id}, answer {answer.index}: no routes for "

@@ -7,16 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import add
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mindspeed_qerl.routing.routes import Routers
-
-Routing = Callable[[torch.Tensor], Any]  # a router's: logits to what it makes of them
 
 
 @dataclass(frozen=True)
@@ -32,9 +31,9 @@ class MicroBatch:
             them, top_k].
     """
 
-    routes: torch.Tensor
-    known: torch.Tensor
-    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    routes: Tensor
+    known: Tensor
+    chosen: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Counts(NamedTuple):
@@ -52,7 +51,7 @@ class _OtherTopK(TorchFunctionMode):
     all the rest by itself: its scores, its normalisation, its gradients.
     """
 
-    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, choose: Callable[[Tensor], Tensor]):
         super().__init__()
         self.choose = choose
 
@@ -60,7 +59,7 @@ class _OtherTopK(TorchFunctionMode):
         self, function: Callable, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         result = function(*arguments, **named or {})
-        if function not in (torch.topk, torch.Tensor.topk):
+        if function not in (torch.topk, Tensor.topk):
             return result
         scores = arguments[0]
         ids = self.choose(result.indices)
@@ -87,7 +86,7 @@ class RouteReplay:
         self.micro: MicroBatch | None = None  # of the forward pass under way
         # of layers that are computed again, oldest first
         self.again: dict[int, deque[MicroBatch]] | None = None
-        self.seen: dict[int, torch.Tensor] = {}  # of each layer, what `Counts` has
+        self.seen: dict[int, Tensor] = {}  # of each layer, what `Counts` has
         for router in model.modules():
             if not isinstance(router, TopKRouter):
                 continue
@@ -98,7 +97,7 @@ class RouteReplay:
                     f"has one already: those with one are {list(routers.layers)}"
                 )
             self.index[layer] = routers.layers.index(layer)
-            router.routing = self._routing(layer, router.routing)
+            router.routing = partial(self._routing, layer, router.routing)
         if not self.index:
             raise RuntimeError(
                 "no router was found in this rank's part of the model: routes cannot be replayed. "
@@ -141,43 +140,38 @@ class RouteReplay:
                 "there: another model computes than the one that has the routes"
             )
 
-    def _routing(self, layer: int, routing: Routing) -> Routing:
-        """`routing` of one router, with the routes of the micro-batch in it."""
-
-        def replayed(logits: torch.Tensor) -> Any:
-            asked = 0
-            again = self.micro is None
-            if self.micro is not None:
-                micro = self.micro
-                if layer in micro.chosen:
-                    raise RuntimeError(f"layer {layer} chose experts twice in one forward pass")
-            elif self.again is None:  # a pass without routes: the reference's
+    def _routing(self, layer: int, routing: Callable, logits: Tensor) -> Any:
+        """Calls `routing` of one router with the routes of the micro-batch in it."""
+        asked = 0
+        micro = self.micro
+        again = micro is None
+        if micro is None:
+            if self.again is None:  # a pass without routes: the reference's
                 return routing(logits)
-            elif not self.again[layer]:
+            if not self.again[layer]:
                 raise RuntimeError(
                     f"layer {layer} is computed again, and no routes are left for it"
                 )
-            else:
-                micro = self.again[layer].popleft()
+            micro = self.again[layer].popleft()
+        elif layer in micro.chosen:
+            raise RuntimeError(f"layer {layer} chose experts twice in one forward pass")
 
-            def choose(own: torch.Tensor) -> torch.Tensor:
-                nonlocal asked
-                asked += 1
-                return micro.chosen[layer] if again else self._chosen(layer, micro, own)
+        def choose(own: Tensor) -> Tensor:
+            nonlocal asked
+            asked += 1
+            return micro.chosen[layer] if again else self._chosen(layer, micro, own)
 
-            with _OtherTopK(choose):
-                result = routing(logits)
-            if asked != 1:
-                raise RuntimeError(
-                    f"the router of layer {layer} took the largest of its scores {asked} times, "
-                    "not once: its routes cannot be replayed. algorithm.routing_replay=none goes "
-                    "without"
-                )
-            return result
+        with _OtherTopK(choose):
+            result = routing(logits)
+        if asked != 1:
+            raise RuntimeError(
+                f"the router of layer {layer} took the largest of its scores {asked} times, "
+                "not once: its routes cannot be replayed. algorithm.routing_replay=none goes "
+                "without"
+            )
+        return result
 
-        return replayed
-
-    def _chosen(self, layer: int, micro: MicroBatch, own: torch.Tensor) -> torch.Tensor:
+    def _chosen(self, layer: int, micro: MicroBatch, own: Tensor) -> Tensor:
         """Ids [rows, top_k] of the experts that tokens go to; `own` are those that the router would
         choose.
         """
