@@ -51,6 +51,9 @@ PATHS = {
     "models",
 }
 
+# octal, and base 60
+OTHER_NUMBER = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"  # of an installation
 if not CONFIGS.is_dir():
@@ -72,7 +75,10 @@ def compose(
 
     name = name.removesuffix(".yaml")
     with _hydra(name, config_dir) as folders:
-        config = composed(name, _hydra_overrides(name, overrides, folders))
+        words = _hydra_overrides(name, overrides, folders)
+        config = composed(name, words)
+        for file in _files(name, words, folders):
+            _check_numbers(file)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     return _with_paths(resolved)
 
@@ -103,6 +109,29 @@ def config_files(config_dir: str | None) -> dict[str, Path]:
     for folder in reversed(_folders(config_dir)):
         files |= {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     return files
+
+
+def _files(name: str, words: list[str], folders: list[Path]) -> list[Path]:
+    """The files of config `name` with overrides in Hydra's form, the config first."""
+    files = []
+    for part in [name, *(entry.config_path for entry in _defaults(name, words).defaults)]:
+        places = [folder / f"{part}.yaml" for folder in folders]
+        files += [file for file in places if file.is_file()][:1]
+    return list(dict.fromkeys(files))
+
+
+def _check_numbers(file: Path) -> None:
+    """ConfigError for a number that YAML 1.1, which Hydra reads, takes for another one."""
+    for token in yaml.scan(file.read_text()):
+        if (
+            isinstance(token, yaml.ScalarToken)
+            and token.plain
+            and OTHER_NUMBER.fullmatch(token.value)
+        ):
+            raise ConfigError(
+                f"{file}:{token.start_mark.line + 1}: YAML reads {token.value} as octal or base 60: "
+                f"write a decimal number, or a text in quotes: '{token.value}'"
+            )
 
 
 def _folders(config_dir: str | None) -> list[Path]:
@@ -146,13 +175,10 @@ def list_of_configs(config_dir: str | None) -> str:
 def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) -> str:
     """The text of a config and of every file that it, or an override, is made of: its own first."""
     name = name.removesuffix(".yaml")
-    files = []
     with _hydra(name, config_dir) as folders:
         words = _hydra_overrides(name, overrides, folders)
-        for part in [name, *(entry.config_path for entry in _defaults(name, words).defaults)]:
-            places = [folder / f"{part}.yaml" for folder in folders]
-            files += [file for file in places if file.is_file()][:1]
-    texts = [f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in dict.fromkeys(files)]
+        files = _files(name, words, folders)
+    texts = [f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in files]
     return "\n".join(texts)
 
 

@@ -237,3 +237,25 @@ def test_sweeps_lists_and_interpolations_stay_what_they_are(override, values):
     section, _, last = override.partition("=")[0].partition(".")
     configs = [compose(TINY, chosen) for chosen in combinations(TINY, [override])]
     assert [config[section][last] for config in configs] == values
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize(
+    "written", ["040", "-017", "0_7_1", "010", "1:30", "-1:30", "1:30:00", "1:30.5"]
+)
+def test_a_number_that_yaml_reads_as_another_is_refused(own_configs, written):
+    for form in ("seed: {}\n", "run: {{rollout_samples: {}}}\n", "aqn: {{targets: [a, {}]}}\n"):
+        (own_configs / "mine.yaml").write_text(ON + form.format(written))
+        with pytest.raises(ConfigError, match=r"mine.yaml:2: YAML reads .* as octal or base 60"):
+            compose("mine")
+
+
+@pytest.mark.parametrize(
+    "written, value",
+    [("007", 7), ("-0_7", -7), ("0x1F", 31), ("12:60", "12:60"), ("'040'", "040"), ("1e6", 1e6)],
+)
+def test_other_numbers_are_what_is_written(own_configs, written, value):
+    (own_configs / "mine.yaml").write_text(f"{ON}seed: {written}\n")
+    assert compose("mine")["seed"] == value
