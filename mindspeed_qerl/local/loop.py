@@ -9,7 +9,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,7 +241,7 @@ class LocalEngine:
         way.
         """
         processes = self.processes
-        rollout = processes.rollout
+        rollout = self.processes.rollout
         parts = max(processes.on_ranks(TrainRank.sync_parts))
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
         for part in range(parts):
@@ -291,7 +292,10 @@ class LocalEngine:
             **run.identity(),
             **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora),
         }
-        write = partial(self.processes.on_ranks, TrainRank.save)
+
+        def write(making: Path) -> None:
+            self.processes.on_ranks(TrainRank.save, str(making))
+
         try:
             checkpoint.save(
                 run.checkpoints_dir, step, state, write, self.recipe.local.keep_checkpoints
@@ -313,7 +317,7 @@ class LocalEngine:
         self.updates = state["updates"]
         self.order.position = state["prompts_asked"]
         folder = checkpoint.folder(checkpoints.resolve(), iteration)
-        self.processes.on_ranks(TrainRank.restore, folder, self.updates, iteration)
+        self.processes.on_ranks(TrainRank.restore, str(folder), self.updates, iteration)
         self.observer.progress.message(f"Resumes after step {iteration}")
         return iteration
 

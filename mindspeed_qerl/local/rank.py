@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
 
 
-class TrainRank(ShardedAdapters):
+class TrainRank:
     """A rank of the training world. Every method is called on all ranks at once; those of one
     data-parallel rank get the same shard, and all shards are of equal size.
 
@@ -46,7 +45,7 @@ class TrainRank(ShardedAdapters):
         adam = recipe.optimizer
         self.recipe = recipe
         self.routers = shape.routers
-        place = join(recipe.layout, shape.moe, rank, rendezvous)
+        self.place = place = join(recipe.layout, shape.moe, rank, rendezvous)
         recompute = 0
         if adam.recompute_granularity:
             recompute = adam.recompute_num_layers or shape.num_hidden_layers
@@ -70,7 +69,7 @@ class TrainRank(ShardedAdapters):
             add_dither(model, table, place.tp_rank, place.tp_size)
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(
             self.parameters,
             lr=adam.lr,
             betas=(adam.adam_beta1, adam.adam_beta2),
@@ -78,13 +77,13 @@ class TrainRank(ShardedAdapters):
         )
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-            optimizer.state[parameter] = {
+            self.optimizer.state[parameter] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        super().__init__(model, table, place, optimizer)
-        self.scheduler = _scheduler(optimizer, adam, recipe.run.train_iters)
+        self.adapters = ShardedAdapters(model, table, place, self.optimizer)
+        self.scheduler = _scheduler(self.optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":
             self.replay = RouteReplay(model, shape.routers, place.tp_rank, place.tp_size)
@@ -95,13 +94,29 @@ class TrainRank(ShardedAdapters):
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
+    def describe(self) -> dict[str, dict[str, int]]:
+        """Counts what this rank trains, by LoRA target."""
+        return self.adapters.describe()
+
     def sync_parts(self) -> int:
         """Returns how many parts of this rank's merged weights a sync takes."""
-        return len(self.parts)
+        return len(self.adapters.parts)
 
-    def restore(self, folder: Path, updates: int, iteration: int) -> None:
+    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
+        """Returns a part of a sync."""
+        return self.adapters.merged_weights(part)
+
+    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+        """Returns what the proof of a sync compares with."""
+        return self.adapters.factors()
+
+    def save(self, folder: str) -> None:
+        """Writes the adapters into a checkpoint's folder."""
+        self.adapters.save(folder)
+
+    def restore(self, folder: str, updates: int, iteration: int) -> None:
         """Restores the adapters, and the learning rate after `iteration` iterations."""
-        self.restore_adapters(folder, updates)
+        self.adapters.restore(folder, updates)
         self.scheduler.step(iteration)
 
     def logprobs(self, shard: TrainBatch, reference: bool = False) -> np.ndarray:
@@ -167,10 +182,10 @@ class TrainRank(ShardedAdapters):
                 counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
-            self.changed()
+            self.adapters.changed()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        merged: dict[str, Any] = on_host(merge(parts))
+        merged = on_host(merge(parts))
         # only the last pipeline stage has any
         for group in (self.place.data_group, self.place.pipeline_group):
             merged = merge(_from_every_rank(merged, group))

@@ -71,7 +71,7 @@ class ShardedAdapters:
         return merged
 
     @torch.no_grad()
-    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+    def factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
         """HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32: the proof of a sync uses
         them.
         """
@@ -95,7 +95,7 @@ class ShardedAdapters:
         return whole if self._is_first(layer) else None
 
     @torch.no_grad()
-    def save(self, folder: Path) -> None:
+    def save(self, folder: str) -> None:
         """Write whole factors, and the optimizer's moments of them, into a checkpoint's folder."""
         tensors = {}
         for mapping, layer in self.owned:
@@ -104,12 +104,13 @@ class ShardedAdapters:
                 if whole is not None:
                     tensors[name] = whole.detach()
         if tensors:
-            (folder / f"shard-{dist.get_rank():05d}.safetensors").write_bytes(save(tensors))
+            file = Path(folder, f"shard-{dist.get_rank():05d}.safetensors")
+            file.write_bytes(save(tensors))
 
     @torch.no_grad()
-    def restore_adapters(self, folder: Path, updates: int) -> None:
+    def restore(self, folder: str, updates: int) -> None:
         """Read what the ranks of any layout saved after `updates` steps of the optimizer."""
-        whole = read_tensors(folder)
+        whole = read_tensors(Path(folder))
         for state in self.optimizer.state.values():
             state["step"].fill_(updates)
         for mapping, layer in self.layers:

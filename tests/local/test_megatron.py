@@ -96,19 +96,21 @@ def exported(trainer):
     }
     whole = {
         name: trainer.place.whole(parameters[name].detach(), mapping.shared)
-        for name, mapping in trainer.table.items()
+        for name, mapping in trainer.adapters.table.items()
     }
     return {
         hf: part.clone()
         for name, value in whole.items()
         if value is not None
-        for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))
+        for hf, part in zip(
+            trainer.adapters.table[name].hf, trainer.adapters.table[name].split(value)
+        )
     }
 
 
 def move_b(trainer):
     """B away from zero, so that A has a gradient as well; the same in each layout."""
-    for mapping, layer in trainer.layers:
+    for mapping, layer in trainer.adapters.layers:
         generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
         shape = (layer.base_layer.output_size, len(layer.lora_A))
         b = 0.02 * torch.randn(shape, generator=generator)
@@ -119,9 +121,9 @@ def move_b(trainer):
 
 def whole_gradients(trainer):
     """(mapping, gradients of A and B) of the layers that this rank hands over."""
-    for mapping, layer in trainer.owned:
-        a = trainer.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
-        b = trainer.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
+    for mapping, layer in trainer.adapters.owned:
+        a = trainer.adapters.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
+        b = trainer.adapters.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
         if a is not None:
             yield mapping, (a, b)
 
@@ -157,7 +159,7 @@ def train_rank(rank, configs, folder):
         result["metrics"] += [trainer.train([shard]) for _ in range(SAVED - 1)]
         saved = Path(folder, f"{family}_saved")
         saved.mkdir(exist_ok=True)
-        trainer.save(saved)
+        trainer.save(str(saved))
         result["saved_logprobs"] = trainer.logprobs(shard)
         result["metrics"] += [trainer.train([shard]) for _ in range(STEPS - SAVED)]
         result["adapters"] = {
@@ -359,7 +361,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
 ):
     unbroken, ranks = results(before, family), LAYOUTS[after][0]
     config = layout_config(after, model_dirs[family], data_dir)
-    run_ranks(resume_rank, ranks, config, unbroken[0]["saved"], str(tmp_path))
+    run_ranks(resume_rank, ranks, config, str(unbroken[0]["saved"]), str(tmp_path))
     resumed = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
     keys = ("loss/policy", "loss/kl", "loss/total", "grad_norm", "lr", "mismatch/k3")
     exactly = 0 if before == after else 1e-4
