@@ -1,8 +1,9 @@
 """The noise of a run: its owner, and what of it a model's norms in bfloat16 cannot hold."""
 
-from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import groupby
+from operator import attrgetter
 
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, targets_in_file
@@ -46,17 +47,17 @@ def lost_noise(recipe: Recipe) -> list[str]:
             (checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor
         ]
     norms = "the model's norms" if weights else "norms of 1"
-    levels = list(map(noise.noise_schedule(steps).level, range(steps)))
+    levels = map(noise.noise_schedule(steps).level, range(steps))
     lost = 0
     stages = []
-    for level, count in Counter(levels).items():
-        if not level.sigma or (kept := kept_in_bfloat16(weights, level.sigma)) >= LEAST_KEPT:
+    for stage, group in groupby(levels, attrgetter("stage")):
+        of_stage = list(group)
+        sigma = of_stage[0].sigma
+        if not sigma or (kept := kept_in_bfloat16(weights, sigma)) >= LEAST_KEPT:
             continue
-        lost += count
-        stages.append(
-            f"stage {level.stage} from step {levels.index(level)} "
-            f"(sigma {level.sigma:.2g}, {kept:.0%} left)"
-        )
+        lost += len(of_stage)
+        begin = f"stage {stage} from step {of_stage[0].step}"
+        stages.append(f"{begin} (sigma {sigma:.2g}, {kept:.0%} left)")
     if not lost:
         return []
     warning = (

@@ -185,7 +185,7 @@ class TrainRank:
             self.adapters.changed()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
-        merged = on_host(merge(parts))
+        merged: dict[str, Any] = on_host(merge(parts))
         # only the last pipeline stage has any
         for group in (self.place.data_group, self.place.pipeline_group):
             merged = merge(_from_every_rank(merged, group))
