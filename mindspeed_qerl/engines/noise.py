@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import groupby
-from operator import attrgetter
 
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, targets_in_file
@@ -50,14 +49,15 @@ def lost_noise(recipe: Recipe) -> list[str]:
     levels = map(noise.noise_schedule(steps).level, range(steps))
     lost = 0
     stages = []
-    for stage, group in groupby(levels, attrgetter("stage")):
+    for stage, group in groupby(levels, lambda level: level.stage):
         of_stage = list(group)
         sigma = of_stage[0].sigma
         if not sigma or (kept := kept_in_bfloat16(weights, sigma)) >= LEAST_KEPT:
             continue
         lost += len(of_stage)
-        begin = f"stage {stage} from step {of_stage[0].step}"
-        stages.append(f"{begin} (sigma {sigma:.2g}, {kept:.0%} left)")
+        stages.append(
+            f"stage {stage} from step {of_stage[0].step} (sigma {sigma:.2g}, {kept:.0%} left)"
+        )
     if not lost:
         return []
     warning = (

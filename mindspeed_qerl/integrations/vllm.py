@@ -320,13 +320,12 @@ class WorkerRollout:
                 step,
                 report.sigma,
             )
-        metrics = report.to_metrics()
         self._write(
             "noise",
             step=step,
             total_steps=schedule.total_steps,
             names=injector.names,
-            **metrics,
+            **report.to_metrics(),
         )
 
     def measured(self, values: Mapping[str, float]) -> None:
@@ -362,8 +361,13 @@ class WorkerRollout:
 
     def _write(self, event: str, **values: Any) -> None:
         """A line of this worker's report; a folder that cannot be written is told once."""
-        world = self.worker.vllm_config.parallel_config.world_size
-        line = {"event": event, "sync": self.syncs, "rank": self._rank, "world": world, **values}
+        line = {
+            "event": event,
+            "sync": self.syncs,
+            "rank": self._rank,
+            "world": self.worker.vllm_config.parallel_config.world_size,
+            **values,
+        }
         path = Path(self.settings.report) / f"{os.getpid()}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

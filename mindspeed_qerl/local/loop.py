@@ -9,8 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -292,10 +291,7 @@ class LocalEngine:
             **run.identity(),
             **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora),
         }
-
-        def write(making: Path) -> None:
-            self.processes.on_ranks(TrainRank.save, str(making))
-
+        write = partial(self.processes.on_ranks, TrainRank.save)
         try:
             checkpoint.save(
                 run.checkpoints_dir, step, state, write, self.recipe.local.keep_checkpoints

@@ -6,6 +6,7 @@ change nothing. `keep_linear_weights` stops that before the engine is built. Exp
 packed in place.
 """
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ def keep_linear_weights() -> None:
     """
     from vllm.model_executor.layers import utils
 
+    @wraps(utils.dispatch_cpu_unquantized_gemm)
     def dispatch(layer, remove_weight):
         layer.cpu_linear = PackedLinear()
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ class TrainRank:
         """Returns what the proof of a sync compares with."""
         return self.adapters.factors()
 
-    def save(self, folder: str) -> None:
+    def save(self, folder: Path) -> None:
         """Writes the adapters into a checkpoint's folder."""
         self.adapters.save(folder)
 

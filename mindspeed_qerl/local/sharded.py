@@ -95,7 +95,7 @@ class ShardedAdapters:
         return whole if self._is_first(layer) else None
 
     @torch.no_grad()
-    def save(self, folder: str) -> None:
+    def save(self, folder: Path) -> None:
         """Write whole factors, and the optimizer's moments of them, into a checkpoint's folder."""
         tensors = {}
         for mapping, layer in self.owned:
@@ -104,8 +104,7 @@ class ShardedAdapters:
                 if whole is not None:
                     tensors[name] = whole.detach()
         if tensors:
-            file = Path(folder, f"shard-{dist.get_rank():05d}.safetensors")
-            file.write_bytes(save(tensors))
+            (folder / f"shard-{dist.get_rank():05d}.safetensors").write_bytes(save(tensors))
 
     @torch.no_grad()
     def restore(self, folder: str, updates: int) -> None:

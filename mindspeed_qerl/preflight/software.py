@@ -117,28 +117,33 @@ def operators(case: Case) -> Check:
 # ---- Python ----
 
 
+def version(case: Case, name: str, pin: str, unfit: str | None, why: str) -> Check:
+    """A distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one fails if
+    it begins with `unfit`, for `why`, and else is a warning.
+    """
+    installed = case.machine.version(name)
+    if installed is None:
+        return failed(f"not installed; the pin is {pin}")
+    if re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
+        return passed(installed)
+    words = f"{installed} is installed, the pin is {pin}"
+    if unfit is not None and installed.startswith(unfit):
+        return failed(f"{words}: {why}")
+    return warning(words)
+
+
 def pinned(
     name: str,
     pin: str,
     unfit: str | None = None,
     why: str = "upstream does not go with it",
 ) -> Question:
-    """Asks for a distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one
-    fails if it begins with `unfit`, for `why`, and else is a warning.
-    """
-
-    def version(case: Case) -> Check:
-        installed = case.machine.version(name)
-        if installed is None:
-            return failed(f"not installed; the pin is {pin}")
-        if re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
-            return passed(installed)
-        words = f"{installed} is installed, the pin is {pin}"
-        if unfit is not None and installed.startswith(unfit):
-            return failed(f"{words}: {why}")
-        return warning(words)
-
-    return Question(name, version, f"pip install {name}=={pin}    # docs/ascend.md, Install")
+    """Asks for a distribution that has a pin (`version`)."""
+    return Question(
+        name,
+        partial(version, name=name, pin=pin, unfit=unfit, why=why),
+        f"pip install {name}=={pin}    # docs/ascend.md, Install",
+    )
 
 
 def imports(case: Case) -> Check:

@@ -1,5 +1,6 @@
 """Noise and arrival around a worker that has what vLLM's has, and no more."""
 
+import inspect
 import json
 import logging
 import math
@@ -338,12 +339,14 @@ def test_weights_that_vllm_packs_on_cpus_are_refused_or_kept(tmp_path, monkeypat
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     for owner, name in (
-        (_custom_ops, "_supports_onednn"),
         (utils, "check_cpu_sgl_kernel"),
+        (utils, "dispatch_cpu_unquantized_gemm"),
         (CPUUnquantizedExperts, "process_weights_after_loading"),
         (CPUUnquantizedExperts, "apply"),
     ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back in the end
+        # put back in the end; the local engine of an earlier test may have changed them
+        monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", _custom_ops._supports_onednn)
     settings = Settings(report=str(tmp_path), noise=NOISE)
     packed, kept = Model(), Model()
     utils.dispatch_cpu_unquantized_gemm(packed.head, remove_weight=True)

@@ -159,7 +159,7 @@ def train_rank(rank, configs, folder):
         result["metrics"] += [trainer.train([shard]) for _ in range(SAVED - 1)]
         saved = Path(folder, f"{family}_saved")
         saved.mkdir(exist_ok=True)
-        trainer.save(str(saved))
+        trainer.save(saved)
         result["saved_logprobs"] = trainer.logprobs(shard)
         result["metrics"] += [trainer.train([shard]) for _ in range(STEPS - SAVED)]
         result["adapters"] = {

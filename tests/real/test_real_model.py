@@ -154,7 +154,7 @@ def train_rank(rank, recipe, batch, folder):
     before = trainer.logprobs(batch)
     for _ in range(2):  # the first moves B alone, which is zero before it
         trainer.train([batch])
-    trainer.save(f"{folder}/parts")
+    trainer.save(Path(folder, "parts"))
     torch.save((before, trainer.logprobs(batch)), f"{folder}/{rank}.pt")
 
 
