@@ -46,18 +46,16 @@ def lost_noise(recipe: Recipe) -> list[str]:
             (checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor
         ]
     norms = "the model's norms" if weights else "norms of 1"
-    levels = map(noise.noise_schedule(steps).level, range(steps))
+    schedule = noise.noise_schedule(steps)
     lost = 0
     stages = []
-    for stage, group in groupby(levels, lambda level: level.stage):
+    for stage, group in groupby(range(steps), schedule.stage):
         of_stage = list(group)
-        sigma = of_stage[0].sigma
+        sigma = schedule.sigma(of_stage[0])
         if not sigma or (kept := kept_in_bfloat16(weights, sigma)) >= LEAST_KEPT:
             continue
         lost += len(of_stage)
-        stages.append(
-            f"stage {stage} from step {of_stage[0].step} (sigma {sigma:.2g}, {kept:.0%} left)"
-        )
+        stages.append(f"stage {stage} from step {of_stage[0]} (sigma {sigma:.2g}, {kept:.0%} left)")
     if not lost:
         return []
     warning = (

@@ -27,8 +27,8 @@ from mindspeed_qerl.families.tensors import ROW, ParameterMapping, mappings
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
 EXPERTS = {  # grouped experts' weights, and LoRA's targets
-    "mlp.experts.weight1": "linear_fc1",
-    "mlp.experts.weight2": "linear_fc2",
+    "weight1": "linear_fc1",
+    "weight2": "linear_fc2",
 }
 # what unpickling makes as it was
 REBUILT = {
@@ -134,7 +134,7 @@ def whole_adapters(shards: Shards, args: Namespace, table: Table, layers_before:
     """
     found: Pairs = {}
     for layer, module in sorted(_modules(shards)):
-        unshard = _experts if module in EXPERTS else _unshard
+        unshard = _experts if "mlp.experts.weight" in module else _unshard
         pairs = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
         found |= {
             name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
@@ -182,7 +182,7 @@ def _experts(module: str, prefix: str, shards: Shards, args: Namespace, table: T
     the expert ranks, and by those to their tensor ranks (moe_tp_extend_ep:
     mindspeed/core/transformer/moe/moe_feature/tp_extend_ep/moe_layer.py:MSBaseMoELayer).
     """
-    target = EXPERTS[module]
+    target = EXPERTS[module.removeprefix("mlp.experts.")]
     r = args.lora_r
     found: Pairs = {}
     number = count()

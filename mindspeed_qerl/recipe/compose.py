@@ -51,8 +51,8 @@ PATHS = {
     "models",
 }
 
-# octal, and base 60
-OTHER_NUMBER = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+# what YAML 1.1 reads as octal or base 60
+MISREAD = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"  # of an installation
@@ -123,11 +123,7 @@ def _files(name: str, words: list[str], folders: list[Path]) -> list[Path]:
 def _check_numbers(file: Path) -> None:
     """ConfigError for a number that YAML 1.1, which Hydra reads, takes for another one."""
     for token in yaml.scan(file.read_text()):
-        if (
-            isinstance(token, yaml.ScalarToken)
-            and token.plain
-            and OTHER_NUMBER.fullmatch(token.value)
-        ):
+        if isinstance(token, yaml.ScalarToken) and token.plain and MISREAD.fullmatch(token.value):
             raise ConfigError(
                 f"{file}:{token.start_mark.line + 1}: YAML reads {token.value} as octal or base 60: "
                 f"write a decimal number, or a text in quotes: '{token.value}'"
