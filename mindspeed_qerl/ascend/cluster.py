@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from mindspeed_qerl.ascend.limits import needed_cpus
+from mindspeed_qerl.ascend.limits import TRANSFER_DOCK_CPUS, needed_cpus
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Recipe
 
@@ -23,25 +23,28 @@ WAYS_OUT = {
 
 def look() -> dict[str, Any]:
     """The cluster that this process has joined: its resources, what is available of them, its
-    nodes, the NPUs of each, and every other job that runs in it, in words. From Ray's GCS: a Ray
-    without a dashboard has no other state API.
+    nodes, the NPUs of each and the CPUs that each has free, and every other job that runs in it, in
+    words. From Ray's GCS: a Ray without a dashboard has no other state API.
     """
     import ray
     from ray._private import state
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     own = ray.get_runtime_context().get_job_id()
+    free = state.available_resources_per_node()
     jobs = [job for job in state.jobs() if not job["IsDead"] and job["JobID"] != own]
     return {
         "resources": ray.cluster_resources(),
         "available": ray.available_resources(),
         "nodes": len(nodes),
         "npus": [int(node["Resources"].get("NPU", 0)) for node in nodes],
-        "jobs": [
-            f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
-            for job in jobs
-        ],
+        "cpus": [int(free.get(node["NodeID"], {}).get("CPU", 0)) for node in nodes],
+        "jobs": [_job_in_words(job) for job in jobs],
     }
+
+
+def _job_in_words(job: dict[str, Any]) -> str:
+    return f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
 
 
 def interface_of(address: str) -> str | None:
@@ -68,22 +71,41 @@ def holders(cluster: dict[str, Any]) -> str:
     return "held by no running job: by actors or placement groups that were left detached"
 
 
-def placed(width: int, npus: int, rooms: Sequence[int]) -> bool:
-    """Returns True if Ray can give upstream's placement groups: as many NPUs in each as the
-    driver's node shows, `width`, all on one node (launcher.py:64-104, STRICT_PACK). rooms: NPUs of
-    each node.
+def placed(width: int, npus: int, rooms: Sequence[int]) -> list[int] | None:
+    """Returns what upstream's placement groups leave of the NPUs of each node; None if Ray cannot
+    give them: as many NPUs in each as the driver's node shows, `width`, all on one node
+    (launcher.py:64-104, STRICT_PACK). rooms: NPUs of each node.
 
     >>> placed(8, 16, [8, 8]), placed(16, 16, [8, 8]), placed(8, 12, [8, 8])
-    (True, False, True)
+    ([0, 0], None, [0, 4])
     """
     left = list(rooms)
     for start in range(0, npus, width):
         group = min(width, npus - start)
         node = next((node for node, room in enumerate(left) if room >= group), None)
         if node is None:
-            return False
+            return None
         left[node] -= group
-    return True
+    return left
+
+
+def lacking_cpus(recipe: Recipe, width: int, npus: Sequence[int], cpus: Sequence[int]) -> str:
+    """The CPUs that upstream would wait for, for ever and without a message, where all nodes
+    together have enough: each node needs those of its ranks and of a reward process
+    (cli/train_grpo.py:150-155, SPREAD), one of them those of the transfer dock. "" if nothing is
+    lacking. npus, cpus: of each node; `width` as in `placed`, which holds.
+    """
+    left = placed(width, recipe.layout.world, npus)
+    ranks = [(room - over) * recipe.npu.cpus_per_npu for room, over in zip(npus, left, strict=True)]
+    free = [have - reserved for have, reserved in zip(cpus, ranks, strict=True)]
+    if min(free) >= 0 and max(free) >= TRANSFER_DOCK_CPUS + recipe.npu.cpus_for_tasks:
+        return ""
+    return (
+        f"the nodes have {', '.join(map(str, cpus))} CPUs free; their ranks reserve "
+        f"{', '.join(map(str, ranks))}, a reward process on each {recipe.npu.cpus_for_tasks}, and "
+        f"the transfer dock {TRANSFER_DOCK_CPUS} on one of them (transfer_dock.py:248): upstream "
+        "would wait for ever"
+    )
 
 
 def check_resources(recipe: Recipe, patience: float = 10) -> None:
@@ -107,13 +129,15 @@ def check_resources(recipe: Recipe, patience: float = 10) -> None:
         return
     dies = dies_of_a_node()
     width = min(dies, recipe.layout.world)
-    if not placed(width, recipe.layout.world, cluster["npus"]):
+    if placed(width, recipe.layout.world, cluster["npus"]) is None:
         raise EngineError(
             f"this node shows {dies} dies to CANN, and upstream asks Ray for groups of {width} on "
             f"one node each (launcher.py:64-101); the nodes have "
             f"{', '.join(map(str, cluster['npus']))}: it would wait for ever. Set "
             "ASCEND_RT_VISIBLE_DEVICES on every node to the dies that the run has there, from 0 on"
         )
+    if lacking := lacking_cpus(recipe, width, cluster["npus"], cluster["cpus"]):
+        raise EngineError(f"{lacking}. {WAYS_OUT['CPU']}")
 
 
 def _short(cluster: dict[str, Any], need: dict[str, int]) -> list[str]:

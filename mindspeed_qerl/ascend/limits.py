@@ -165,31 +165,56 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     arguments = recipe.model.arguments
     captures = not recipe.rollout.enforce_eager
     tp = recipe.layout.infer_tp
-    messages = {
-        "rl_config.use_remove_padding needs megatron_training.use_flash_attn: true, the only "
-        "attention for packed answers": recipe.batch.use_remove_padding
-        and not arguments.get("use_flash_attn"),
-        f"rl_config.filter_groups_train_batch_size must be global_batch_size = {prompts}: the "
-        "transfer dock has room for one batch": filters
-        and selection.filter_groups_train_batch_size != prompts,
-        "rl_config.filter_groups_max_batches must be at least 1: else a step whose groups are all "
-        "alike never ends": filters and selection.filter_groups_max_batches < 1,
-        "rl_config.filter_groups_metric must be left out with several verifiers: the transfer dock "
-        "keeps their sum": selection.filter_groups_metric and len(verifiers) > 1,
-        f"rollout_quantization.format = {format!r} rounds activations, for which vllm-ascend at "
-        "the pin has no layers": format in ("fp8", "mxfp8"),
-        "rollout_quantization.format = 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, "
-        "which is off in RL": format == "int8_w8a8" and arguments.get("num_experts"),
-        f"actor_config.lora_alpha = {recipe.lora.alpha} must be a whole number, for MindSpeed-LLM's "
-        "--lora-alpha": recipe.lora.alpha % 1 > 0,
-        "generate_config.enforce_eager must be True with int8_w8a8: graphs would multiply by freed "
-        "copies": captures and format == "int8_w8a8",
-        f"generate_config.enforce_eager must be True with infer TP {tp}: graphs were tried with "
-        f"{GRAPHS_TP}": captures and tp not in GRAPHS_TP,
-    }
-    for message, is_wrong in messages.items():
-        if is_wrong:  # a message begins with its key
-            yield Fault("unsupported", message, message.partition(" ")[0])
+    cases = (
+        (
+            recipe.batch.use_remove_padding and not arguments.get("use_flash_attn"),
+            "rl_config.use_remove_padding",
+            "needs megatron_training.use_flash_attn: true, the only attention for packed answers",
+        ),
+        (
+            filters and selection.filter_groups_train_batch_size != prompts,
+            "rl_config.filter_groups_train_batch_size",
+            f"must be global_batch_size = {prompts}: the transfer dock has room for one batch",
+        ),
+        (
+            filters and selection.filter_groups_max_batches < 1,
+            "rl_config.filter_groups_max_batches",
+            "must be at least 1: else a step whose groups are all alike never ends",
+        ),
+        (
+            selection.filter_groups_metric and len(verifiers) > 1,
+            "rl_config.filter_groups_metric",
+            "must be left out with several verifiers: the transfer dock keeps their sum",
+        ),
+        (
+            format in ("fp8", "mxfp8"),
+            "rollout_quantization.format",
+            f"= {format!r} rounds activations, for which vllm-ascend at the pin has no layers",
+        ),
+        (
+            format == "int8_w8a8" and arguments.get("num_experts"),
+            "rollout_quantization.format",
+            "= 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, which is off in RL",
+        ),
+        (
+            recipe.lora.alpha % 1 > 0,
+            "actor_config.lora_alpha",
+            f"= {recipe.lora.alpha} must be a whole number, for MindSpeed-LLM's --lora-alpha",
+        ),
+        (
+            captures and format == "int8_w8a8",
+            "generate_config.enforce_eager",
+            "must be True with int8_w8a8: graphs would multiply by freed copies",
+        ),
+        (
+            captures and tp not in GRAPHS_TP,
+            "generate_config.enforce_eager",
+            f"must be True with infer TP {tp}: graphs were tried with {GRAPHS_TP}",
+        ),
+    )
+    for is_wrong, key, reason in cases:
+        if is_wrong:
+            yield Fault("unsupported", f"{key} {reason}", key)
     yield from _cannot_replay(recipe)
     yield from checks.unknown_rewards(verifiers)
 

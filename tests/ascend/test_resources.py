@@ -98,16 +98,37 @@ def test_npus_that_another_job_holds(cluster, tmp_path):
     check_resources(asked(12, 4))
 
 
-@pytest.mark.parametrize("dies, fits", [(8, True), (4, True), (16, False), (12, False)])
-def test_two_nodes_that_upstreams_groups_fit_into_and_others(dies, fits, monkeypatch):
+@pytest.mark.parametrize(
+    "dies, cpus, fault",
+    [
+        (8, (100, 100), None),
+        (4, (100, 100), None),
+        (16, (100, 100), "this node shows 16 dies to CANN.* the nodes have 8, 8"),
+        (12, (100, 100), "this node shows 12 dies to CANN.* the nodes have 8, 8"),
+        # eight ranks of 4 on each, a reward process, and the transfer dock's 10 on one of them; the
+        # nodes together have the 76 that are counted for one machine
+        (8, (43, 33), None),
+        (8, (32, 44), None),
+        (
+            8,
+            (42, 42),
+            "the nodes have 42, 42 CPUs free; their ranks reserve 32, 32, .*larger --num-cpus",
+        ),
+        (
+            8,
+            (76, 31),
+            "the nodes have 76, 31 CPUs free; .* the transfer dock 10 on one .*larger --num-cpus",
+        ),
+    ],
+)
+def test_two_nodes_that_upstreams_groups_fit_into_and_others(dies, cpus, fault, monkeypatch):
     """launcher.py:64-104: as many NPUs on one node as the driver's node shows."""
-    sums = {"NPU": 16.0, "CPU": 200.0}
-    nodes = dict(resources=sums, available=sums, nodes=2, jobs=[], npus=[8, 8])
+    sums = {"NPU": 16.0, "CPU": float(sum(cpus))}
+    nodes = dict(resources=sums, available=sums, nodes=2, jobs=[], npus=[8, 8], cpus=list(cpus))
     monkeypatch.setattr(of_ray, "look", lambda: nodes)
     acl = SimpleNamespace(rt=SimpleNamespace(get_device_count=lambda: (dies, 0)))
     monkeypatch.setitem(sys.modules, "acl", acl)
-    fault = f"this node shows {dies} dies to CANN.* the nodes have 8, 8"
-    with nullcontext() if fits else pytest.raises(EngineError, match=fault):
+    with pytest.raises(EngineError, match=fault) if fault else nullcontext():
         check_resources(asked(16, 4), patience=0)
 
 
