@@ -40,7 +40,9 @@ def imported(room):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+                assert node.level < 2, f"{file}: a relative import that may leave the room"
+                if not node.level:
+                    names |= {f"{node.module}.{alias.name}" for alias in node.names}
             elif (
                 isinstance(node, ast.Constant)
                 and room not in DOORS

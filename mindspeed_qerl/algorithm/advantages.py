@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.algorithm.metrics import kl_estimate
 from mindspeed_qerl.recipe.types import Algorithm
+
+from .metrics import kl_estimate
 
 
 def overlong_penalty(

@@ -9,10 +9,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.algorithm.metrics import Mean, Metrics, entropy_metrics, kl_estimate, mismatch
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
 from mindspeed_qerl.recipe.types import Algorithm, Correction
+
+from .metrics import Mean, Metrics, entropy_metrics, kl_estimate, mismatch
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:

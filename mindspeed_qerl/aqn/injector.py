@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.aqn.schedule import NoiseLevel
-from mindspeed_qerl.aqn.targets import NormTarget, multipliers_of, select_targets
+from .schedule import NoiseLevel
+from .targets import NormTarget, multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mindspeed_qerl.aqn.schedule import NoiseLevel, NoiseSchedule
+from .schedule import NoiseLevel, NoiseSchedule
 
 # Of the gap to the target, on a log scale, a step closes p / 4, where the distance grows as sigma^p:
 # p is 2 in a smooth model, 1.4 where tokens change experts (docs/results.md).

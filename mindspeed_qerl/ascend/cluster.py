@@ -8,9 +8,10 @@ from typing import Any
 
 import psutil
 
-from mindspeed_qerl.ascend.limits import TRANSFER_DOCK_CPUS, needed_cpus
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.recipe.types import Recipe
+
+from .limits import TRANSFER_DOCK_CPUS, needed_cpus
 
 # What to do where Ray has too few of a resource.
 WAYS_OUT = {

@@ -16,19 +16,20 @@ from typing import Any
 
 import ray
 
-from mindspeed_qerl.ascend import imports
-from mindspeed_qerl.ascend.cluster import check_resources
-from mindspeed_qerl.ascend.contract import PINS, check, installed, require
-from mindspeed_qerl.ascend.limits import upstream_sections, worker_environment
-from mindspeed_qerl.ascend.observer import TokenObserver
-from mindspeed_qerl.ascend.ray_session import check_shared, ray_session, this_node_first
-from mindspeed_qerl.ascend.resume import base_for_resuming, batches_asked, last_checkpoint
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import family_of, read_shape
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.progress import Progress
+
+from . import imports
+from .cluster import check_resources
+from .contract import PINS, check, installed, require
+from .limits import upstream_sections, worker_environment
+from .observer import TokenObserver
+from .ray_session import check_shared, ray_session, this_node_first
+from .resume import base_for_resuming, batches_asked, last_checkpoint
 
 __all__ = ["last_checkpoint", "train"]  # engines.Trainer
 
@@ -111,9 +112,9 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
 
     from mindspeed_rl.workers.scheduler import launcher
 
-    from mindspeed_qerl.ascend.reward import QeRLRuleReward
-    from mindspeed_qerl.ascend.trainer import EndlessPrompts, QeRLTrainer
-    from mindspeed_qerl.ascend.worker import QeRLWorker
+    from .reward import QeRLRuleReward
+    from .trainer import EndlessPrompts, QeRLTrainer
+    from .worker import QeRLWorker
 
     launcher.resource_mapping[QeRLWorker.__ray_actor_class__.__name__] = lambda config: (
         config.actor_resource

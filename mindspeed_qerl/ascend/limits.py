@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from mindspeed_qerl.ascend.contract import upstream_versions
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import family_of, read_config
 from mindspeed_qerl.families.base import ModelShape
@@ -32,6 +31,8 @@ from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.packed import pack_rows, packed_template_kwargs
 from mindspeed_qerl.tasks.rows import Row
+
+from .contract import upstream_versions
 
 UPSTREAM = True
 # what trains nothing; a checkpoint is of one layout

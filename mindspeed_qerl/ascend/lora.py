@@ -33,10 +33,11 @@ from mindspeed_llm.tasks.posttrain.lora import lora_moe
 from mindspeed_llm.tasks.posttrain.lora.moe import experts
 from torch import Tensor
 
-from mindspeed_qerl.ascend.merging import merge_experts
 from mindspeed_qerl.lora.adapters import StraightThrough, call_merged
 from mindspeed_qerl.lora.checkpoint import EXPERTS
 from mindspeed_qerl.lora.rounding import merged
+
+from .merging import merge_experts
 
 
 class LinearLoRA(lora_moe.LoraParallelLinearMoE):

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge, on_host
-from mindspeed_qerl.ascend.merging import forget_merged, merge_adapters
-from mindspeed_qerl.ascend.routing import RoutedPasses
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.checks import impossible
+
+from .merging import forget_merged, merge_adapters
+from .routing import RoutedPasses
 
 STAGE = "ray_grpo"
 ROLE = "actor"

@@ -16,7 +16,7 @@ from mindspeed_rl.utils import utils
 from mindspeed_rl.utils.zmq_communication import ZmqServer
 from mindspeed_rl.workers import actor_hybrid_worker, base_worker
 
-from mindspeed_qerl.ascend.cluster import interface_of
+from .cluster import interface_of
 
 
 class BoundZmqServer(ZmqServer):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindspeed_qerl.ascend.merging import adapted_layers
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.lora.checkpoint import (
     ADAPTER,
@@ -29,6 +28,8 @@ from mindspeed_qerl.lora.held import Held, held_parts
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
 from mindspeed_qerl.recipe.types import Layout
+
+from .merging import adapted_layers
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # vLLM's modules, taken apart, by the last part of their names -> the LoRA target

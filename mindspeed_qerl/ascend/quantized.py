@@ -16,11 +16,12 @@ from vllm.distributed import get_tp_group
 from vllm_ascend.quantization.w8a8_dynamic import AscendW8A8DynamicLinearMethod
 from vllm_ascend.utils import matmul_allreduce_enable
 
-from mindspeed_qerl.ascend.proof import held_weights
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.lora.checkpoint import Tensors
 from mindspeed_qerl.quantization.formats import FORMATS, int8_and_scale
 from mindspeed_qerl.quantization.weights import is_quantized, squares
+
+from .proof import held_weights
 
 
 class Int8Linear:

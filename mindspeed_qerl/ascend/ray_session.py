@@ -11,10 +11,11 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mindspeed_qerl.ascend.limits import needed_cpus
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.recipe.types import Recipe
+
+from .limits import needed_cpus
 
 
 @contextlib.contextmanager

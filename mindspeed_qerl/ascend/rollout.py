@@ -10,12 +10,13 @@ from mindspeed_rl.workers import actor_hybrid_worker
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
-from mindspeed_qerl.ascend.graphs import DecodeGraphs
-from mindspeed_qerl.ascend.quantized import QuantizedModel
-from mindspeed_qerl.ascend.recorder import AscendRecorder
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
+
+from .graphs import DecodeGraphs
+from .quantized import QuantizedModel
+from .recorder import AscendRecorder
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,6 @@ from mindspeed_qerl.algorithm.advantages import (
 )
 from mindspeed_qerl.algorithm.metrics import groups_with_signal, merge, reward_metrics
 from mindspeed_qerl.aqn.schedule import NoiseLevel
-from mindspeed_qerl.ascend.observer import TokenObserver
-from mindspeed_qerl.ascend.resume import write_digests, write_position
-from mindspeed_qerl.ascend.routing import COLUMN, row_fault
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import read_shape
@@ -37,6 +34,10 @@ from mindspeed_qerl.lora.proof import arrival_metrics, join
 from mindspeed_qerl.quantization.weights import weight_errors
 from mindspeed_qerl.routing.replay import routing_metrics, total
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible
+
+from .observer import TokenObserver
+from .resume import write_digests, write_position
+from .routing import COLUMN, row_fault
 
 # column of the transfer dock -> a tensor [length] for each answer
 Answers = dict[str, list[Tensor]]

@@ -16,10 +16,11 @@ from mindspeed_rl.workers.resharding import megatron_sharding_manager, weight_ad
 from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleVllmWeightContainer
 from torch import Tensor
 
-from mindspeed_qerl.ascend.merging import merge_experts
 from mindspeed_qerl.families import FAMILIES
 from mindspeed_qerl.families.base import Adaptor
 from mindspeed_qerl.lora.rounding import merged
+
+from .merging import merge_experts
 
 
 class MergedWeights(Mapping[str, Tensor]):

@@ -18,14 +18,15 @@ from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
 from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.schedule import NoiseLevel
-from mindspeed_qerl.ascend import graphs, loss, ports, proof, routing, weights
-from mindspeed_qerl.ascend.merging import add_dither
-from mindspeed_qerl.ascend.rollout import QeRLInferEngine, RolloutState
 from mindspeed_qerl.common.files import forget_shared_memory
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.proof import Movement, join
 from mindspeed_qerl.routing.replay import Counts
+
+from . import graphs, loss, ports, proof, routing, weights
+from .merging import add_dither
+from .rollout import QeRLInferEngine, RolloutState
 
 # Stages of upstream's worker that get the routes, if some are replayed.
 REPLAYED = ("actor_log_prob", "actor_train")
@@ -54,7 +55,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         super().setup_distributed_rank()
         config = self.megatron_config
         if config.lora_target_modules:
-            from mindspeed_qerl.ascend import lora
+            from . import lora
 
             lora.install(config.tensor_model_parallel_size, bool(config.num_experts))
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.common.errors import ConfigError, unknown
+from .errors import ConfigError, unknown
 
 CODE = "code/"  # of the labels of `own_code`
 # Folders whose code a run's versions describe.

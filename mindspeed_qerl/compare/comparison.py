@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.compare.run import ComparedRun, is_off
-from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
+
+from .run import ComparedRun, is_off
+from .statistics import LEAST_SEEDS, Estimate, estimate, seeds_needed
 
 SIGNIFICANCE = 0.05
 EVALUATED_OTHERWISE = "it was evaluated otherwise"

@@ -12,16 +12,17 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from mindspeed_qerl.common.files import json_text
-from mindspeed_qerl.compare.comparison import (
+from mindspeed_qerl.runs.plots import COLORS, STYLE, stack
+from mindspeed_qerl.runs.report import markdown_table
+
+from .comparison import (
     EVALUATED_OTHERWISE,
     SIGNIFICANCE,
     BySteps,
     Comparison,
     Verdict,
 )
-from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate
-from mindspeed_qerl.runs.plots import COLORS, STYLE, stack
-from mindspeed_qerl.runs.report import markdown_table
+from .statistics import LEAST_SEEDS, Estimate
 
 LONGEST_NAME = 20  # characters of a group's name in a table of 80 columns
 EVALUATE_ALIKE = (

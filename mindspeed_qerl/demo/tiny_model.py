@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mindspeed_qerl.common.files import new_directory
-from mindspeed_qerl.demo import step_problems, word_problems
-from mindspeed_qerl.demo.word_problems import Pair
 from mindspeed_qerl.tasks.rows import plain_prompt
+
+from . import step_problems, word_problems
+from .word_problems import Pair
 
 # One digit, one newline, "####", a word with the space before it, any other single character:
 # joined they give the text back.
@@ -161,7 +162,7 @@ def train_supervised(
     """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every
     step, nats per token of the answer and its eos.
     """
-    from mindspeed_qerl.demo.supervised import fit
+    from .supervised import fit
 
     rng = random.Random(f"supervised {recipe.seed}")
     world = WORLDS[recipe.shape]
@@ -214,7 +215,7 @@ def _make(directory: Path, recipe: ModelRecipe) -> dict:
 
 def _batch(tokenizer, problems: list, answers: list[str]):
     """`supervised.padded` of plain prompts and answers."""
-    from mindspeed_qerl.demo.supervised import padded
+    from .supervised import padded
 
     prompts = tokenizer([plain_prompt(problem.question) for problem in problems])["input_ids"]
     return padded(

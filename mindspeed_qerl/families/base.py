@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import model_validator
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families.config import is_old, resolve, unread_by_4
-from mindspeed_qerl.families.sizes import Count, Number, Size, checked, head_dim_of, sizes
+
+from .config import is_old, resolve, unread_by_4
+from .sizes import Count, Number, Size, checked, head_dim_of, sizes
 
 if TYPE_CHECKING:
     from mindspeed_qerl.routing.routes import Routers

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_qerl.families.base import Family
-from mindspeed_qerl.families.config import resolve
+from .base import Family
+from .config import resolve
 
 OWN_CODE = {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
 # rotary positions: key -> the values that say what is built. Below 4.43 transformers wrote "type".

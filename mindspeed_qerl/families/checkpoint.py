@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families.fingerprint import INDEX, SINGLE, unreadable, weight_files
+
+from .fingerprint import INDEX, SINGLE, unreadable, weight_files
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """The families themselves: what sets each apart from the others."""
 
-from mindspeed_qerl.families.base import Adaptor, Conversion, Family
+from .base import Adaptor, Conversion, Family
 
 # Llama 2 and its relatives (SmolLM2), dense: no biases, plain queries and keys. The NPU engine
 # lacks it.

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
-from mindspeed_qerl.families import family_of, shape_of
-from mindspeed_qerl.families.base import MEGATRON_DEFAULTS, Family
-from mindspeed_qerl.families.built import not_built
-from mindspeed_qerl.families.config import unread_by_4
+
+from . import family_of, shape_of
+from .base import MEGATRON_DEFAULTS, Family
+from .built import not_built
+from .config import unread_by_4
 
 NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}"
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.families import ModelShape, family_of
+from . import ModelShape, family_of
 
 
 @dataclass(frozen=True)

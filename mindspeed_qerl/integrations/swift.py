@@ -11,13 +11,13 @@ from typing import Any
 
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
-from mindspeed_qerl.integrations.settings import VARIABLE, settings_of_environment
-from mindspeed_qerl.integrations.trainer import (
+from .settings import VARIABLE, settings_of_environment
+from .trainer import (
     follow,
     tell_mismatch,
     without_noise_in_evaluation,
 )
-from mindspeed_qerl.integrations.vllm import MARK, WorkerRollout
+from .vllm import MARK, WorkerRollout
 
 _prepare_vllm_engine = RolloutTrainerMixin._prepare_vllm_engine
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mindspeed_qerl.algorithm.metrics import merge, mismatch
-from mindspeed_qerl.integrations.vllm import WorkerRollout
 from mindspeed_qerl.lora.arrival import PREFIX, Factors
+
+from .vllm import WorkerRollout
 
 
 def follow(rollout: WorkerRollout, trainer: Any) -> None:

@@ -9,13 +9,13 @@ TRL's vLLM server is another process: set MINDSPEED_QERL_ROLLOUT there (vllm.py,
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_qerl.integrations.settings import read_settings
-from mindspeed_qerl.integrations.trainer import (
+from .settings import read_settings
+from .trainer import (
     follow,
     tell_mismatch,
     without_noise_in_evaluation,
 )
-from mindspeed_qerl.integrations.vllm import WorkerRollout
+from .vllm import WorkerRollout
 
 
 def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:

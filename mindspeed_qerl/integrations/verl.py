@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from mindspeed_qerl.integrations.vllm import attach_when_loaded
+from .vllm import attach_when_loaded
 
 
 class VerlNoiseExtension(vLLMColocateWorkerExtension):

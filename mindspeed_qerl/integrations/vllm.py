@@ -30,10 +30,11 @@ from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.common.share import is_too_little
-from mindspeed_qerl.integrations.cpu import refuse_packed_weights
-from mindspeed_qerl.integrations.settings import VARIABLE, Settings, settings_of_environment
 from mindspeed_qerl.lora.arrival import Arrival, Factors, parts_of, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
+
+from .cpu import refuse_packed_weights
+from .settings import VARIABLE, Settings, settings_of_environment
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What upstream demands of a batch, a rule a row: how a plan's answers are dealt to ranks."""
 
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rule import Broken, Rule, multiple
+from .plan import Plan
+from .rule import Broken, Rule, multiple
 
 PROMPTS = ("prompts of global_batch_size", "batch.global_batch_size")
 

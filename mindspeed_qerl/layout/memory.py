@@ -7,11 +7,12 @@ Moments: `rollout` (vLLM generates), `weight sync` (training weights on their wa
 
 from dataclasses import dataclass, replace
 
-from mindspeed_qerl.layout import parts
-from mindspeed_qerl.layout.parts import BF16, GB, Part, Settings
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.sizes import rollout_weights, training_weights
 from mindspeed_qerl.recipe.types import Recipe
+
+from . import parts
+from .parts import BF16, GB, Part, Settings
+from .plan import Plan
+from .sizes import rollout_weights, training_weights
 
 MOMENTS = ("rollout", "weight sync", "log-probs", "update")
 

@@ -6,8 +6,9 @@ Weights and activations are bfloat16; gradients, optimizer state and logits floa
 from dataclasses import dataclass
 
 from mindspeed_qerl.families import family_of
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.sizes import capture_sizes, layer_weights, training_weights
+
+from .plan import Plan
+from .sizes import capture_sizes, layer_weights, training_weights
 
 GB = 10**9
 BF16 = 2

@@ -11,11 +11,13 @@ from functools import cache, partial
 from math import lcm, log
 
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.layout.memory import Memory, estimate
-from mindspeed_qerl.layout.parts import GB, Settings
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rules import TRAINING, broken
-from mindspeed_qerl.layout.time import (
+from mindspeed_qerl.recipe.types import Batch, Layout
+
+from .memory import Memory, estimate
+from .parts import GB, Settings
+from .plan import Plan
+from .rules import TRAINING, broken
+from .time import (
     DEFAULT,
     Terms,
     groups,
@@ -24,7 +26,6 @@ from mindspeed_qerl.layout.time import (
     layer_collectives,
     total,
 )
-from mindspeed_qerl.recipe.types import Batch, Layout
 
 # as this project's configs have it: rows of whole answers, of so many tokens
 ROW = 4096

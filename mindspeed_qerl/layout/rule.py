@@ -6,7 +6,7 @@ from math import prod
 from operator import attrgetter
 from typing import Literal
 
-from mindspeed_qerl.layout.plan import Plan
+from .plan import Plan
 
 Broken = str | Literal[False] | None  # one sentence with the numbers; else nothing is broken
 # How sentences write the sizes of a plan.

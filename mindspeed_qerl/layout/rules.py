@@ -4,9 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_qerl.common.errors import Fault
-from mindspeed_qerl.layout.batch_rules import BATCH
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.rule import Broken, Rule, indivisible, multiple, width_by
+
+from .batch_rules import BATCH
+from .plan import Plan
+from .rule import Broken, Rule, indivisible, multiple, width_by
 
 # ---- training ----
 

@@ -7,14 +7,15 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.layout.memory import MOMENTS, Memory
-from mindspeed_qerl.layout.parts import GB, Part
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.planner import notes
-from mindspeed_qerl.layout.rules import Violation
-from mindspeed_qerl.layout.sizes import model_parameters
-from mindspeed_qerl.layout.time import LAUNCH, Terms, idle_share, iteration, total
 from mindspeed_qerl.recipe.types import Layout
+
+from .memory import MOMENTS, Memory
+from .parts import GB, Part
+from .plan import Plan
+from .planner import notes
+from .rules import Violation
+from .sizes import model_parameters
+from .time import LAUNCH, Terms, idle_share, iteration, total
 
 DISCLAIMER = "An estimate from sizes, never measured on an NPU."
 COLUMNS = "# TP PP EP DP vLLM batch seconds train sync rollout util waits".split()

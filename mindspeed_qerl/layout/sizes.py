@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.families import ModelShape, family_of
-from mindspeed_qerl.layout.plan import Plan
+
+from .plan import Plan
 
 # tokens of a captured step; vllm-ascend's experts take no more in one (model_runner_v1.py:540)
 LARGEST = 512

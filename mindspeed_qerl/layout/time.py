@@ -14,10 +14,11 @@ from pathlib import Path
 import yaml
 
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.layout.memory import Memory
-from mindspeed_qerl.layout.parts import BF16, adapted_weights, size_of, trained
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.sizes import LARGEST, rollout_weights, training_weights
+
+from .memory import Memory
+from .parts import BF16, adapted_weights, size_of, trained
+from .plan import Plan
+from .sizes import LARGEST, rollout_weights, training_weights
 
 # What a die has, and the share of it that is reached: Ascend/msmodeling 84fec85
 # tensor_cast/device.py; training's share: arXiv 2505.04519; latency: an all-reduce of 160 KB on 16

@@ -4,20 +4,21 @@ what they need.
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
-from mindspeed_qerl.local.data import load_data
-from mindspeed_qerl.local.processes import launch
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
 from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.runs.progress import Progress
 
+from .data import load_data
+from .processes import launch
+
 
 def last_checkpoint(recipe: Recipe) -> int:
     """The iteration after which the run in `recipe.run.resume` can resume; ValueError if it has no
     checkpoint, a damaged one, or one of another run.
     """
-    from mindspeed_qerl.local import checkpoint
+    from . import checkpoint
 
     assert recipe.run.resume, "a run is resumed"
     run = RunDirectory.open(recipe.run.resume)
@@ -36,7 +37,7 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
         raise ConfigError(fault)
     progress.phase("starting engines")
     with launch(recipe, run) as processes:
-        from mindspeed_qerl.local.loop import LocalEngine  # torch: seconds
+        from .loop import LocalEngine  # torch: seconds
 
         data = load_data(recipe, run, progress)
         observer = RunObserver(recipe, run, metrics, progress)

@@ -27,7 +27,6 @@ from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.local.limits import BESIDE_ROUNDED, beyond_kernels
 from mindspeed_qerl.recipe.fields import Size, part
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
@@ -35,6 +34,8 @@ from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import try_rewards
+
+from .limits import BESIDE_ROUNDED, beyond_kernels
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -224,8 +225,9 @@ def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> st
     """The Hugging Face directory of what is evaluated; adapters are merged into `folder`."""
     import torch
 
-    from mindspeed_qerl.local.checkpoint import load_adapters
     from mindspeed_qerl.lora.export import save_merged
+
+    from .checkpoint import load_adapters
 
     if not job.run or job.step == 0:
         return job.model
@@ -244,8 +246,9 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
     from vllm.platforms import current_platform
 
     from mindspeed_qerl.families.checkpoint import Checkpoint
-    from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
-    from mindspeed_qerl.local.serving import complete, start_vllm
+
+    from .rollout import RolloutEngine, RolloutRequest
+    from .serving import complete, start_vllm
 
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     common: dict[str, Any] = dict(max_tokens=job.max_tokens, stop_token_ids=stop, logprobs=None)

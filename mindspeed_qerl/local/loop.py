@@ -21,24 +21,25 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import end_tokens, read_shape
-from mindspeed_qerl.local import arithmetic, checkpoint
-from mindspeed_qerl.local.batch import Answer, PromptOrder, TrainBatch, deal
-from mindspeed_qerl.local.data import Data
-from mindspeed_qerl.local.processes import Processes, WorkerError, recorded_routers
-from mindspeed_qerl.local.rank import TrainRank
-from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
-from mindspeed_qerl.local.sampled import (
+from mindspeed_qerl.lora.proof import Movement, arrival_metrics
+from mindspeed_qerl.recipe.types import Layout, Recipe
+from mindspeed_qerl.runs.observer import RunObserver
+from mindspeed_qerl.tasks.evaluation import evaluate_answers
+from mindspeed_qerl.tasks.rewards import score
+
+from . import arithmetic, checkpoint
+from .batch import Answer, PromptOrder, TrainBatch, deal
+from .data import Data
+from .processes import Processes, WorkerError, recorded_routers
+from .rank import TrainRank
+from .rollout import RolloutEngine, RolloutRequest
+from .sampled import (
     answer_metrics,
     check_answers,
     select,
     tokens_to_replay,
     tokens_to_train,
 )
-from mindspeed_qerl.lora.proof import Movement, arrival_metrics
-from mindspeed_qerl.recipe.types import Layout, Recipe
-from mindspeed_qerl.runs.observer import RunObserver
-from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.rewards import score
 
 
 def data_rank(rank: int, layout: Layout) -> int:

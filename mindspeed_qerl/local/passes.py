@@ -21,12 +21,13 @@ from mindspeed_qerl.algorithm.losses import (
     token_logprobs,
 )
 from mindspeed_qerl.algorithm.metrics import Mean, Metric
-from mindspeed_qerl.local.batch import TrainBatch
-from mindspeed_qerl.local.place import Place
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay
 from mindspeed_qerl.runs.checks import logprobs_fault
 from mindspeed_qerl.tasks.prompts import text_of
+
+from .batch import TrainBatch
+from .place import Place
 
 
 @dataclass

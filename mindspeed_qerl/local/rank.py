@@ -19,15 +19,16 @@ from mindspeed_qerl.algorithm.losses import denominator
 from mindspeed_qerl.algorithm.metrics import merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.local import arithmetic
-from mindspeed_qerl.local.batch import TrainBatch
-from mindspeed_qerl.local.hardware_error import HardwareErrorMode
-from mindspeed_qerl.local.passes import Passes
-from mindspeed_qerl.local.place import join
-from mindspeed_qerl.local.sharded import ShardedAdapters
 from mindspeed_qerl.lora.adapters import adapters_disabled, add_dither, apply_lora
 from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
+
+from . import arithmetic
+from .batch import TrainBatch
+from .hardware_error import HardwareErrorMode
+from .passes import Passes
+from .place import join
+from .sharded import ShardedAdapters
 
 
 class TrainRank:
@@ -40,7 +41,7 @@ class TrainRank:
     """
 
     def __init__(self, recipe: Recipe, shape: ModelShape, rank: int, rendezvous: str):
-        from mindspeed_qerl.local.model import SkipPrompts, build_model
+        from .model import SkipPrompts, build_model
 
         arithmetic.settle()
         adam = recipe.optimizer

@@ -18,16 +18,17 @@ from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.local import serving
-from mindspeed_qerl.local.batch import Answer
-from mindspeed_qerl.local.hardware_error import HardwareErrorMode, plain_experts
-from mindspeed_qerl.local.packing import PackedExperts, keep_linear_weights, packed_linears
-from mindspeed_qerl.local.quantized import QuantizedLayers
 from mindspeed_qerl.lora.held import kernel_tensors, take_apart
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.routing.routes import Routers
+
+from . import serving
+from .batch import Answer
+from .hardware_error import HardwareErrorMode, plain_experts
+from .packing import PackedExperts, keep_linear_weights, packed_linears
+from .quantized import QuantizedLayers
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.local.batch import Answer, TrainBatch, build_batch
-from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.routes import Routers, routes_fault
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible, tokens_fault
+
+from .batch import Answer, TrainBatch, build_batch
+from .processes import WorkerError
 
 
 def answer_metrics(answers: Sequence[Answer]) -> dict[str, Any]:

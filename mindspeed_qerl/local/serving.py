@@ -12,10 +12,11 @@ import torch
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
-from mindspeed_qerl.local import arithmetic
-from mindspeed_qerl.local.batch import Answer
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
+
+from . import arithmetic
+from .batch import Answer
 
 BLOCK = 128  # tokens: the largest of vLLM's on a CPU
 

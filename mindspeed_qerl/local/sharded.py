@@ -13,9 +13,10 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from mindspeed_qerl.families.tensors import ParameterMapping
-from mindspeed_qerl.local.checkpoint import read_tensors
-from mindspeed_qerl.local.place import Place
 from mindspeed_qerl.lora.adapters import LoRALinear, lora_layers
+
+from .checkpoint import read_tensors
+from .place import Place
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by torch's names
 

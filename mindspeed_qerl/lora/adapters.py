@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families.tensors import ParameterMapping
-from mindspeed_qerl.lora.rounding import dither_of_part, merged
+
+from .rounding import dither_of_part, merged
 
 
 class LoRALinear(nn.Module):

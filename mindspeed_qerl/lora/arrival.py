@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.lora.held import EXPERT_PARTS, Held
+from .held import EXPERT_PARTS, Held
 
 Factors = tuple[Tensor, Tensor, float]  # A, B and scaling of an adapter
 # as transformers 5 stacks experts -> as vLLM stacks them

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from mindspeed_qerl.common.files import json_text, new_directory
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.fingerprint import weights_digest
-from mindspeed_qerl.lora.checkpoint import Adapters
-from mindspeed_qerl.lora.proof import join, movement
-from mindspeed_qerl.lora.rounding import dither_of, rounded
+
+from .checkpoint import Adapters
+from .proof import join, movement
+from .rounding import dither_of, rounded
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 

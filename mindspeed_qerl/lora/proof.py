@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.lora.arrival import share_of, variance_of_rounding
-from mindspeed_qerl.lora.rounding import Dither, rounded
+from .arrival import share_of, variance_of_rounding
+from .rounding import Dither, rounded
 
 Movement = dict[str, dict[str, float]]  # LoRA target -> what `movement` says of its tensors
 # how the numbers of several tensors become one

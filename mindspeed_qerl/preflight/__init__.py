@@ -21,8 +21,9 @@ from rich.text import Text
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.engines import engine_of
-from mindspeed_qerl.preflight import files, host, npus, software, variables
-from mindspeed_qerl.preflight.case import (
+
+from . import files, host, npus, software, variables
+from .case import (
     ACCEPTED,
     FAILED,
     PASSED,
@@ -35,8 +36,8 @@ from mindspeed_qerl.preflight.case import (
     failed,
     plain,
 )
-from mindspeed_qerl.preflight.machine import Machine
-from mindspeed_qerl.preflight.npus import see_npus
+from .machine import Machine
+from .npus import see_npus
 
 STYLES = {
     FAILED: "bold red",

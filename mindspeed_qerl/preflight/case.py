@@ -14,9 +14,10 @@ from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.engines import engine_of, examine
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.preflight.machine import Machine, ProbeError
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe
+
+from .machine import Machine, ProbeError
 
 PASSED = "passed"
 WARNING = "warning"

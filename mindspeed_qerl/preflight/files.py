@@ -16,7 +16,11 @@ from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.parts import BF16
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.sizes import model_parameters, training_weights
-from mindspeed_qerl.preflight.case import (
+from mindspeed_qerl.tasks.checks import check_rows
+from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
+from mindspeed_qerl.tasks.rows import read_rows
+
+from .case import (
     Case,
     Check,
     Question,
@@ -28,9 +32,6 @@ from mindspeed_qerl.preflight.case import (
     skipped,
     warning,
 )
-from mindspeed_qerl.tasks.checks import check_rows
-from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
-from mindspeed_qerl.tasks.rows import read_rows
 
 CONVERT = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
 NEARLY = 0.95  # of a computed size: what is below it is another file

@@ -12,7 +12,8 @@ from mindspeed_qerl.layout.memory import settings_of
 from mindspeed_qerl.layout.parts import ADAMW, BF16, Settings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.sizes import training_weights
-from mindspeed_qerl.preflight.case import (
+
+from .case import (
     Case,
     Check,
     Question,

@@ -11,7 +11,8 @@ from typing import Any
 
 from mindspeed_qerl.ascend.cluster import holders
 from mindspeed_qerl.layout.memory import estimate, settings_of
-from mindspeed_qerl.preflight.case import (
+
+from .case import (
     LIST,
     Case,
     Check,
@@ -24,8 +25,8 @@ from mindspeed_qerl.preflight.case import (
     passed,
     warning,
 )
-from mindspeed_qerl.preflight.host import fault_of_ray_address
-from mindspeed_qerl.preflight.machine import Machine, ProbeError
+from .host import fault_of_ray_address
+from .machine import Machine, ProbeError
 
 # What a die that nobody uses shows, and some: of 64 GB public reports have 2.7 to 3.5 GB.
 IDLE = 1 / 8

@@ -10,8 +10,9 @@ from functools import partial
 from mindspeed_qerl.ascend.imports import PROBE, way_out
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.emulation import CANN_VERSIONS
-from mindspeed_qerl.preflight.case import Case, Check, Question, failed, passed, skipped, warning
-from mindspeed_qerl.preflight.machine import ProbeError
+
+from .case import Case, Check, Question, failed, passed, skipped, warning
+from .machine import ProbeError
 
 # MindSpeed README.md:52 and docs/features/moe-token-permute-and-unpermute.md:22 at the pin.
 # vllm-ascend asks for 8.2.RC1 (docs/source/installation.md:15), MindSpeed-RL for 8.5.0

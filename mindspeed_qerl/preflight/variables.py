@@ -8,7 +8,8 @@ from functools import partial
 from itertools import chain
 
 from mindspeed_qerl.ascend.limits import npu_environment
-from mindspeed_qerl.preflight.case import (
+
+from .case import (
     FAILED,
     LIST,
     WARNING,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.quantization.formats import FORMATS
+from .formats import FORMATS
 
 # By Hugging Face's names the linear layers of attention, MLPs and experts. Norms, routers
 # (mlp.gate), gates of shared experts, embeddings and the output layer are never quantized, as in

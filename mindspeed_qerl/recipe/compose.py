@@ -182,7 +182,7 @@ def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: 
     """The keys of a section: those that the config sets with their values, and the names of the
     others; without a section the names of the sections. ConfigError if there is no such section.
     """
-    from mindspeed_qerl.recipe.reader import known_keys
+    from .reader import known_keys
 
     known = known_keys()
     if not section:

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from mindspeed_qerl.aqn.schedule import Kind, NoiseSchedule
-from mindspeed_qerl.recipe.fields import AS_KINDS, Float, Names, Size, part
+
+from .fields import AS_KINDS, Float, Names, Size, part
 
 # local/hardware_error.py has the formulas
 HardwareErrorKind = Literal["gaussian", "bf16_blocks"]

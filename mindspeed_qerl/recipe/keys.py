@@ -12,7 +12,8 @@ import yaml
 
 from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.common.errors import Fault
-from mindspeed_qerl.recipe.compose import Config, at
+
+from .compose import Config, at
 
 # each with its room, which has the modules `limits` and `engine` (engines/__init__.py)
 ENGINES = {"local": "local", "mindspeed_rl": "ascend"}

@@ -2,7 +2,7 @@
 
 import math
 
-from mindspeed_qerl.recipe.fields import LayerList, Size, key, part
+from .fields import LayerList, Size, key, part
 
 MAX_RANKS = 100_000  # more are a typing error, and take gigabytes
 

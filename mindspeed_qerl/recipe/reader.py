@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from mindspeed_qerl.aqn.schedule import skipped_strongest_noise
 from mindspeed_qerl.aqn.targets import check_multipliers, check_targets
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
-from mindspeed_qerl.recipe.compose import Config, at, nearest
-from mindspeed_qerl.recipe.keys import ENGINES, TABLE, UPSTREAM, Values, check
-from mindspeed_qerl.recipe.types import LOSS_MODES, PARTS, Algorithm, Noise, Recipe
+
+from .compose import Config, at, nearest
+from .keys import ENGINES, TABLE, UPSTREAM, Values, check
+from .types import LOSS_MODES, PARTS, Algorithm, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
 OWN_SECTIONS = {

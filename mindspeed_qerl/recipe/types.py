@@ -13,15 +13,16 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from mindspeed_qerl.aqn.targets import check_multipliers
-from mindspeed_qerl.recipe.features import (
+
+from .features import (
     MAX_STEPS,
     Correction,
     HardwareError,
     Noise,
     Quantization,
 )
-from mindspeed_qerl.recipe.fields import AS_NAMES, Float, Names, Size, key, part
-from mindspeed_qerl.recipe.layout import Layout
+from .fields import AS_NAMES, Float, Names, Size, key, part
+from .layout import Layout
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 LORA_TARGETS: tuple[str, ...] = get_args(LoRATarget)

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_qerl.recipe.reader import key_of
-from mindspeed_qerl.recipe.types import PARTS, Recipe
+from .reader import key_of
+from .types import PARTS, Recipe
 
 # Sections of YAML by the first part of a field's key; actor_config goes before the model's and
 # megatron_training.

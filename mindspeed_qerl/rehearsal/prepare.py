@@ -11,9 +11,10 @@ from mindspeed_qerl.layout.rules import layout_faults
 from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
-from mindspeed_qerl.rehearsal.model import make_model, narrow
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import read_rows
+
+from .model import make_model, narrow
 
 
 def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:

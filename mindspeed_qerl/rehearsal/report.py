@@ -6,9 +6,10 @@ from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
+
+from .prepare import layers_to_rehearse
 
 
 def report(directory: RunDirectory, recipe: Recipe, unused: Sequence[str] = ()) -> str:

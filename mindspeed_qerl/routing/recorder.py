@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.routing.routes import Routers, answer_of
+from .routes import Routers, answer_of
 
 
 class RouteRecorder:

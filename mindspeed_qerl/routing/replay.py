@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mindspeed_qerl.routing.routes import Routers
+from .routes import Routers
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from mindspeed_qerl.aqn.schedule import LEAST_NOISE, MOST_NOISE, NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.share import is_too_little
 from mindspeed_qerl.recipe.types import Algorithm, Recipe
-from mindspeed_qerl.runs.metrics import MetricsRow
+
+from .metrics import MetricsRow
 
 Movement = Mapping[str, Mapping[str, float]]  # by LoRA target (lora/proof.py)
 

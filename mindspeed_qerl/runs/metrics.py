@@ -70,7 +70,8 @@ from typing import Any, Self
 import numpy as np
 
 from mindspeed_qerl.common.files import write_whole
-from mindspeed_qerl.runs.directory import RunDirectory
+
+from .directory import RunDirectory
 
 MetricsRow = Mapping[str, float]  # by name
 Rows = list[dict[str, Any]]  # of a file

@@ -9,10 +9,11 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.runs.checks import Movement, StepChecks, arrival_faults, sync_faults
-from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsRow, MetricsWriter, read_jsonl
-from mindspeed_qerl.runs.progress import Progress
+
+from .checks import Movement, StepChecks, arrival_faults, sync_faults
+from .directory import RunDirectory
+from .metrics import MetricsRow, MetricsWriter, read_jsonl
+from .progress import Progress
 
 WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy.ndimage import uniform_filter1d
 
-from mindspeed_qerl.runs.metrics import Rows, series
+from .metrics import Rows, series
 
 BLUE = "#0072B2"
 ORANGE = "#E69F00"

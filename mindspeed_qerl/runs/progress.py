@@ -10,7 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.markup import escape
 
-from mindspeed_qerl.runs.metrics import MetricsRow
+from .metrics import MetricsRow
 
 # the ETA follows the pace of these, so that a slow first step does not spoil it for long
 RECENT_STEPS = 20

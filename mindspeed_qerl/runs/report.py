@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from mindspeed_qerl.common.entry import quietly
-from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import Rows, read_jsonl, series
-from mindspeed_qerl.runs.plots import write_plots
-from mindspeed_qerl.runs.progress import accuracy_words
+
+from .directory import RunDirectory
+from .metrics import Rows, read_jsonl, series
+from .plots import write_plots
+from .progress import accuracy_words
 
 METRICS = (
     "reward/mean",

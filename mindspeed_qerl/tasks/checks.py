@@ -11,10 +11,11 @@ from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.recipe import types as recipe
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
-from mindspeed_qerl.tasks.packed import rows_of_labels
-from mindspeed_qerl.tasks.prompts import Prompts
-from mindspeed_qerl.tasks.rewards import load_reward, try_rewards
-from mindspeed_qerl.tasks.rows import Row, Rows, read_rows
+
+from .packed import rows_of_labels
+from .prompts import Prompts
+from .rewards import load_reward, try_rewards
+from .rows import Row, Rows, read_rows
 
 # What to do where a file of a task is missing.
 MAKE_DATA = (

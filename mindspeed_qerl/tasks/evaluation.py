@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
-from mindspeed_qerl.tasks.rewards import score
-from mindspeed_qerl.tasks.rows import Rows
+
+from .rewards import score
+from .rows import Rows
 
 Z_95 = 1.959964  # of the standard normal, two-sided
 

@@ -41,14 +41,15 @@ import numpy as np
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
-from mindspeed_qerl.tasks.prompts import (
+
+from .prompts import (
     Variables,
     chat_ids,
     check_template,
     check_vocabulary,
     load_tokenizer,
 )
-from mindspeed_qerl.tasks.rows import Row, Rows, read_rows, row_of
+from .rows import Row, Rows, read_rows, row_of
 
 MAGIC = b"MMIDIDX\0\0"
 VARIABLES = "_chat_template_kwargs.json"  # behind a data_path; nothing that upstream looks for

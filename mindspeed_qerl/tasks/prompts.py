@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
-from mindspeed_qerl.tasks.rows import Row, Rows, read_rows
+
+from .rows import Row, Rows, read_rows
 
 Variables = Mapping[str, Any]  # of a chat template
 

@@ -22,7 +22,8 @@ import numpy as np
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
-from mindspeed_qerl.tasks.rows import Row, Rows
+
+from .rows import Row, Rows
 
 Reward = Callable[..., Any]
 Verifiers = Sequence[tuple[str, float]]  # (name, weight) of each

@@ -18,8 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mindspeed_qerl.tasks.gsm8k.verifier import canonical_number
 from mindspeed_qerl.tasks.rows import check_text, numbered_rows
+
+from .verifier import canonical_number
 
 # The wording of verl (examples/data_preprocess/gsm8k.py): it asks for the form that the strict
 # verifier wants.

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
-from mindspeed_qerl.tasks.gsm8k.characters import ODD, UNKNOWN, normalise
+from .characters import ODD, UNKNOWN, normalise
 
 METHODS = ("strict", "flexible")
 MAX_NUMBER_CHARS = 64  # digits, and the signs between them
