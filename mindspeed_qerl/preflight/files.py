@@ -4,6 +4,7 @@ and test data, and the base weights in Megatron's format.
 
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from zipfile import is_zipfile
@@ -182,20 +183,28 @@ def rows(case: Case) -> Check:
     former are those kept beside a packed file, or the training file's, which NPUs do not read.
     """
     task = case.recipe.task
+    fix = f"{CONVERT}{quoted(Path(task.test_file).parent)}"
     try:
         test = read_rows(task.test_file)
         train = read_packed_rows(task.data_path) or []
         if not train and Path(task.train_file).is_file():
             train = read_rows(task.train_file)
     except (OSError, ValueError) as error:
-        return failed(str(error), f"{CONVERT}{quoted(Path(task.test_file).parent)}")
+        return failed(str(error), fix)
     found = check_rows(train, test, task.verifier_function, task.allow_overlap)
     if found.faults:
         words = [fault.message for fault in found.faults]
         return failed("; ".join(words), "\n".join(fault.fix for fault in found.faults))
     if found.warnings:
         return warning("; ".join(found.warnings), "Convert the data again, unless it is meant")
-    return passed(f"{len(train):,} training rows, {len(test):,} test rows, no question in both")
+    counts = f"{len(train):,} training rows, {len(test):,} test rows"
+    packed = 0
+    with suppress(OSError, ValueError):  # `training_files` says it
+        packed = len(read_packed(f"{task.data_path}_packed_input_ids_document")[0])
+    if train and packed not in (0, len(train)):
+        verdict = failed if packed == len(test) else warning
+        return verdict(f"{packed:,} packed prompts, {counts}: they are not of one conversion", fix)
+    return passed(f"{counts}, no question in both")
 
 
 def quoted(path: object) -> str:

@@ -12,6 +12,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
+from mindspeed_qerl.tasks.rows import read_rows
 from tests import ROOT
 from tests.fake_box.broken_files import POINTER, WEIGHTS, write_packed
 from tests.fake_box.prepared import write_base
@@ -176,7 +177,11 @@ def test_data_that_is_not_there(own):
         ),
         ({"labels": [[1]] * 79}, FAILED, "80 prompts and 79 labels"),
         ({"labels": [[1]] * 79 + [[]]}, FAILED, "1 of 80 labels are empty"),
-        ({"input_ids": [[1, 151936]] * 80}, FAILED, "up to 151,936; padded_vocab_size"),
+        (
+            {"input_ids": [[1, 151936]] * 80, "labels": [[1]] * 80},
+            FAILED,
+            "up to 151,936; padded_vocab_size",
+        ),
     ],
 )
 def test_data_that_does_not_fit(own, rows, state, found):
@@ -184,7 +189,18 @@ def test_data_that_does_not_fit(own, rows, state, found):
         write_packed(Path(own["megatron_training"]["data_path"]).parent, column, values)
     checks = look(own)
     assert checks["training files"].state == state and found in checks["training files"].found
-    assert not_passed(checks) == {"training files": state}
+    others = {"test rows": WARNING} if len(rows["labels"]) == 200 else {}  # of 80 training rows
+    assert not_passed(checks) == {"training files": state} | others
+
+
+def test_a_packed_test_split_is_not_trained_on(own):
+    count = len(read_rows(own["task"]["test_file"]))
+    for column in ("input_ids", "labels"):
+        folder = Path(own["megatron_training"]["data_path"]).parent
+        write_packed(folder, column, {"input_ids": [[1]], "labels": [[1]]}[column] * count)
+    check = look(own)["test rows"]
+    words = f"{count} packed prompts, 80 training rows, {count} test rows: they are not of one"
+    assert check.state == FAILED and check.found.startswith(words)
 
 
 def test_questions_of_both_files(own):
