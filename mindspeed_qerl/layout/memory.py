@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mindspeed_qerl.recipe.types import Recipe
 
 from . import parts
-from .parts import BF16, GB, Part, Settings
+from .parts import BF16, GB, MemorySettings, Part
 from .plan import Plan
 from .sizes import rollout_weights, training_weights
 
@@ -25,7 +25,7 @@ class Memory:
     """
 
     plan: Plan
-    settings: Settings
+    settings: MemorySettings
     stage: int  # the pipeline stage whose ranks are fullest outside the rollout
     kv_stage: int  # the pipeline stage whose ranks have the least KV cache
     moments: dict[str, list[Part]]
@@ -80,10 +80,10 @@ class Memory:
         return over
 
 
-def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
+def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> MemorySettings:
     """Returns what a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
     optimizer = recipe.optimizer
-    return Settings(
+    return MemorySettings(
         memory_gb,
         **vars(recipe.rollout),
         distributed_optimizer=optimizer.distributed,
@@ -96,7 +96,7 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> Settings:
     )
 
 
-def estimate(plan: Plan, settings: Settings) -> Memory:
+def estimate(plan: Plan, settings: MemorySettings) -> Memory:
     """The memory of a legal plan (`rules.broken` empty, so that shares have no remainder), of all
     whose pipeline stages the worst counts: the fullest outside the rollout, and in it the one with
     the least room for keys and values.
@@ -111,7 +111,7 @@ def estimate(plan: Plan, settings: Settings) -> Memory:
     )
 
 
-def stage_memory(plan: Plan, settings: Settings, stage: int) -> Memory:
+def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
     """The memory of a rank in one pipeline stage."""
     batch = plan.batch
     runtime = parts.runtime(plan, settings)

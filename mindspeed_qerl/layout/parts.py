@@ -24,7 +24,7 @@ GRAPH = 50_000_000  # of one captured size, with its share of the pool
 
 
 @dataclass(frozen=True)
-class Settings:
+class MemorySettings:
     """Describes what memory depends on beside layout and batch."""
 
     memory_gb: float = 64.0  # of one rank, 10^9 bytes
@@ -69,7 +69,7 @@ def weights(what: str, counts: tuple[int, int]) -> list[Part]:
     ]
 
 
-def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, int]:
+def adapter_weights(plan: Plan, settings: MemorySettings, stage: int) -> tuple[int, int]:
     """LoRA parameters on one training rank: all but experts, experts.
 
     PEFT's A is whole beside a column-parallel B, B is whole beside a row-parallel A (peft
@@ -93,7 +93,7 @@ def adapter_weights(plan: Plan, settings: Settings, stage: int) -> tuple[int, in
     return dense * scale, experts * scale
 
 
-def adapted_weights(plan: Plan, settings: Settings, stage: int) -> int:
+def adapted_weights(plan: Plan, settings: MemorySettings, stage: int) -> int:
     """Weights on one training rank that have an adapter."""
     layout = plan.layout
     count = 0
@@ -104,7 +104,7 @@ def adapted_weights(plan: Plan, settings: Settings, stage: int) -> int:
     return count * plan.layers[stage]
 
 
-def merged(plan: Plan, settings: Settings, stage: int) -> list[Part]:
+def merged(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     """Returns what adapted layers multiply with in training, from the first pass of an iteration to
     its update (ascend/lora.py): a second copy of their weights.
     """
@@ -113,7 +113,7 @@ def merged(plan: Plan, settings: Settings, stage: int) -> list[Part]:
     return [Part("merged weights", count * BF16, how)] if count else []
 
 
-def trained(plan: Plan, settings: Settings, stage: int) -> tuple[list[Part], Part, Part]:
+def trained(plan: Plan, settings: MemorySettings, stage: int) -> tuple[list[Part], Part, Part]:
     """Returns what training adds to the base weights: adapters, gradients, optimizer. Without LoRA
     the weights themselves are trained.
     """
@@ -162,7 +162,7 @@ def communicators(plan: Plan) -> list[str]:
     return [name for name, size in sizes.items() if size > 1]
 
 
-def runtime(plan: Plan, settings: Settings) -> list[Part]:
+def runtime(plan: Plan, settings: MemorySettings) -> list[Part]:
     groups = communicators(plan)
     buffers = len(groups) * 2 * settings.hccl_buffer_mib * 2**20
     names = ", ".join(groups)
@@ -202,7 +202,7 @@ def _sequence_share(plan: Plan) -> int:
     return plan.layout.tp if plan.layout.sequence_parallel else 1
 
 
-def update(plan: Plan, settings: Settings, stage: int) -> list[Part]:
+def update(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
     layout = plan.layout
     batch = plan.batch
@@ -332,13 +332,13 @@ def int8_copies(plan: Plan) -> Part:
     return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1")
 
 
-def graphs(settings: Settings) -> Part:
+def graphs(settings: MemorySettings) -> Part:
     """Decode graphs, beside gpu_memory_utilization: they are captured when the KV cache is there."""
     sizes = len(capture_sizes(settings.max_num_seqs))
     return Part("decode graphs", sizes * GRAPH, f"{sizes} sizes x {GRAPH / 1e6:.0f} MB")
 
 
-def profiled(plan: Plan, settings: Settings) -> Part:
+def profiled(plan: Plan, settings: MemorySettings) -> Part:
     """Returns what vLLM's profiling run leaves aside: the widest point of one layer for
     max_num_batched_tokens, and the logits of max_num_seqs.
     """

@@ -14,7 +14,7 @@ from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe.types import Batch, Layout
 
 from .memory import Memory, estimate
-from .parts import GB, Settings
+from .parts import GB, MemorySettings
 from .plan import Plan
 from .rules import TRAINING, broken
 from .time import (
@@ -77,7 +77,7 @@ def with_memory(plan: Plan, memory_gb: float) -> Memory:
     """
     buffer = 640 if plan.shape.moe else 256
     for utilization in UTILIZATIONS:
-        memory = estimate(plan, Settings(memory_gb, utilization, hccl_buffer_mib=buffer))
+        memory = estimate(plan, MemorySettings(memory_gb, utilization, hccl_buffer_mib=buffer))
         if memory.answers_at_once >= memory.answers_needed:
             break
     return memory

@@ -9,7 +9,7 @@ from functools import partial
 
 from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.layout.memory import settings_of
-from mindspeed_qerl.layout.parts import ADAMW, BF16, Settings, adapter_weights
+from mindspeed_qerl.layout.parts import ADAMW, BF16, MemorySettings, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.sizes import training_weights
 
@@ -99,7 +99,9 @@ def base_disk(case: Case) -> Check:
     return enough(free, size, size, words)
 
 
-def _per_rank(plan: Plan, weights: Callable[..., tuple[int, int]], *settings: Settings) -> int:
+def _per_rank(
+    plan: Plan, weights: Callable[..., tuple[int, int]], *settings: MemorySettings
+) -> int:
     """Weights in the files of all tensor, pipeline and expert ranks; `weights` has those of one."""
     stages = [sum(weights(plan, *settings, stage)) for stage in range(plan.layout.pp)]
     return plan.layout.tp * plan.layout.ep * sum(stages)

@@ -11,7 +11,7 @@ from mindspeed_qerl.layout.memory import MOMENTS, estimate, stage_memory
 from mindspeed_qerl.layout.parts import (
     GB,
     GRAPH,
-    Settings,
+    MemorySettings,
     adapter_weights,
     communicators,
     layer_activations,
@@ -49,7 +49,7 @@ def test_models_have_the_published_number_of_parameters(name, billions):
 
 def test_int8_copies_come_on_top_of_what_vllm_takes():
     it = plan(DENSE, 8, tp=2, infer_tp=2)
-    before, after = (estimate(it, Settings(int8_rollouts=on)) for on in (False, True))
+    before, after = (estimate(it, MemorySettings(int8_rollouts=on)) for on in (False, True))
     assert after.kv_cache == before.kv_cache
     h, f, kv = 3584, 18944, 512
     copies = (
@@ -61,7 +61,7 @@ def test_int8_copies_come_on_top_of_what_vllm_takes():
         "log-probs": 0,
         "update": 0,
     }
-    full = Settings(int8_rollouts=True, gpu_memory_utilization=0.95)
+    full = MemorySettings(int8_rollouts=True, gpu_memory_utilization=0.95)
     assert (
         "rollout needs" in estimate(it, full).faults[0]
         and estimate(it, replace(full, int8_rollouts=False)).fits
@@ -160,7 +160,7 @@ def test_adapters_are_those_that_upstream_counted():
     }
     it = plan(QWEN3, 16, ep=16, infer_ep=16)
     for target, expected in on.items():
-        dense, experts = adapter_weights(it, Settings(lora_targets=(target,)), 0)
+        dense, experts = adapter_weights(it, MemorySettings(lora_targets=(target,)), 0)
         assert dense + experts * 16 == expected
 
 
@@ -169,7 +169,7 @@ def test_adapters_under_tensor_parallelism():
     only (PEFT tp_layer.py).
     """
     tiny = ModelShape("tiny", "qwen2", 1, 8, 4, 4, 2, 12, 64, 1e6, False, 64)
-    mine = adapter_weights(plan(tiny, 2, tp=2, infer_tp=2), Settings(lora_r=3), 0)
+    mine = adapter_weights(plan(tiny, 2, tp=2, infer_tp=2), MemorySettings(lora_r=3), 0)
     qkv, proj, fc1, fc2 = (
         3 * 8 + 3 * 24 // 2,
         3 * 8 // 2 + 3 * 8,
@@ -184,7 +184,7 @@ def parts(memory, moment):
 
 
 def of_update(it, **settings):
-    return parts(estimate(it, Settings(**settings)), "update")
+    return parts(estimate(it, MemorySettings(**settings)), "update")
 
 
 def test_what_users_report():
@@ -241,7 +241,7 @@ def test_the_table_that_was_worked_out_by_hand():
             {"frozen base, dense part": 7.6, "logits": 3.7},
         ),
     ]:
-        memory = estimate(plan(shape, world, batch, **layout), Settings(recompute=recompute))
+        memory = estimate(plan(shape, world, batch, **layout), MemorySettings(recompute=recompute))
         found = parts(memory, "update")
         assert {name: round(found[name], 1) for name in expected} == expected
         lora = (
@@ -264,7 +264,7 @@ def test_optimizer_state_is_shared_over_the_ranks_that_hold_the_same():
     """12 bytes a parameter: attention over DP 12, an expert over the 3 ranks that hold it. Without
     the distributed optimizer, whole.
     """
-    it, settings = plan(QWEN3, 12, ep=4, infer_ep=4), Settings()
+    it, settings = plan(QWEN3, 12, ep=4, infer_ep=4), MemorySettings()
     dense, experts = adapter_weights(it, settings, 0)
     assert parts(estimate(it, settings), "update")["AdamW"] == pytest.approx(
         (dense / 12 + experts / 3) * 12 / GB, rel=1e-6
@@ -282,7 +282,7 @@ def test_offload_moves_what_is_trained_and_never_the_frozen_base():
         {"offload_train_grad": False},
         {"offload_train_optimizer": False},
     ):
-        memory = estimate(it, Settings(**flags))
+        memory = estimate(it, MemorySettings(**flags))
         awake[tuple(flags)] = set(parts(memory, "rollout"))
         assert "frozen base, experts" in awake[tuple(flags)]
         assert memory.total("rollout") == pytest.approx(0.6 * 64 * GB, rel=1e-6)
@@ -291,7 +291,7 @@ def test_offload_moves_what_is_trained_and_never_the_frozen_base():
         awake[(flag,)] - awake[()]
         for flag in ("offload_train_param", "offload_train_grad", "offload_train_optimizer")
     ] == [{"adapters"}, {"gradients"}, {"AdamW"}]
-    full = estimate(replace(it, lora=False, share_backbone=False), Settings())
+    full = estimate(replace(it, lora=False, share_backbone=False), MemorySettings())
     # without LoRA the weights are offloaded
     assert not any(name.startswith("weights") for name in parts(full, "rollout"))
     update = parts(full, "update")
@@ -315,11 +315,11 @@ def test_recomputation():
 
 def test_the_first_stage_keeps_more_micro_batches_and_the_last_has_the_logits():
     it = plan(QWEN3, 12, tp=1, pp=3, ep=4, infer_ep=4)
-    memory = estimate(it, Settings())
+    memory = estimate(it, MemorySettings())
     assert memory.stage == 2 and parts(memory, "update")["frozen base, experts"] == pytest.approx(
         14.5 / 3, abs=0.05
     )
-    first = estimate(it, Settings(recompute=False))
+    first = estimate(it, MemorySettings(recompute=False))
     kept = next(part for part in first.moments["update"] if part.name == "activations kept")
     assert (
         first.stage == 0
@@ -332,11 +332,16 @@ def test_the_first_stage_keeps_more_micro_batches_and_the_last_has_the_logits():
 @pytest.mark.parametrize(
     "shape, layout, settings, fits",
     [
-        (QWEN3, dict(tp=4, pp=2, num_layer_list=(25, 23), infer_tp=4), Settings(), False),
-        (QWEN3, dict(tp=4, pp=2, num_layer_list=(23, 25), infer_tp=4), Settings(), False),
-        (QWEN3, dict(pp=2, ep=8, num_layer_list=(40, 8), infer_ep=16), Settings(), True),
-        (DENSE, dict(pp=4, num_layer_list=(4, 14, 6, 4)), Settings(enforce_eager=False), True),
-        (DENSE, dict(pp=2, num_layer_list=(1, 27)), Settings(32, 0.85), False),
+        (QWEN3, dict(tp=4, pp=2, num_layer_list=(25, 23), infer_tp=4), MemorySettings(), False),
+        (QWEN3, dict(tp=4, pp=2, num_layer_list=(23, 25), infer_tp=4), MemorySettings(), False),
+        (QWEN3, dict(pp=2, ep=8, num_layer_list=(40, 8), infer_ep=16), MemorySettings(), True),
+        (
+            DENSE,
+            dict(pp=4, num_layer_list=(4, 14, 6, 4)),
+            MemorySettings(enforce_eager=False),
+            True,
+        ),
+        (DENSE, dict(pp=2, num_layer_list=(1, 27)), MemorySettings(32, 0.85), False),
     ],
 )
 def test_a_plan_fits_where_every_stage_does(shape, layout, settings, fits):
@@ -365,7 +370,7 @@ def test_hccl_buffers_count_the_groups_that_send():
     assert communicators(it) == ["world", "TP", "PP", "EP", "vLLM TP", "vLLM EP", "vLLM MC2"]
     found = next(
         part
-        for part in estimate(it, Settings(hccl_buffer_mib=100)).moments["update"]
+        for part in estimate(it, MemorySettings(hccl_buffer_mib=100)).moments["update"]
         if part.name == "HCCL buffers"
     )
     assert found.bytes == 7 * 2 * 100 * 2**20
@@ -374,7 +379,7 @@ def test_hccl_buffers_count_the_groups_that_send():
 
 def test_keys_and_values_are_divided_by_infer_tp():
     it = plan(DENSE, 8, infer_tp=4)
-    memory = estimate(it, Settings())
+    memory = estimate(it, MemorySettings())
     assert memory.kv_token == 28 * 2 * (4 // 4) * 128 * 2
     assert (
         memory.answers_at_once == memory.kv_cache // (memory.kv_token * 2560)
@@ -383,7 +388,7 @@ def test_keys_and_values_are_divided_by_infer_tp():
 
 
 def test_decode_graphs_keep_what_they_read():
-    it, settings = plan(QWEN3, 16, ep=16, infer_ep=16), Settings(max_num_seqs=96)
+    it, settings = plan(QWEN3, 16, ep=16, infer_ep=16), MemorySettings(max_num_seqs=96)
     eager, captured = (estimate(it, replace(settings, enforce_eager=on)) for on in (True, False))
     graphs = 8 * GRAPH  # 1, 2, 4, ... 64, 96
     kept = captured.kv_cache + graphs

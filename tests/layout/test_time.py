@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from mindspeed_qerl.families import NAMED_SHAPES, read_shape
 from mindspeed_qerl.layout.memory import estimate, settings_of
-from mindspeed_qerl.layout.parts import Settings
+from mindspeed_qerl.layout.parts import MemorySettings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.planner import PACKED, new_plan
 from mindspeed_qerl.layout.time import (
@@ -61,7 +61,7 @@ class Published:
             sequence_parallel=self.layout.tp > 1,
         )
         plan = Plan(shape, layout, self.batch, False, False, kl_in_reward=self.recomputes)
-        settings = Settings(gpu_memory_utilization=0.8, max_num_seqs=self.sequences)
+        settings = MemorySettings(gpu_memory_utilization=0.8, max_num_seqs=self.sequences)
         memory = estimate(plan, settings)
         predicted = []
         for answer in self.answer or (0.25 * self.longest, 0.75 * self.longest):
@@ -192,7 +192,9 @@ def test_operations_of_a_token_are_those_of_transformers(family, tmp_path):
 
 def phases_of(layout, given=PACKED, terms=DEFAULT, **settings):
     plan = new_plan(NAMED_SHAPES[A3B], layout, given)
-    return {phase.name: phase for phase in iteration(estimate(plan, Settings(**settings)), terms)}
+    return {
+        phase.name: phase for phase in iteration(estimate(plan, MemorySettings(**settings)), terms)
+    }
 
 
 FIRST = ["sync", "prefill", "decode", "reward, dock", "merging"]
@@ -252,11 +254,11 @@ def test_packed_rows_are_sent_in_an_eighth_of_the_launches():
 
 def test_a_slower_host_or_link_takes_longer():
     plan = new_plan(NAMED_SHAPES[A3B], Layout(16, 4, ep=4, infer_tp=4, infer_ep=4))
-    memory = estimate(plan, Settings())
+    memory = estimate(plan, MemorySettings())
     low, high = total(iteration(memory))
     assert low < high
     across = replace(plan, layout=replace(plan.layout, ranks_per_node=8))
-    far = iteration(estimate(across, Settings()))
+    far = iteration(estimate(across, MemorySettings()))
     near = iteration(memory)
     assert sum(phase.device for phase in far) > sum(phase.device for phase in near)
 
