@@ -82,9 +82,23 @@ def load_tokenizer(directory: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
         raise ConfigError(
-            f"{directory} has no tokenizer, or config.json, that transformers can read: "
+            f"{directory} has no {_unreadable(directory, error)} that transformers can read: "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _unreadable(directory: str | Path, fault: Exception) -> str:
+    """The name of what gave the `fault`: config.json, which a tokenizer's reader reads too, if it
+    gives the same alone.
+    """
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory, local_files_only=True)
+    except Exception as error:  # noqa: BLE001  of many kinds
+        if str(error) == str(fault) and Path(directory, "config.json").is_file():
+            return "config.json"
+    return "tokenizer"
 
 
 def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
@@ -162,11 +176,16 @@ def plain_ids(tokenizer: Any, row: Row) -> list[int]:
             "'prompt', or use a chat model and task.prompt=chat"
         )
     try:
-        return tokenizer.encode(row.prompt, add_special_tokens=False)
+        ids = tokenizer.encode(row.prompt, add_special_tokens=False)
     except (TypeError, UnicodeError) as error:  # half a character, of a text cut within an emoji
         raise ConfigError(
             f"{row.where}: the tokenizer does not read its prompt: {error}"
         ) from error
+    if not ids:  # transformers makes a tokenizer without a vocabulary of a folder that has none
+        raise ConfigError(
+            f"{row.where}: no token in its prompt. Is tokenizer.json in {tokenizer.name_or_path}?"
+        )
+    return ids
 
 
 def text_of(model_dir: str | Path, tokens: Any) -> str:

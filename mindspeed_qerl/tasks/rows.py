@@ -139,9 +139,25 @@ def _gold(columns: Columns) -> str:
     if name == "completion" and isinstance(value, list):
         value = _turns(value, name)[-1]["content"]
     kind = type(value)
+    if kind is Rounded:
+        raise ValueError(
+            f"column {name!r}: {value} has more digits in the file than 64 bits keep: store it as "
+            "text"
+        )
     if kind is int or kind in (float, Decimal) and math.isfinite(value):
         return _as_written(value)
     return check_text({name: value}, name)
+
+
+class Rounded(float):
+    """A number of JSON that has more digits than 64 bits keep."""
+
+
+def _float(text: str) -> float:
+    """The number that `text` is, for `json.loads`; a `Rounded` if its digits are not kept."""
+    value = float(text)
+    is_kept = math.isinf(value) or Decimal(text) == Decimal(repr(value))
+    return value if is_kept else Rounded(value)
 
 
 def _as_written(value: float | Decimal) -> str:
@@ -195,7 +211,7 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Columns]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                row = json.loads(line)
+                row = json.loads(line, parse_float=_float)
             except ValueError as error:
                 raise ConfigError(f"{path}:{number}: invalid JSON ({error})") from None
             if type(row) is not dict:

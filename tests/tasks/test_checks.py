@@ -244,9 +244,9 @@ def test_any_error_of_a_template_is_the_templates(tom, tokenizer, template, word
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"torch_dtype": "torch.float32"}, "config.json, that .*'torch.float32'"),
-        ({"dtype": "fp32"}, "config.json, that .*fp32"),
-        ({"num_hidden_layers": "two"}, "config.json, that .*num_hidden_layers"),
+        ({"torch_dtype": "torch.float32"}, "has no config.json that .*'torch.float32'"),
+        ({"dtype": "fp32"}, "has no config.json that .*fp32"),
+        ({"num_hidden_layers": "two"}, "has no config.json that .*num_hidden_layers"),
     ],
 )
 def test_the_file_that_transformers_does_not_read_is_named(tmp_path, change, words):
@@ -261,6 +261,13 @@ def test_the_file_that_transformers_does_not_read_is_named(tmp_path, change, wor
         resolve(read_config(tmp_path / "config.json"))
 
 
+def test_a_model_without_its_tokenizers_files_is_named(tmp_path, tom):
+    config = (ROOT / "models" / "tiny_qwen3_moe" / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=f":1: no token .*tokenizer.json in {tmp_path}"):
+        Prompts(tom, load_tokenizer(tmp_path), "plain", 96)
+
+
 @pytest.mark.parametrize("name", ["nowhere", "Qwen/Qwen3-0.6B", "a.jsonl"])
 def test_a_folder_that_is_not_there_asks_no_hub(tmp_path, monkeypatch, tom, name):
     def connect(*_):
@@ -272,7 +279,7 @@ def test_a_folder_that_is_not_there_asks_no_hub(tmp_path, monkeypatch, tom, name
     with pytest.raises(ConfigError, match=f"^{name}: no such folder, and so no tokenizer"):
         load_tokenizer(name)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="empty has no tokenizer, or config.json, that"):
+    with pytest.raises(ConfigError, match="empty has no tokenizer that"):
         load_tokenizer("empty")
 
 

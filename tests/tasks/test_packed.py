@@ -319,7 +319,7 @@ def half_written(path, data):
         (
             "no tokenizer",
             ValueError,
-            "has no tokenizer, or config.json, that transformers can read",
+            "has no tokenizer that transformers can read",
         ),
         ("disk full", OSError, "disk full"),
         (

@@ -240,11 +240,25 @@ def test_a_number_of_any_type_is_read_as_written_or_refused(tmp_path, kind, valu
         assert read_rows(path)[0].answer == written
 
 
-@pytest.mark.parametrize("number, written", [("33.30", "33.3"), ("1e20", "1" + 20 * "0")])
-def test_a_number_of_json_is_read_as_written(tmp_path, number, written):
+@pytest.mark.parametrize(
+    "number, written",
+    [
+        ("33.30", "33.3"),
+        ("1e20", "1" + 20 * "0"),
+        ("9007199254740993.0", None),
+        ("0.1234567890123456789", None),
+        ("1e-400", None),
+        ("1e400", None),
+    ],
+)
+def test_a_number_of_json_is_read_as_written_or_refused(tmp_path, number, written):
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"prompt": "q", "answer": {number}}}')
-    assert read_rows(path)[0].answer == written
+    if written is None:
+        with pytest.raises(ConfigError, match="a.jsonl:1: column 'answer': "):
+            read_rows(path)
+    else:
+        assert read_rows(path)[0].answer == written
 
 
 def test_a_text_of_parquet_that_is_no_utf8_is_named(tmp_path):
