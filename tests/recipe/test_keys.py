@@ -284,7 +284,7 @@ def test_the_table_is_whole():
 
 
 def test_the_command_prints_every_key(capsys):
-    runpy.run_path(keys.__file__, run_name="__main__")
+    runpy.run_module(keys.__name__, run_name="__main__")
     printed = capsys.readouterr().out
     known = {key for section in keys.TABLE.values() for key in section}
     assert set(re.findall(r"^(\w+)$", printed, re.MULTILINE)) == known
