@@ -96,27 +96,26 @@ class NoiseInjector:
     ):
         self.seed = seed
         selected = select_targets(model, targets, exclude)
-        self.targets: list[NormTarget] = []
-        self.multipliers: list[float] = []
+        # (norm, what sigma is multiplied with)
+        self.targets: list[tuple[NormTarget, float]] = []
         names = []
         for target, factor in zip(selected, multipliers_of(selected, multipliers)):
             if factor:
-                self.targets.append(target)
-                self.multipliers.append(factor)
+                self.targets.append((target, factor))
                 names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
-        if not self.targets:
+        if not names:
             raise ValueError(
                 f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
                 "aqn=off"
             )
         # (target, clean, noisy), copies on the CPU
         self._applied: list[tuple[NormTarget, Tensor, Tensor]] = []
-        logger.info("AQN targets %d RMSNorm layers: %s", len(names), ", ".join(names))
+        logger.info(f"AQN targets {len(names)} RMSNorm layers: {', '.join(names)}")
 
     @property
     def names(self) -> list[str]:
         """Module names of the norms that get noise."""
-        return [target.name for target in self.targets]
+        return [target.name for target, _ in self.targets]
 
     @property
     def is_on(self) -> bool:
@@ -135,20 +134,21 @@ class NoiseInjector:
             RuntimeError: see `remove`.
         """
         self.remove()
-        differences = [torch.zeros(1)]  # for stage 0
-        if level.sigma:
-            differences = [
-                self._add_noise(level.step, target, level.sigma * factor)
-                for target, factor in zip(self.targets, self.multipliers)
-            ]
-        difference = torch.cat(differences)
-        sizes = [target.module.weight.numel() for target in self.targets]
-        squares = (size * factor**2 for size, factor in zip(sizes, self.multipliers))
+        differences = []
+        weights = 0
+        squares = 0.0
+        for target, factor in self.targets:
+            size = target.module.weight.numel()
+            weights += size
+            squares += size * factor**2
+            if level.sigma:
+                differences.append(self._add_noise(level.step, target, level.sigma * factor))
+        difference = torch.cat(differences or [torch.zeros(1)])
         report = NoiseReport(
             sigma=level.sigma,
             stage=level.stage,
             layers=len(self.targets),
-            expected_std=math.sqrt(sum(squares) / sum(sizes)) * level.sigma,
+            expected_std=math.sqrt(squares / weights) * level.sigma,
             measured_std=difference.std(correction=0).item(),
             changed_fraction=difference.ne(0).double().mean().item(),
         )
@@ -166,22 +166,16 @@ class NoiseInjector:
         return noisy.double() - clean.double()
 
     def _log(self, step: int, report: NoiseReport) -> None:
-        if report.sigma == 0:
-            logger.info("AQN step %d, stage %d: noise off", step, report.stage)
-            return
-        lost = report.measured_std < report.expected_std / 2
-        logger.log(
-            logging.WARNING if lost else logging.INFO,
-            "AQN step %d, stage %d: Applied noise to %d RMSNorm layers: sigma %.3g, measured std "
-            "%.3g, expected %.3g, %.4g%% changed",
-            step,
-            report.stage,
-            report.layers,
-            report.sigma,
-            report.measured_std,
-            report.expected_std,
-            100 * report.changed_fraction,
-        )
+        done = "noise off"
+        if report.sigma:
+            done = (
+                f"Applied noise to {report.layers} RMSNorm layers: sigma {report.sigma:.3g}, "
+                f"measured std {report.measured_std:.3g}, expected {report.expected_std:.3g}, "
+                f"{100 * report.changed_fraction:.4g}% changed"
+            )
+        is_lost = report.measured_std < report.expected_std / 2
+        level = logging.WARNING if is_lost else logging.INFO
+        logger.log(level, f"AQN step {step}, stage {report.stage}: {done}")
 
     @torch.no_grad()
     def remove(self) -> None:

@@ -46,7 +46,7 @@ class NoiseSchedule:
     that is off: no noise at all.
 
     Args:
-        kind: one of `KINDS`.
+        schedule: one of `KINDS`.
         sigma_start, sigma_end: standard deviations, in units of the norm weight. A start below the
             end is a rising schedule.
         num_stages: K, the stage that is off included.
@@ -60,7 +60,7 @@ class NoiseSchedule:
             rule.
     """
 
-    kind: str = "exponential"
+    schedule: str = "exponential"
     sigma_start: float = 0.05
     sigma_end: float = 0.0005
     num_stages: int = 10
@@ -71,8 +71,8 @@ class NoiseSchedule:
     sigma_max: float = 1.0
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"unknown noise schedule {self.kind!r}; known: {', '.join(KINDS)}")
+        if self.schedule not in KINDS:
+            raise ValueError(f"unknown noise schedule {self.schedule!r}; known: {', '.join(KINDS)}")
         counts = (self.num_stages, self.total_steps)
         if not all(isinstance(count, int) and count > 0 for count in counts):
             raise ValueError(
@@ -84,16 +84,17 @@ class NoiseSchedule:
                 f"sigma_start = {self.sigma_start!r} must be above 0, sigma_end = "
                 f"{self.sigma_end!r} at least 0, both finite; to run without noise, use aqn=off"
             )
-        if self.kind == "exponential" and self.sigma_end == 0:
+        if self.schedule == "exponential" and self.sigma_end == 0:
             raise ValueError(
                 "an exponential schedule never reaches sigma_end = 0; use a small number, or "
                 "schedule 'linear'"
             )
-        if self.kind == "target":
+        if self.schedule == "target":
             self._check_target()
 
     def _check_target(self) -> None:
-        for name, target in (("target_start", self.target_start), ("target_end", self.target_end)):
+        for name in ("target_start", "target_end"):
+            target = getattr(self, name)
             if not 0 < target < math.inf:
                 raise ValueError(
                     f"{name} = {target!r} of k3 must be above 0 and finite (0.01, say); to run "
@@ -124,11 +125,11 @@ class NoiseSchedule:
         start = self.sigma_start
         end = self.sigma_end
         fraction = self._fraction(stage)
-        if self.kind == "exponential":
+        if self.schedule == "exponential":
             return start * (end / start) ** fraction
-        if self.kind == "linear":
+        if self.schedule == "linear":
             return start + (end - start) * fraction
-        if self.kind == "cosine":
+        if self.schedule == "cosine":
             return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
         return start
 
@@ -136,7 +137,7 @@ class NoiseSchedule:
         """The noise of `step`, whatever the steps before have shown."""
         stage = self.stage(step)
         sigma = self.sigma(step)
-        if self.kind != "target" or not sigma:
+        if self.schedule != "target" or not sigma:
             return NoiseLevel(step, stage, sigma)
         decay = (self.target_end / self.target_start) ** self._fraction(stage)
         return NoiseLevel(step, stage, sigma, self.target_start * decay)

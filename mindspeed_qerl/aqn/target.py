@@ -48,10 +48,8 @@ class NoiseController:
         self.off_sensitivity = 0.0
         if not any(schedule.sigmas()):
             logger.warning(
-                "AQN never adds noise: with num_stages=%d and total_steps=%d no step leaves "
-                "stage 0, which is off",
-                schedule.num_stages,
-                schedule.total_steps,
+                f"AQN never adds noise: with num_stages={schedule.num_stages} and "
+                f"total_steps={schedule.total_steps} no step leaves stage 0, which is off"
             )
         for step, metrics in sorted((earlier or {}).items()):
             self.update(self.level(step), metrics)
@@ -74,7 +72,7 @@ class NoiseController:
         schedule = self.schedule
         whole = metrics.get("mismatch/k3", math.nan)
         sensitivity = metrics.get("mismatch/sensitivity", math.nan)
-        if schedule.kind != "target" or not (math.isfinite(whole) and sensitivity > 0):
+        if schedule.schedule != "target" or not (math.isfinite(whole) and sensitivity > 0):
             return {}
         if level.target is None:
             self.off_k3 += whole

@@ -71,7 +71,7 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
     checked = []
     for selector, factor in given.items():
         target, layers = _parse_selector(str(selector))
-        if target is not None and check_targets(target) == ["auto"]:
+        if check_targets(target) == ["auto"]:
             raise ValueError(
                 f"AQN multiplier {selector!r}: 'auto' stands for all that is selected; scale "
                 "aqn.sigma_start and sigma_end instead"
@@ -101,7 +101,7 @@ def multipliers_of(
         is_selected = False
         for i, norm in enumerate(norms):
             in_layers = layers is None or layer_of(norm.name) in layers
-            if in_layers and (target is None or answers_to(norm, target)):
+            if in_layers and answers_to(norm, target):
                 factors[i] *= factor
                 is_selected = True
         if not is_selected:
@@ -127,13 +127,15 @@ def layer_of(name: str) -> int | None:
     return int(number[1]) if number else None
 
 
-def _parse_selector(selector: str) -> tuple[str | None, range | None]:
-    """(target, layers) of a multiplier's selector, None for what it does not restrict."""
+def _parse_selector(selector: str) -> tuple[str, range | None]:
+    """(target, layers) of a multiplier's selector; of one without a target "*", without layers
+    None.
+    """
     match = re.fullmatch(r"(?:(.+)@)?(\d+)(?:-(\d+))?", selector)
     if not match:
         return selector, None
     target, first, last = match.groups()
-    return target, range(int(first), int(last or first) + 1)
+    return target or "*", range(int(first), int(last or first) + 1)
 
 
 def select_targets(

@@ -150,8 +150,7 @@ class DecodeGraphs:
 def addresses_of(runner: Any) -> dict[str, int]:
     """Returns the addresses of all that a captured step reads and writes and does not own."""
     model = runner.get_model()
-    tensors = {}
-    tensors |= dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     for layer, caches in enumerate(runner.kv_caches):
         tensors |= {f"KV cache {layer} {number}": cache for number, cache in enumerate(caches)}
     for number, table in enumerate(runner.input_batch.block_table.block_tables):

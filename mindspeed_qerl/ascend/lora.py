@@ -133,9 +133,7 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
             if name not in self.merged_weights and hasattr(weight, "dither"):
                 a = getattr(self, f"{name}_lora_a")
                 b = getattr(self, f"{name}_lora_b")
-                self.merged_weights[name] = merge_experts(
-                    name, weight, a, b, self.lora_r, self.scaling
-                )
+                self.merged_weights[name] = merge_experts(weight, a, b, self.lora_r, self.scaling)
 
     def forget_merged(self) -> None:
         """Free them: the adapters change."""

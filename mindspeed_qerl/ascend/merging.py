@@ -3,37 +3,31 @@ weight (lora/rounding.py), and experts, which lie in one matrix.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mindspeed_qerl.families.base import ModelShape
-from mindspeed_qerl.families.tensors import ParameterMapping
-from mindspeed_qerl.lora.checkpoint import EXPERTS, table_of_layer
+from mindspeed_qerl.families.tensors import mappings
+from mindspeed_qerl.lora.checkpoint import EXPERTS
 from mindspeed_qerl.lora.rounding import Dither, dither_of_part
 
 
-def merge_experts(
-    name: str, weight: Tensor, a: Tensor, b: Tensor, rank: int, scaling: float
-) -> Tensor:
+def merge_experts(weight: Tensor, a: Tensor, b: Tensor, rank: int, scaling: float) -> Tensor:
     """Returns W + scaling * A B of each local expert, computed in float32 and rounded once to W's
-    dtype, by the attribute `dither` of `weight` if it has one; `name` ends in weight1 (up: h -> 2f,
-    gate and up side by side) or weight2 (down: f -> h).
+    dtype, by the attribute `dither` of `weight` if it has one. weight: weight1 (up: h -> 2f, gate
+    and up side by side) or weight2 (down: f -> h).
 
     MindSpeed-LLM keeps E experts in one matrix (tasks/posttrain/lora/moe/experts.py:437-468):
     weight1 [h, E*2f], a [h, r*E], b [r, E*2f]; weight2 [E*f, h], a [E*f, r], b [r*E, h], each the
     memory of [E, in, out].
     """
-    if name.endswith("weight1"):
-        stacked = weight.view(a.shape[1] // rank, weight.shape[0], -1)
-    else:
-        stacked = weight.view(b.shape[0] // rank, -1, weight.shape[1])
-    experts = len(stacked)
+    experts = a.numel() * b.numel() // (weight.numel() * rank**2)
     a = a.view(experts, -1, rank).float()
     b = b.view(experts, rank, -1).float()
-    exact = torch.baddbmm(stacked.float(), a, b, alpha=scaling)
+    stacked = weight.view(experts, a.shape[1], -1).float()
+    exact = torch.baddbmm(stacked, a, b, alpha=scaling)
     dither = getattr(weight, "dither", None)
     rounded = dither.rounded(exact) if dither else exact.to(weight.dtype)
     return rounded.view(weight.shape)
@@ -45,14 +39,15 @@ def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
     """
     tp_rank = state.get_tensor_model_parallel_rank()
     tp_size = state.get_tensor_model_parallel_world_size()
-    table = table_of_layer(shape)
+    layers = range(shape.num_hidden_layers)
+    rows = mappings(shape, layers, range(shape.num_experts), first=False, last=False)
+    table = {row.megatron: row for row in rows}
     for layer, name, module in adapted_layers(chunks):
+        prefix = f"decoder.layers.{layer}."
         if hasattr(module, "base_layer"):
             weight = module.base_layer.weight
-            mapping = _of_layer(table[name], layer)
-            weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(
-                weight.device
-            )
+            dither = dither_of_part(table[f"{prefix}{name}.weight"], weight.shape, tp_rank, tp_size)
+            weight.dither = dither.to(weight.device)
             continue
         # whole experts are dealt to expert ranks, and by those to their tensor ranks
         count = module.num_local_experts
@@ -60,12 +55,12 @@ def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
         first = (state.get_expert_model_parallel_rank() * tp_size + tp_rank) * count
         for which in module.adapted:
             weight = getattr(module, which)
-            bits = []
             width = weight.numel() // (count * hidden)
             outputs_and_inputs = (width, hidden) if which == "weight1" else (hidden, width)
+            bits = []
             for expert in range(first, first + count):
-                mapping = table[f"mlp.experts.local_experts.{expert}.{EXPERTS[which]}"]
-                bits.append(dither_of_part(_of_layer(mapping, layer), outputs_and_inputs, 0, 1))
+                of_expert = f"{prefix}mlp.experts.local_experts.{expert}.{EXPERTS[which]}.weight"
+                bits.append(dither_of_part(table[of_expert], outputs_and_inputs, 0, 1))
             by_input = torch.stack([each.across for each in bits])
             by_output = torch.stack([each.down for each in bits])
             weight.dither = Dither(by_input, by_output).to(weight.device)
@@ -85,20 +80,12 @@ def forget_merged(chunks: list[nn.Module]) -> None:
         module.forget_merged()
 
 
-def adapted_layers(
-    chunks: list[nn.Module],
-) -> Iterator[tuple[int, str, nn.Module]]:
+def adapted_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
     """Yields (layer of the whole model, name within it, LinearLoRA or ExpertLoRA) of this rank."""
     for chunk in chunks:
-        modules = dict(chunk.named_modules())
-        decoder = next(name for name in modules if name.endswith("decoder"))
-        for name, module in modules.items():
-            if name.startswith(f"{decoder}.layers.") and hasattr(module, "forget_merged"):
-                number, _, within = name.removeprefix(f"{decoder}.layers.").partition(".")
-                yield modules[decoder].layers[int(number)].layer_number - 1, within, module
-
-
-def _of_layer(mapping: ParameterMapping, layer: int) -> ParameterMapping:
-    """A mapping of layer 0 for another layer."""
-    names = tuple(name.replace("layers.0.", f"layers.{layer}.", 1) for name in mapping.hf)
-    return replace(mapping, hf=names)
+        modules = chunk.named_modules()
+        decoder = next(module for name, module in modules if name.endswith("decoder"))
+        for layer in decoder.layers:
+            for name, module in layer.named_modules():
+                if hasattr(module, "forget_merged"):
+                    yield layer.layer_number - 1, name, module

@@ -130,16 +130,18 @@ class QuantizedModel:
         rounded = {}
         for name, weight in used_weights(self.model):
             expected = synced[name].to(weight.device)
+            dtype = weight.dtype
             if is_quantized(name):
-                whole = expected
                 dim = int(_is_shared_by_input(name))
-                if self._is_shared(name):
-                    whole = self.group.all_gather(expected, dim)
-                parts = whole.shape[dim] // expected.shape[dim]
-                place = self.group.rank_in_group if parts > 1 else 0
-                expected = self.format.weight(whole).chunk(parts, dim)[place]
-            is_integer = self.name == "int8_w8a8" and is_quantized(name)
-            rounded[name] = expected.to("cpu", torch.float32 if is_integer else weight.dtype)
+                is_shared = self._is_shared(name)
+                if is_shared:
+                    expected = self.group.all_gather(expected, dim)
+                expected = self.format.weight(expected)
+                if is_shared:
+                    expected = expected.chunk(self.group.world_size, dim)[self.group.rank_in_group]
+                if self.name == "int8_w8a8":
+                    dtype = torch.float32
+            rounded[name] = expected.to("cpu", dtype)
         return rounded
 
     def used(self) -> Tensors:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from vllm.distributed import get_dp_group, get_tp_group
+from vllm.forward_context import get_forward_context
+from vllm_ascend.ops import common_fused_moe
 
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
@@ -16,8 +19,6 @@ from mindspeed_qerl.routing.routes import Routers
 
 def captured_rows() -> int | None:
     """Returns the rows of the decode graph that this pass captures; None if it captures none."""
-    from vllm.forward_context import get_forward_context
-
     context = get_forward_context()
     return context.batch_descriptor.num_tokens if context.capturing else None
 
@@ -37,12 +38,11 @@ class AscendRecorder(RouteRecorder):
     """
 
     def __init__(self, runner: Any, routers: Routers, max_len: int, model: torch.nn.Module):
-        from vllm.distributed import get_dp_group, get_tp_group
-        from vllm_ascend.ops import common_fused_moe
-
         super().__init__(runner, routers, max_len)
-        self.tp_group, self.engine = get_tp_group(), get_dp_group().rank_in_group
-        self.layer, self.rows = -1, torch.empty(0)
+        self.tp_group = get_tp_group()
+        self.engine = get_dp_group().rank_in_group
+        self.layer = -1
+        self.rows = torch.empty(0)
         self.captured: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
         for name, module in model.named_modules():
             if isinstance(module, common_fused_moe.AscendFusedMoE):
@@ -65,8 +65,6 @@ class AscendRecorder(RouteRecorder):
         return forward(hidden_states, router_logits)
 
     def _numbers(self, module: torch.nn.Module, hidden_states: Tensor) -> Tensor:
-        from vllm.forward_context import get_forward_context
-
         context = get_forward_context()
         rows = len(hidden_states)
         first = 1

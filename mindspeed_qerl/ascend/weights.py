@@ -8,7 +8,8 @@ adaptor for Qwen2-MoE. Here the container sees a model without LoRA, by the name
 and each weight it reads from it comes merged.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator
 
 import torch
 from mindspeed_rl.models.rollout.vllm_adapter import megatron_weight_loaders
@@ -23,31 +24,25 @@ from mindspeed_qerl.lora.rounding import merged
 from .merging import merge_experts
 
 
-class MergedWeights(Mapping[str, Tensor]):
+class MergedWeights(UserDict[str, Tensor]):
     """Training parameters by their names without LoRA; a weight comes merged with its adapter when
     it is asked for and not before: all of them at once would double the model's memory.
     """
 
     def __init__(self, parameters: dict[str, Tensor], rank: int, scaling: float):
-        self.parameters = parameters
+        super().__init__(parameters)
         self.rank = rank
         self.scaling = scaling
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
-
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        weight = self.parameters[name]
+        weight = self.data[name]
         of_linear = name.removesuffix(".weight") + ".lora_{}.default.weight"
-        if f"{name}_lora_a" in self.parameters:  # grouped experts
-            a, b = (self.parameters[f"{name}_lora_{side}"] for side in "ab")
-            result = merge_experts(name, weight, a, b, self.rank, self.scaling)
-        elif of_linear.format("A") in self.parameters:
-            a, b = (self.parameters[of_linear.format(side)] for side in "AB")
+        if f"{name}_lora_a" in self:  # grouped experts
+            a, b = (self.data[f"{name}_lora_{side}"] for side in "ab")
+            result = merge_experts(weight, a, b, self.rank, self.scaling)
+        elif of_linear.format("A") in self:
+            a, b = (self.data[of_linear.format(side)] for side in "AB")
             result = merged(weight, b, a, self.scaling, getattr(weight, "dither", None))
         else:
             return weight

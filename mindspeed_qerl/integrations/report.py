@@ -15,13 +15,13 @@ from mindspeed_qerl.runs.metrics import Rows, read_jsonl
 from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
-NOISE = {"aqn/sigma", "aqn/layers", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction"}
 REACHED = ("aqn/target_", "aqn/reached_")
 # what `table`, `faults` and `draw` read of each
 EVENTS = {
-    "noise": {"sync", "rank", "world", "step", "total_steps"} | NOISE,
-    "measured": {"sync", "rank", "step"},
-    "arrival": {"sync", "rank", "tensors", "failures", "of", "not_compared", "unchanged"},
+    "noise": "sync rank world step total_steps aqn/sigma aqn/layers aqn/expected_std "
+    "aqn/measured_std aqn/changed_fraction",
+    "measured": "sync rank step",
+    "arrival": "sync rank tensors failures of not_compared unchanged",
 }
 
 
@@ -30,7 +30,8 @@ def read_lines(folder: Path) -> Rows:
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         for row in read_jsonl(path):
-            if row.get("event") not in EVENTS or not EVENTS[row["event"]] <= row.keys():
+            needed = EVENTS.get(row.get("event", ""))
+            if needed is None or not set(needed.split()) <= row.keys():
                 raise ValueError(f"{path} has a line that no rollout worker wrote: {str(row)[:80]}")
             rows.append(row)
     return sorted(rows, key=lambda row: (row["sync"], row["rank"]))
@@ -63,7 +64,7 @@ def faults(rows: Rows) -> list[str]:
             sentences.append(f"step {step}: the ranks have noise of different sigma")
     if by_step:
         last = max(by_step)
-        planned = by_step[max(by_step)][0]["total_steps"]
+        planned = by_step[last][0]["total_steps"]
         if last + 1 < planned:
             sentences.append(
                 f"the schedule has {planned} steps, and the last that sampled was {last}: the "
@@ -114,8 +115,6 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
             steps.setdefault(row["step"], {}).update(row)
     drawn = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
     kept = [{name: row[name] for name in row if name.startswith(drawn)} for row in steps.values()]
-    if not steps:
-        return []
     pictures, missing = write_plots(kept, [], folder, str(folder))
     for reason in missing:
         print(f"warning: {reason}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,17 @@ class Settings:
             raise ValueError(unknown("rounding", self.rounding, ROUNDINGS))
         if not 0 <= self.min_arrived <= 1:
             raise ValueError(f"min_arrived = {self.min_arrived!r} must be in 0..1")
+        if self.noise is not None:
+            refuse_unknown("key of noise", self.noise, NoiseSchedule)
+            NoiseSchedule(**{"total_steps": 1, **self.noise})  # raises for what it cannot be
 
-    def schedule(self, total_steps: int | None = None) -> NoiseSchedule | None:
-        """The noise's; total_steps: the trainer's.
+    def schedule(self, total_steps: int | None = None) -> NoiseSchedule:
+        """The noise's, where there is some; total_steps: the trainer's.
 
         Raises:
             ValueError: both name a number of steps, and another one; or none does.
         """
-        if self.noise is None:
-            return None
+        assert self.noise is not None, "noise is configured"
         named = self.noise.get("total_steps", total_steps)
         if named is None:
             raise ValueError("noise.total_steps: the training steps of the run are needed")
@@ -69,12 +71,17 @@ class Settings:
         return NoiseSchedule(**{**self.noise, "total_steps": named})
 
 
+def refuse_unknown(kind: str, names: Iterable[str], owner: type) -> None:
+    """ValueError: some of `names` are no field of the dataclass `owner`."""
+    known = [field.name for field in fields(owner)]
+    sentences = [unknown(kind, name, known) for name in names if name not in known]
+    if sentences:
+        raise ValueError("; ".join(sentences))
+
+
 def read_settings(values: Mapping[str, Any]) -> Settings:
-    """Raises ValueError, naming an unknown key or rounding."""
-    known = {f.name for f in fields(Settings)}
-    unknown = sorted(values.keys() - known)
-    if unknown:
-        raise ValueError(f"{VARIABLE}: unknown {unknown}; known: {', '.join(sorted(known))}")
+    """Raises ValueError, naming an unknown key or what is out of its range."""
+    refuse_unknown(f"key of {VARIABLE}", values, Settings)
     return Settings(**values)
 
 

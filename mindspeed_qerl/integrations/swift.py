@@ -12,11 +12,7 @@ from typing import Any
 from swift.rlhf_trainers.rollout_mixin import RolloutTrainerMixin
 
 from .settings import VARIABLE, settings_of_environment
-from .trainer import (
-    follow,
-    tell_mismatch,
-    without_noise_in_evaluation,
-)
+from .trainer import Parts, follow, telling, without_noise_in_evaluation
 from .vllm import MARK, WorkerRollout
 
 _prepare_vllm_engine = RolloutTrainerMixin._prepare_vllm_engine
@@ -35,22 +31,18 @@ def prepare_with_noise(trainer: Any) -> Any:
     trainer._colocate_rollout = without_noise_in_evaluation(
         trainer._colocate_rollout, rollout, trainer, engine.engine
     )
-    rollout.is_told = True
     prepare = trainer._prepare_batch_inputs
-
-    def prepare_and_tell(*args: Any, **kwargs: Any) -> Any:
-        batches = prepare(*args, **kwargs)
-        if trainer.model.training:
-            answers = [batch["grpo_batch"] for batch in batches]
-            parts = (
-                (each.rollout_per_token_logps, each.old_per_token_logps, each.completion_mask)
-                for each in answers
-            )
-            tell_mismatch(rollout, trainer, parts)
-        return batches
-
-    trainer._prepare_batch_inputs = prepare_and_tell
+    trainer._prepare_batch_inputs = telling(prepare, rollout, trainer, parts_of)
     return engine
+
+
+def parts_of(batches: list[dict[str, Any]]) -> list[Parts]:
+    """Those of the batches of ms-swift's `_prepare_batch_inputs`."""
+    answers = [batch["grpo_batch"] for batch in batches]
+    return [
+        (each.rollout_per_token_logps, each.old_per_token_logps, each.completion_mask)
+        for each in answers
+    ]
 
 
 RolloutTrainerMixin._prepare_vllm_engine = prepare_with_noise

@@ -13,6 +13,9 @@ from mindspeed_qerl.lora.arrival import PREFIX, Factors
 
 from .vllm import WorkerRollout
 
+# log-probs of a batch's tokens by vLLM and by the trainer, and their mask
+Parts = tuple[Tensor | None, Tensor, Tensor]
+
 
 def follow(rollout: WorkerRollout, trainer: Any) -> None:
     """The noise is that of the trainer's step and run, the update that of its adapters."""
@@ -47,7 +50,7 @@ def without_noise_in_evaluation(
     prompts hold what the norms made of them.
     """
 
-    def generate_in_mode(*args: Any, **kwargs: Any) -> Any:
+    def generate_in_mode(*args, **kwargs) -> Any:
         if trainer.model.training:
             return generate(*args, **kwargs)
         with rollout.clean():
@@ -59,11 +62,29 @@ def without_noise_in_evaluation(
     return generate_in_mode
 
 
-def tell_mismatch(
+def telling(
+    score: Callable[..., Any],
     rollout: WorkerRollout,
     trainer: Any,
-    parts: Iterable[tuple[Tensor | None, Tensor, Tensor]],
-) -> None:
+    parts_of: Callable[[Any], Iterable[Parts]],
+) -> Callable[..., Any]:
+    """Makes `score`, which returns what is trained, tell `rollout` what its noise did.
+
+    Args:
+        parts_of: of what `score` returns, as `tell_mismatch` takes them.
+    """
+    rollout.is_told = True
+
+    def score_and_tell(*args, **kwargs) -> Any:
+        scored = score(*args, **kwargs)
+        if trainer.model.training:
+            tell_mismatch(rollout, trainer, parts_of(scored))
+        return scored
+
+    return score_and_tell
+
+
+def tell_mismatch(rollout: WorkerRollout, trainer: Any, parts: Iterable[Parts]) -> None:
     """Tell `rollout` what its noise did, over the answers of all processes.
 
     Args:
@@ -77,11 +98,10 @@ def tell_mismatch(
         known = mask.bool() & sampled.isfinite()  # TRL has NaN where vLLM told nothing
         found.append(mismatch(sampled, trained, known))
     metrics = merge(found)
-    names = ("mismatch/k3", "mismatch/sensitivity")
     values = {}
-    for name in names:
-        fields = torch.stack([value.double() for value in vars(metrics[name]).values()])
+    for name in ("mismatch/k3", "mismatch/sensitivity"):
+        metric = metrics[name]
+        fields = torch.stack([value.double() for value in vars(metric).values()])
         of_processes = trainer.accelerator.gather(fields[None]).tolist()
-        kind = type(metrics[name])
-        values[name] = merge({name: kind(*each)} for each in of_processes)[name].value()
+        values[name] = merge({name: type(metric)(*each)} for each in of_processes)[name].value()
     rollout.measured(values)

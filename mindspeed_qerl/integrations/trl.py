@@ -6,15 +6,10 @@
 TRL's vLLM server is another process: set MINDSPEED_QERL_ROLLOUT there (vllm.py, the plugin).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from .settings import read_settings
-from .trainer import (
-    follow,
-    tell_mismatch,
-    without_noise_in_evaluation,
-)
+from .trainer import Parts, follow, telling, without_noise_in_evaluation
 from .vllm import WorkerRollout
 
 
@@ -38,24 +33,15 @@ def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
     rollout = WorkerRollout(worker, read_settings(settings))
     follow(rollout, trainer)
     if trainer.vllm_importance_sampling_correction:  # else TRL has no log-probs before its update
-        rollout.is_told = True
         score = trainer._generate_and_score_completions
-        trainer._generate_and_score_completions = telling(score, rollout, trainer)
+        trainer._generate_and_score_completions = telling(score, rollout, trainer, parts_of)
     generation.generate = without_noise_in_evaluation(
         generation.generate, rollout, trainer, generation.llm
     )
     return rollout
 
 
-def telling(score: Callable[..., Any], rollout: WorkerRollout, trainer: Any) -> Callable[..., Any]:
-    """Makes `score`, TRL's `_generate_and_score_completions`, tell what the noise did."""
-
-    def score_and_tell(*args: Any, **kwargs: Any) -> Any:
-        batch = score(*args, **kwargs)
-        if trainer.model.training:
-            own = batch["completion_mask"] * batch.get("tool_mask", 1)  # not a tool's tokens
-            parts = (batch["sampling_per_token_logps"], batch["old_per_token_logps"], own)
-            tell_mismatch(rollout, trainer, [parts])
-        return batch
-
-    return score_and_tell
+def parts_of(batch: dict[str, Any]) -> list[Parts]:
+    """Those of a batch of TRL's `_generate_and_score_completions`."""
+    own = batch["completion_mask"] * batch.get("tool_mask", 1)  # not a tool's tokens
+    return [(batch["sampling_per_token_logps"], batch["old_per_token_logps"], own)]

@@ -15,11 +15,10 @@ import json
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from enum import Enum
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,23 @@ from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.common.share import is_too_little
-from mindspeed_qerl.lora.arrival import Arrival, Factors, parts_of, scaled_adapters
+from mindspeed_qerl.lora.arrival import Arrival, Factors, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
 
 from .cpu import refuse_packed_weights
+from .rounding import rounded_without_bias
 from .settings import VARIABLE, Settings, settings_of_environment
 
 logger = logging.getLogger(__name__)
 
 # adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
 NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
-ROWS = 4096  # rounded at a time: their random bits are as large as they
 # vLLM's own ways to bring weights, which put others in their place before they load them
 RELOADS = ("start_weight_update", "reload_weights")
 # attributes of workers
 MARK = "mindspeed_qerl_rollout"
 WILL_ATTACH = "mindspeed_qerl_will_attach"
+Original = Callable[..., Any]  # a method of the worker or its model, which is wrapped
 
 
 class Weights(Enum):
@@ -54,6 +54,11 @@ class Weights(Enum):
     WHOLE = "whole"  # as they were synced, or loaded from disk
     ARRIVING = "arriving"  # a sync has begun, and ends with the next batch
     DISCARDED = "discarded"  # by a sleep at level 2
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Makes the method `name` of `owner` call `wrapper`, with itself before its arguments."""
+    setattr(owner, name, partial(wrapper, getattr(owner, name)))
 
 
 class WorkerRollout:
@@ -82,6 +87,7 @@ class WorkerRollout:
             )
         setattr(worker, MARK, self)
         self.worker = worker
+        self.rank = worker.rank
         self.settings = settings
         refuse_packed_weights(self.model)
         self.step: Callable[[], int] = self._counted_step
@@ -100,19 +106,20 @@ class WorkerRollout:
         self.weights = Weights.WHOLE
         self.is_clean = False  # no noise is put on
         self.cannot_write = False  # the report, which was told
-        self.dtypes: dict[str, torch.dtype] = {}  # of what is held, if `rounding` asks for them
+        self.unbiased: set[str] = set()  # matrices that are rounded without bias, by name
         if settings.rounding == "unbiased":
-            self.dtypes = {held.name: held.part.dtype for held in held_parts(self.model)}
+            for held in held_parts(self.model):
+                if held.part.dtype == torch.bfloat16 and held.part.dim() == 2:
+                    self.unbiased.add(held.name)
         if settings.noise is not None:
             select_targets(self.model, settings.targets, settings.exclude)
-            settings.schedule(settings.noise.get("total_steps", 1))  # raises for what it cannot be
-        self._wrap(self.model, "load_weights", self._load_weights)
-        self._wrap(worker, "add_lora", self._add_lora)
-        self._wrap(worker, "sleep", self._sleep)
-        self._wrap(worker, "execute_model", self._execute_model)
+        wrap(self.model, "load_weights", self._load_weights)
+        wrap(worker, "add_lora", self._add_lora)
+        wrap(worker, "sleep", self._sleep)
+        wrap(worker, "execute_model", self._execute_model)
         for name in RELOADS:
             if hasattr(worker, name):
-                self._wrap(worker, name, self._reload)
+                wrap(worker, name, self._reload)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -134,55 +141,23 @@ class WorkerRollout:
     def _counted_step(self) -> int:
         return self.settings.first_step + max(self.syncs - 1, 0)
 
-    @staticmethod
-    def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-        setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
-
-    def _load_weights(
-        self,
-        original: Callable[..., Any],
-        weights: Iterable[tuple[str, Tensor]],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _load_weights(self, original: Original, weights: Iterable[tuple[str, Tensor]]) -> Any:
         self._start_sync()
+        return original(self._noted(weights))
 
-        def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in weights:
-                sent = self._round(name, tensor)
-                if self._is_proved:
-                    self.arrival.expect(name, tensor, sent)
-                yield name, sent
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields what is loaded of what a trainer sends, when it was noted for the proof."""
+        for name, tensor in weights:
+            sent = rounded_without_bias(name, tensor, self.unbiased)
+            if self._is_proved:
+                self.arrival.expect(name, tensor, sent)
+            yield name, sent
 
-        return original(noted(), *args, **kwargs)
-
-    def _round(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns matrices in float32 that vLLM holds in bfloat16 rounded without bias, if that is
-        asked for; all else as it is.
-        """
-        parts = list(parts_of(name, tensor))
-        dtypes = {self.dtypes.get(part_name) for part_name, _ in parts} - {None}
-        if tensor.dtype != torch.float32 or dtypes != {torch.bfloat16} or parts[0][1].dim() != 2:
-            return tensor
-        from mindspeed_qerl.lora.rounding import dither_of  # pydantic and such
-
-        result = tensor.bfloat16()
-        for (part_name, part), (_, rounded) in zip(parts, parts_of(name, result)):
-            if part_name not in self.dtypes:  # another worker's expert
-                continue
-            dither = dither_of(part_name, part.shape).to(part.device)
-            for first in range(0, len(part), ROWS):
-                rows = part[first : first + ROWS]
-                chunk = dither.part((first, 0), rows.shape)
-                rounded[first : first + ROWS] = chunk.rounded(rows)
-        return result
-
-    def _reload(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _reload(self, original: Original, *args, **kwargs) -> Any:
         self._start_sync()
         return original(*args, **kwargs)
 
-    def _add_lora(self, original: Callable[..., Any], request: Any) -> Any:
+    def _add_lora(self, original: Original, request: Any) -> Any:
         self._refuse_discarded()
         self._start_sync()
         tensors = getattr(request, "lora_tensors", None)  # verl's and ms-swift's requests
@@ -200,7 +175,7 @@ class WorkerRollout:
             else:
                 self.adapter_arrival.expect(name, tensor)
 
-    def _sleep(self, original: Callable[..., Any], level: int = 1) -> Any:
+    def _sleep(self, original: Original, level: int = 1) -> Any:
         self._take_off()
         if level == 2:
             self.weights = Weights.DISCARDED
@@ -213,10 +188,12 @@ class WorkerRollout:
                 "load all of them after it wakes up (adapters alone are not enough)"
             )
 
-    def _execute_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _execute_model(self, original: Original, *args, **kwargs) -> Any:
         self._refuse_discarded()
         if self.weights is Weights.ARRIVING:
-            self._end_sync()
+            self.weights = Weights.WHOLE
+            if self._is_proved and self.arrival.sent:
+                self._prove("weights", self.arrival, held_parts(self.model))
         if self.settings.noise is not None and not (self.injector or self.is_clean):
             self._put_on()
         result = original(*args, **kwargs)
@@ -238,11 +215,6 @@ class WorkerRollout:
         self.weights = Weights.ARRIVING
         self.arrival.begin(self.adapters())
 
-    def _end_sync(self) -> None:
-        self.weights = Weights.WHOLE
-        if self._is_proved and self.arrival.sent:
-            self._prove("weights", self.arrival, held_parts(self.model))
-
     def _prove_adapter(self, adapter: int) -> None:
         slots = self.worker.model_runner.lora_manager._adapter_manager.lora_index_to_id
         held: Iterable[Held] = ()
@@ -253,10 +225,9 @@ class WorkerRollout:
     def _prove(
         self, what: str, arrival: Arrival, held: Iterable[Held], not_compared: int = 0
     ) -> None:
-        started = time.perf_counter()
         failures = arrival.failures(held)
         share = arrival.share if what == "weights" and not failures else {}
-        too_little = self._too_little(share)
+        problem = too_little = self._too_little(**share)
         self._write(
             "arrival",
             **share,
@@ -266,34 +237,28 @@ class WorkerRollout:
             not_compared=not_compared,
             unchanged=arrival.unchanged,
             failures=[asdict(failure) for failure in failures],
-            seconds=time.perf_counter() - started,
         )
         if failures:
             shown = "; ".join(f"{failure.name}: {failure.problem}" for failure in failures[:5])
-            message = (
+            problem = (
                 f"{len(failures)} of {len(arrival.sent)} tensors of the {what} did not arrive in "
                 f"vLLM: {shown}"
             )
-        elif too_little:
-            message = too_little
-        else:
+        if not problem:
             return
-        message = f"sync {self.syncs}: {message}"
+        message = f"sync {self.syncs}: {problem}"
         if self.settings.stop:
             raise RuntimeError(f"{message}. (stop: false in {VARIABLE} reports it and goes on.)")
         logger.error(message)
 
-    def _too_little(self, share: Mapping[str, Any]) -> str | None:
-        if share.get("arrived") is None:
-            return None
-        arrived = share["arrived"]
-        error = share["arrived_error"]
+    def _too_little(self, arrived: float | None = None, arrived_error: float = 0.0) -> str | None:
+        """Says how much of the update is missing; None if enough arrived, or it is not known."""
         least = self.settings.min_arrived
-        if not is_too_little(arrived, error, least):
+        if arrived is None or not is_too_little(arrived, arrived_error, least):
             return None
         return (
             f"{100 * arrived:.2g} % of the update arrived in vLLM (standard error "
-            f"{100 * error:.2g} %), and min_arrived = {least:g} asks for more: the rest was "
+            f"{100 * arrived_error:.2g} %), and min_arrived = {least:g} asks for more: the rest was "
             'rounded away. Load the trainer in float32 and set rounding: "unbiased", or sync adapters '
             "alone; min_arrived: 0 accepts it"
         )
@@ -302,10 +267,9 @@ class WorkerRollout:
         settings = self.settings
         step = self.step()
         schedule = settings.schedule(self.total_steps())
-        assert schedule, "noise is configured"
-        if schedule.kind == "target" and not self.is_told:
+        if schedule.schedule == "target" and not self.is_told:
             raise RuntimeError(
-                "noise.kind = 'target' needs the trainer's log-probs, and nobody tells them to "
+                "noise.schedule = 'target' needs the trainer's log-probs, and nobody tells them to "
                 "this vLLM worker: ms-swift does, TRL with vllm_importance_sampling_correction, its "
                 "default, and both with vLLM in their own process (mode colocate)"
             )
@@ -316,18 +280,10 @@ class WorkerRollout:
         self.injector = injector
         self.noise_step = step
         if step == schedule.total_steps:
-            logger.warning(
-                "AQN's schedule has %d steps, and the run goes on: sigma stays %.3g",
-                step,
-                report.sigma,
-            )
-        self._write(
-            "noise",
-            step=step,
-            total_steps=schedule.total_steps,
-            names=injector.names,
-            **report.to_metrics(),
-        )
+            stays = f"sigma stays {report.sigma:.3g}"
+            logger.warning(f"AQN's schedule has {step} steps, and the run goes on: {stays}")
+        found = report.to_metrics() | {"names": injector.names}
+        self._write("noise", step=step, total_steps=schedule.total_steps, **found)
 
     def measured(self, values: Mapping[str, float]) -> None:
         """Takes what the last noise did, `mismatch/*` over the answers of all ranks; of a step the
@@ -346,14 +302,11 @@ class WorkerRollout:
 
         files = sorted(Path(self.settings.report).glob("*.jsonl"), key=os.path.getmtime)
         found = {}
-        for row in chain.from_iterable(map(read_jsonl, files)):
-            if row["event"] == "measured" and row["rank"] == self._rank and row["step"] < step:
-                found[row["step"]] = row
+        for file in files:
+            for row in read_jsonl(file):
+                if row["event"] == "measured" and row["rank"] == self.rank and row["step"] < step:
+                    found[row["step"]] = row
         return found
-
-    @property
-    def _rank(self) -> int:
-        return getattr(self.worker, "rank", 0)
 
     def _take_off(self) -> None:
         if self.injector:
@@ -365,7 +318,7 @@ class WorkerRollout:
         line = {
             "event": event,
             "sync": self.syncs,
-            "rank": self._rank,
+            "rank": self.rank,
             "world": self.worker.vllm_config.parallel_config.world_size,
             **values,
         }
@@ -376,7 +329,7 @@ class WorkerRollout:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             if not self.cannot_write:
-                logger.error("AQN's report cannot be written, the run goes on without: %s", error)
+                logger.error(f"AQN's report cannot be written, the run goes on without: {error}")
             self.cannot_write = True
 
 
@@ -390,7 +343,7 @@ def attach_when_loaded(worker: Any) -> None:
     setattr(worker, WILL_ATTACH, True)
     load_model = worker.load_model
 
-    def load_and_attach(*args: Any, **kwargs: Any) -> Any:
+    def load_and_attach(*args, **kwargs) -> Any:
         result = load_model(*args, **kwargs)
         WorkerRollout(worker, settings)
         return result
@@ -401,7 +354,7 @@ def attach_when_loaded(worker: Any) -> None:
 class NoiseExtension:
     """For `worker_extension_cls`."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args, **kwargs) -> Any:
         worker = super().__new__(cls)
         attach_when_loaded(worker)
         return worker
@@ -419,7 +372,7 @@ def register() -> None:
     setattr(WorkerWrapperBase, MARK, True)
     init_device = WorkerWrapperBase.init_device
 
-    def attach_and_init(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def attach_and_init(self, *args, **kwargs) -> Any:
         # before it, `init_worker` has loaded this plugin
         attach_when_loaded(self.worker)
         return init_device(self, *args, **kwargs)

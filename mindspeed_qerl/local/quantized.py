@@ -81,7 +81,6 @@ class QuantizedLayers:
         """Load the quantized weights into the model, or those that were synced; experts must be
         unpacked.
         """
-        self.weights.quantize()
         if self.weights.adapters and quantized:
             # vLLM's own loader puts each where the kernel has its weight
             parameters = self.rounded()

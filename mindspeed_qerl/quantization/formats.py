@@ -43,11 +43,7 @@ def to_e4m3(x: Tensor) -> Tensor:
     >>> to_e4m3(torch.tensor([1.0625, 1.1, 1000.0]))
     tensor([  1.0000,   1.1250, 448.0000])
     """
-    x = x.clamp(-E4M3_MAX, E4M3_MAX)
-    step = (
-        _power_of_two(x).clamp_min(2.0**-6) / 8
-    )  # between neighbours; below 2^-6 they are subnormal
-    return (x / step).round() * step
+    return _nearest(x, E4M3_MAX, least=2.0**-6, steps=8)
 
 
 def to_e2m1(x: Tensor) -> Tensor:
@@ -56,11 +52,16 @@ def to_e2m1(x: Tensor) -> Tensor:
     >>> to_e2m1(torch.tensor([0.25, 0.75, 2.5, 3.5, 5.0, -7.0]))
     tensor([ 0.,  1.,  2.,  4.,  4., -6.])
     """
-    size = x.abs()
-    step = torch.where(
-        size < 2, 0.5, torch.where(size < 4, 1.0, 2.0)
-    )  # between neighbours, of even code every second
-    return ((x / step).round() * step).clamp(-E2M1_MAX, E2M1_MAX)
+    return _nearest(x, E2M1_MAX, least=1.0, steps=2)
+
+
+def _nearest(x: Tensor, largest: float, least: float, steps: int) -> Tensor:
+    """The nearest number, of two as near the one of even code, of a format that has `steps` from a
+    power of two to the next; below `least` they are subnormal.
+    """
+    x = x.clamp(-largest, largest)
+    step = _power_of_two(x).clamp_min(least) / steps
+    return (x / step).round() * step
 
 
 def quantize_int8(x: Tensor, amax: Tensor | None = None) -> Tensor:

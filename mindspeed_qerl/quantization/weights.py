@@ -70,31 +70,24 @@ class QuantizedWeights:
         self.used = {name: self.rounded(weight) for name, weight in base.items()}
         self._base = (dict(base), dict(self.used)) if beside else None
         self.adapters: dict[str, Tensor] = {}
-        self._received: set[str] = set()
 
     def rounded(self, weight: Tensor) -> Tensor:
         """Returns what kernels multiply with in the place of `weight`."""
         return self.format.weight(weight).to(weight.dtype)
 
     def receive(self, name: str, weight: Tensor) -> None:
-        """A merged weight of a sync, any float dtype; copied."""
-        self.synced[name] = weight.to(self.synced[name].dtype, copy=True)
-        self._received.add(name)
-
-    def quantize(self) -> None:
-        """Bring `used` and `adapters` up to what was received."""
-        for name in self._received:
-            weight = self.synced[name]
-            if not self._base:
-                self.used[name] = self.rounded(weight)
-                continue
-            base, rounded = (tensors[name] for tensors in self._base)
-            update = weight.float() - base.float()
-            if self.format.activation:
-                self.adapters[name] = update.to(weight.dtype)
-            else:  # (Q(W) + U) x is Q(W) x + U x
-                self.used[name] = (rounded.float() + update).to(weight.dtype)
-        self._received.clear()
+        """Takes a merged weight of a sync, any float dtype, which is copied, and quantizes it."""
+        weight = weight.to(self.synced[name].dtype, copy=True)
+        self.synced[name] = weight
+        if not self._base:
+            self.used[name] = self.rounded(weight)
+            return
+        base, rounded = (tensors[name] for tensors in self._base)
+        update = weight.float() - base.float()
+        if self.format.activation:
+            self.adapters[name] = update.to(weight.dtype)
+        else:  # (Q(W) + U) x is Q(W) x + U x
+            self.used[name] = (rounded.float() + update).to(weight.dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         """(name, synced, used, adapter) of each; an adapter that is merged is 0."""

@@ -55,7 +55,7 @@ class Noise:
     def noise_schedule(self, total_steps: int) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range."""
         return NoiseSchedule(
-            kind=self.schedule,
+            schedule=self.schedule,
             sigma_start=self.sigma_start,
             sigma_end=self.sigma_end,
             num_stages=self.num_stages,

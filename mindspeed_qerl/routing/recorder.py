@@ -3,8 +3,10 @@ told what its model runner computes, and its own routers, or those of a plugin, 
 choices.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,22 +36,28 @@ class RouteRecorder:
         self.max_len = max_len
         # int16 for more than 256 experts: torch has few operators for uint16
         self.on_device = torch.uint8 if routers.dtype == np.uint8 else torch.int16
-        self.routes: dict[str, np.ndarray] = {}  # of a request [max_len, layers, top_k]
-        # of a request bool [max_len]: positions that were computed
-        self.known: dict[str, np.ndarray] = {}
+        self._forget()
         # of the forward pass under way, by layer
         self.chosen: dict[int, Tensor] | None = None
         # of it: each request's first position, in the order of the rows
         self.starts: dict[str, int] = {}
         self.is_recording = False
 
+    def _forget(self) -> None:
+        shape = (self.max_len, len(self.routers.layers), self.routers.top_k)
+        # of a request [max_len, layers, top_k]
+        self.routes: dict[str, np.ndarray] = defaultdict(
+            partial(np.zeros, shape, self.routers.dtype)
+        )
+        # of a request bool [max_len]: positions that were computed
+        self.known: dict[str, np.ndarray] = defaultdict(partial(np.zeros, self.max_len, bool))
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """While it holds, everything that is scheduled is recorded; passes that nobody asked for
         (profiling, a dummy batch) are not.
         """
-        self.routes = {}
-        self.known = {}
+        self._forget()
         self.is_recording = True
         execute_model = self.runner.execute_model
 
@@ -118,9 +126,6 @@ class RouteRecorder:
         for request, position in self.starts.items():
             start = end
             end += scheduled.get(request, 0)
-            if request not in self.routes:
-                self.routes[request] = np.zeros((self.max_len, *ids.shape[1:]), dtype=ids.dtype)
-                self.known[request] = np.zeros(self.max_len, dtype=bool)
             where = slice(position, position + end - start)
             self.routes[request][where] = ids[start:end]
             self.known[request][where] = True
@@ -137,7 +142,7 @@ class RouteRecorder:
             for answer in output.outputs:
                 request = by_answer.get((output.request_id, answer.index), "")
                 tokens = len(output.prompt_token_ids) + max(len(answer.token_ids) - 1, 0)
-                known = self.known.get(request, np.zeros(tokens, dtype=bool))[:tokens]
+                known = self.known[request][:tokens]
                 if not known.all():
                     raise RuntimeError(
                         f"request {output.request_id}, answer {answer.index}: no routes for "

@@ -48,12 +48,13 @@ class Counts(NamedTuple):
 
 class _OtherTopK(TorchFunctionMode):
     """torch.topk over experts answers with other experts, and their scores. So each router computes
-    all the rest by itself: its scores, its normalisation, its gradients.
+    all the rest by itself: its scores, its normalisation, its gradients. asked: how often it was.
     """
 
     def __init__(self, choose: Callable[[Tensor], Tensor]):
         super().__init__()
         self.choose = choose
+        self.asked = 0
 
     def __torch_function__(
         self, function: Callable, types: Any, arguments: Any = (), named: Any = None
@@ -61,6 +62,7 @@ class _OtherTopK(TorchFunctionMode):
         result = function(*arguments, **named or {})
         if function not in (torch.topk, Tensor.topk):
             return result
+        self.asked += 1
         scores = arguments[0]
         ids = self.choose(result.indices)
         return torch.return_types.topk((scores.gather(1, ids), ids))
@@ -142,9 +144,7 @@ class RouteReplay:
 
     def _routing(self, layer: int, routing: Callable, logits: Tensor) -> Any:
         """Calls `routing` of one router with the routes of the micro-batch in it."""
-        asked = 0
         micro = self.micro
-        again = micro is None
         if micro is None:
             if self.again is None:  # a pass without routes: the reference's
                 return routing(logits)
@@ -155,17 +155,11 @@ class RouteReplay:
             micro = self.again[layer].popleft()
         elif layer in micro.chosen:
             raise RuntimeError(f"layer {layer} chose experts twice in one forward pass")
-
-        def choose(own: Tensor) -> Tensor:
-            nonlocal asked
-            asked += 1
-            return micro.chosen[layer] if again else self._chosen(layer, micro, own)
-
-        with _OtherTopK(choose):
+        with _OtherTopK(partial(self._chosen, layer, micro)) as other:
             result = routing(logits)
-        if asked != 1:
+        if other.asked != 1:
             raise RuntimeError(
-                f"the router of layer {layer} took the largest of its scores {asked} times, "
+                f"the router of layer {layer} took the largest of its scores {other.asked} times, "
                 "not once: its routes cannot be replayed. algorithm.routing_replay=none goes "
                 "without"
             )
@@ -175,6 +169,8 @@ class RouteReplay:
         """Ids [rows, top_k] of the experts that tokens go to; `own` are those that the router would
         choose.
         """
+        if layer in micro.chosen:  # it is computed again
+            return micro.chosen[layer]
         rows = len(micro.known)
         start, end = (rows * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1))
         share = slice(start, end)  # of the rows, that this rank decides for or counts
@@ -226,18 +222,19 @@ def routing_metrics(counts: Mapping[int, Counts], routers: Routers) -> dict[str,
 'routing/flipped/layer_0': 0.5, 'routing/flipped/layer_1': 0.0}
     """
     first = counts.get(routers.layers[0], Counts())
+    choices = first.replayed * routers.top_k or math.nan
+    shares = {}
     for layer in routers.layers:
         of_layer = counts.get(layer, Counts())
+        shares[f"routing/flipped/layer_{layer}"] = of_layer.flipped / choices
         if (of_layer.replayed, of_layer.native) != (first.replayed, first.native):
             raise RuntimeError(
                 f"layer {layer} replayed {of_layer.replayed} tokens and left {of_layer.native} to "
                 f"the trainer, layer {routers.layers[0]} {first.replayed} and {first.native}"
             )
-    choices = first.replayed * routers.top_k or math.nan
-    shares = {layer: counts.get(layer, Counts()).flipped / choices for layer in routers.layers}
     return {
         "routing/replayed_tokens": first.replayed,
         "routing/native_tokens": first.native,
         "routing/flipped": sum(shares.values()) / len(shares),
-        **{f"routing/flipped/layer_{layer}": share for layer, share in shares.items()},
+        **shares,
     }

@@ -51,7 +51,7 @@ def test_stages_and_sigmas_equal_qerls_but_where_its_float_division_rounds():
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 10])
 def test_first_stage_is_off_and_ends_are_hit(kind, num_stages):
     schedule = NoiseSchedule(
-        kind=kind, sigma_start=0.1, sigma_end=0.001, num_stages=num_stages, total_steps=60
+        schedule=kind, sigma_start=0.1, sigma_end=0.001, num_stages=num_stages, total_steps=60
     )
     first_stage = math.ceil(60 / num_stages)
     assert all(
@@ -66,7 +66,9 @@ def test_first_stage_is_off_and_ends_are_hit(kind, num_stages):
 
 def test_shapes_of_the_other_kinds():
     def sigmas(kind):
-        schedule = NoiseSchedule(kind=kind, sigma_start=3, sigma_end=1, num_stages=6, total_steps=6)
+        schedule = NoiseSchedule(
+            schedule=kind, sigma_start=3, sigma_end=1, num_stages=6, total_steps=6
+        )
         return [schedule.sigma(step) for step in range(6)]
 
     assert sigmas("linear") == pytest.approx([0, 3, 2.5, 2, 1.5, 1])
@@ -77,7 +79,7 @@ def test_shapes_of_the_other_kinds():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"kind": "exponental"}, "'exponental'; known: exponential, linear"),
+        ({"schedule": "exponental"}, "'exponental'; known: exponential, linear"),
         ({"num_stages": 0}, "num_stages = 0 and .* must be integers >= 1"),
         ({"num_stages": 2.5}, "num_stages = 2.5 and "),
         ({"total_steps": 0}, "total_steps = 0 must be"),
@@ -103,7 +105,7 @@ def test_a_run_that_never_has_the_strongest_noise_is_warned_about(kind, start, e
     for num_stages in range(1, 13):
         for total_steps in range(1, 27):
             schedule = NoiseSchedule(
-                kind=kind,
+                schedule=kind,
                 sigma_start=start,
                 sigma_end=end,
                 num_stages=num_stages,

@@ -22,7 +22,7 @@ STEPS = 40
 def schedule(start=RIGHT, target=0.01, end=None, steps=STEPS, **more):
     """One stage without noise, of a tenth of the steps."""
     return NoiseSchedule(
-        kind="target",
+        schedule="target",
         sigma_start=start,
         num_stages=10,
         total_steps=steps,

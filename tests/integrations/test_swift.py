@@ -22,16 +22,16 @@ PACKAGES = os.environ.get("MS_SWIFT")
 @pytest.mark.full
 @pytest.mark.skipif(not PACKAGES, reason="MS_SWIFT names no folder with ms-swift")
 @pytest.mark.parametrize(
-    "words, of, tensors, kind",
+    "words, of, tensors, schedule",
     [
         ((), "weights", 25, "exponential"),
         (("--vllm_enable_lora", "true"), "adapters", 8, "target"),
     ],
     ids=["merged", "adapters"],
 )
-def test_five_steps(tmp_path, words, of, tensors, kind):
+def test_five_steps(tmp_path, words, of, tensors, schedule):
     report = tmp_path / "noise"
-    settings = {"report": str(report), "noise": {"kind": kind, "num_stages": 3}}
+    settings = {"report": str(report), "noise": {"schedule": schedule, "num_stages": 3}}
     run_program(
         ROOT / "tests/integrations/swift_run.py",
         tmp_path,
@@ -47,7 +47,7 @@ def test_five_steps(tmp_path, words, of, tensors, kind):
     assert faults(rows) == []
     noise = [row for row in rows if row["event"] == "noise"]
     assert [row["step"] for row in noise] == [0, 1, 2, 3, 4]
-    if kind == "target":
+    if schedule == "target":
         assert_a_target_is_followed(rows)
     else:
         assert [row["aqn/sigma"] for row in noise] == pytest.approx([0, 0, 0.05, 0.05, 0.0005])

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mindspeed_qerl.integrations.report import faults, read_lines
-from mindspeed_qerl.integrations.trl import telling
+from mindspeed_qerl.integrations.trainer import telling
+from mindspeed_qerl.integrations.trl import parts_of
 from tests.integrations.programs import (
     assert_a_target_is_followed,
     run_program,
@@ -63,7 +64,7 @@ def test_a_tools_tokens_are_none_of_the_policys():
         model=SimpleNamespace(training=True),
         accelerator=SimpleNamespace(gather=lambda fields: fields),
     )
-    telling(lambda: batch, SimpleNamespace(measured=told.append), trainer)()
+    telling(lambda: batch, SimpleNamespace(measured=told.append), trainer, parts_of)()
     assert told[0]["mismatch/k3"] == 0
 
 

@@ -14,6 +14,7 @@ import torch
 from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.report import faults, read_lines
+from mindspeed_qerl.integrations.rounding import rounded_without_bias
 from mindspeed_qerl.integrations.settings import Settings, read_settings, settings_of_environment
 from mindspeed_qerl.integrations.trainer import follow, tell_mismatch
 from mindspeed_qerl.integrations.vllm import WorkerRollout
@@ -96,7 +97,7 @@ def test_noise_is_of_the_step_and_never_of_two(served, tmp_path):
     assert faults(rows) == []
 
 
-TARGET = {"kind": "target", "sigma_start": 0.01, "num_stages": 5, "total_steps": 20}
+TARGET = {"schedule": "target", "sigma_start": 0.01, "num_stages": 5, "total_steps": 20}
 
 
 def steps_that_are_told(folder, first, last):
@@ -142,14 +143,15 @@ def test_what_a_target_was_not_told_is_a_warning(tmp_path, caplog):
     assert len(caplog.messages) == 2
 
 
-def test_noise_that_cannot_be_is_refused_when_it_is_added(tmp_path):
+def test_noise_that_cannot_be_is_refused_when_it_is_set(tmp_path):
     for noise, words in (
         (TARGET | {"target_start": 0.0}, "target_start = 0.0"),
         ({"num_stages": 0}, "num_stages = 0"),
-        ({"sigma": 0.1}, "sigma"),
+        ({"sigma": 0.1}, "unknown key of noise 'sigma', did you mean 'sigma_min'"),
+        ({"kind": "target"}, "unknown key of noise 'kind'. Known: .* schedule, sigma_end"),
     ):
-        with pytest.raises((ValueError, TypeError), match=words):
-            WorkerRollout(Worker(Model()), Settings(report=str(tmp_path), noise=noise))
+        with pytest.raises(ValueError, match=words):
+            Settings(report=str(tmp_path), noise=noise)
 
 
 def test_tokens_of_tools_and_unknown_log_probs_are_not_counted():
@@ -297,27 +299,29 @@ def test_an_update_that_vanishes_stops_the_run_or_is_accepted(tmp_path, caplog):
 
 def test_what_is_rounded_without_bias(tmp_path):
     """Experts by their own names, those of other workers as vLLM does; and nothing else."""
-    worker = Worker(Model().bfloat16())
+    model = Model().bfloat16()
+    model.router = torch.nn.Linear(4, 4, bias=False)
     settings = Settings(report=str(tmp_path), noise=None, rounding="unbiased")
-    rollout = WorkerRollout(worker, settings)
+    matrices = WorkerRollout(Worker(model), settings).unbiased
+    assert matrices == {"head.weight"}
     up = [f"mlp.experts.{expert}.up_proj.weight" for expert in range(2)]
-    rollout.dtypes |= dict.fromkeys((up[0], up[0].replace("up_", "gate_")), torch.bfloat16)
-    rollout.dtypes["router.weight"] = torch.float32
+    matrices |= {up[0], up[0].replace("up_", "gate_")}
     stack, head = torch.randn(2, 64, 8), torch.randn(4, 4)
-    rounded = rollout._round("base_model.model.mlp.experts.gate_up_proj", stack)
+    name = "base_model.model.mlp.experts.gate_up_proj"
+    rounded = rounded_without_bias(name, stack, matrices)
     assert torch.equal(rounded[0, 32:], dither_of(up[0], (32, 8)).rounded(stack[0, 32:]))
     assert torch.equal(rounded[1], stack[1].bfloat16()) and not torch.equal(
         rounded[0], stack[0].bfloat16()
     )
     grid = head.bfloat16()
-    assert torch.equal(rollout._round("head.weight", grid.float()), grid)
+    assert torch.equal(rounded_without_bias("head.weight", grid.float(), matrices), grid)
     for name, tensor in (
         ("model.norm.weight", torch.randn(256)),
         ("router.weight", head),
         ("unknown.weight", head),
         ("head.weight", head.half()),
     ):
-        assert rollout._round(name, tensor) is tensor
+        assert rounded_without_bias(name, tensor, matrices) is tensor
 
 
 def test_a_model_without_norms_is_refused_with_what_was_seen(tmp_path):
@@ -413,7 +417,7 @@ def test_settings(tmp_path, monkeypatch):
     file.write_text(json.dumps({"report": "b"}))
     monkeypatch.setenv("MINDSPEED_QERL_ROLLOUT", str(file))
     assert settings_of_environment() == Settings(report="b")
-    with pytest.raises(ValueError, match=r"unknown \['sigma'\]; known: .*noise"):
+    with pytest.raises(ValueError, match="unknown key of .*ROLLOUT 'sigma'. Known: .*noise"):
         read_settings({"report": "a", "sigma": 0.05})
     with pytest.raises(ValueError, match="rounding 'unbaised'.* Known: nearest, unbiased"):
         read_settings({"report": "a", "rounding": "unbaised"})

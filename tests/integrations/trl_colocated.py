@@ -73,7 +73,7 @@ def main(model: str, folder: Path, mode: str) -> None:
     if mode == "noise":
         add_noise(trainer, report=f"{folder}/noise", noise={"num_stages": 3})
     elif mode == "target":
-        noise = {"kind": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3}
+        noise = {"schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3}
         add_noise(trainer, report=f"{folder}/noise", noise=noise)
     elif mode == "off":
         add_noise(trainer, report=f"{folder}/noise", noise=None)

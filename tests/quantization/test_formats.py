@@ -286,7 +286,6 @@ def test_the_error_of_the_weights_by_layer_in_float64(format, beside):
     weights = QuantizedWeights(format, beside, base)
     for name, weight in synced.items():
         weights.receive(name, weight)
-    weights.quantize()
     squares = {}
     for name, weight in synced.items():
         quantized = base[name] if beside else weight

@@ -16,6 +16,6 @@ class Worker(driven.Worker):
             return super()._build_sharding_manager()
         merged = MergedWeights.__getitem__
         MergedWeights.__getitem__ = lambda weights, name: (
-            weights.parameters[name] if "linear_proj" in name else merged(weights, name)
+            weights.data[name] if "linear_proj" in name else merged(weights, name)
         )
         return super()._build_sharding_manager()
