@@ -61,15 +61,14 @@ def kept_in_bfloat16(weights: Sequence[tuple[Tensor, float]], sigma: float) -> f
     sample. weights: of norms, each with its multiplier; none: of a norm of 1.
     """
     weights = weights or [(torch.ones(4096), 1.0)]
-    repeats = -(-DRAWS // sum(weight.numel() for weight, _ in weights))
-    noises = []
-    left = []
-    for number, (weight, factor) in enumerate(weights):
-        clean = weight.bfloat16().repeat(repeats)
-        noise = factor * sigma * standard_normal(0, number, "kept_in_bfloat16", clean.shape)
-        noises.append(noise)
-        left.append((clean + noise).bfloat16().float() - clean.float())
-    return (torch.cat(left).std() / torch.cat(noises).std()).item()
+    clean = torch.cat([weight.bfloat16() for weight, _ in weights])
+    factors = torch.cat([torch.full(weight.shape, factor) for weight, factor in weights])
+    repeats = -(-DRAWS // len(clean))
+    clean = clean.repeat(repeats)
+    drawn = standard_normal(0, 0, "kept_in_bfloat16", clean.shape)
+    noise = sigma * factors.repeat(repeats) * drawn
+    left = (clean + noise).bfloat16().float() - clean.float()
+    return (left.std() / noise.std()).item()
 
 
 class NoiseInjector:
@@ -134,15 +133,21 @@ class NoiseInjector:
             RuntimeError: see `remove`.
         """
         self.remove()
-        differences = []
+        differences = []  # of noisy and clean weights, float64
         weights = 0
         squares = 0.0
         for target, factor in self.targets:
-            size = target.module.weight.numel()
-            weights += size
-            squares += size * factor**2
-            if level.sigma:
-                differences.append(self._add_noise(level.step, target, level.sigma * factor))
+            weight = target.module.weight
+            weights += weight.numel()
+            squares += weight.numel() * factor**2
+            if not level.sigma:
+                continue
+            clean = weight.detach().to("cpu", copy=True)
+            noise = standard_normal(self.seed, level.step, f"{target.name}.weight", clean.shape)
+            noisy = (clean + level.sigma * factor * noise).to(clean.dtype)  # the sum is float32
+            self._applied.append((target, clean, noisy))
+            weight.copy_(noisy)
+            differences.append(noisy.double() - clean.double())
         difference = torch.cat(differences or [torch.zeros(1)])
         report = NoiseReport(
             sigma=level.sigma,
@@ -154,16 +159,6 @@ class NoiseInjector:
         )
         self._log(level.step, report)
         return report
-
-    def _add_noise(self, step: int, target: NormTarget, sigma: float) -> Tensor:
-        """Adds noise to the weight; returns what it added, float64."""
-        weight = target.module.weight
-        clean = weight.detach().to("cpu", copy=True)
-        noise = standard_normal(self.seed, step, f"{target.name}.weight", clean.shape)
-        noisy = (clean + sigma * noise).to(clean.dtype)  # the sum is float32
-        self._applied.append((target, clean, noisy))
-        weight.copy_(noisy)
-        return noisy.double() - clean.double()
 
     def _log(self, step: int, report: NoiseReport) -> None:
         done = "noise off"

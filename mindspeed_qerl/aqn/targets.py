@@ -34,13 +34,10 @@ FINAL_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
 
 @dataclass(frozen=True)
 class NormTarget:
-    """A norm that gets noise: `name` is its path in the model, `role` one of input, post_attention,
-    block, final, qk, other.
-    """
+    """A norm that gets noise: `name` is its path in the model."""
 
     name: str
     module: "Module"
-    role: str
 
 
 def check_targets(spec: str | Sequence[str]) -> list[str]:
@@ -116,7 +113,7 @@ def multipliers_of(
 
 def answers_to(norm: NormTarget, target: str) -> bool:
     """Returns True if a target's name or pattern selects the norm."""
-    return norm.role in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target)
+    return role_of(norm.name) in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target)
 
 
 def layer_of(name: str) -> int | None:
@@ -163,7 +160,7 @@ def select_targets(
         # vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses
         # (AscendRMSNorm)
         if any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__):
-            norms.append(NormTarget(name, module, role_of(name)))
+            norms.append(NormTarget(name, module))
     try:
         selected = _choose(norms, is_mixture_of_experts(model), targets, exclude)
     except ValueError as error:
@@ -180,7 +177,7 @@ def targets_in_file(
     a forecast of `select_targets`.
     """
     names = [name.removesuffix(".weight") for name in tensors if name.endswith("norm.weight")]
-    norms = [NormTarget(name, None, role_of(name)) for name in names]
+    norms = [NormTarget(name, None) for name in names]
     is_mixture = any(".experts." in name for name in tensors)
     return _choose(norms, is_mixture, check_targets(targets), check_targets(exclude))
 
@@ -193,8 +190,8 @@ def is_mixture_of_experts(model: "Module") -> bool:
 
 
 def role_of(name: str) -> str:
-    """Role of the norm at path `name`: `model.layers.3.input_layernorm` -> input, `model.norm` ->
-    final, and so on.
+    """Role of the norm at path `name`, one of input, post_attention, block, final, qk, other:
+    `model.layers.3.input_layernorm` -> input, `model.norm` -> final, and so on.
 
     A block norm is a direct child of a numbered module; norms deeper in a block (inside attention
     or an MLP) are qk or other.

@@ -4,7 +4,7 @@ A graph replays on the addresses that it was captured with. Upstream moves all o
 sync (memory_buffer.py `destroy`, vllm_engine.py `offload_model_weights` and `free_cache_engine`),
 and vllm-ascend captures a size once (compilation/acl_graph.py). So here weights and KV cache stay
 where they are from the first capture on, which is of the first weights that were synced; later ones
-are copied into the same memory. That they are is checked, not trusted: `require_current`.
+are copied into the same memory. That they are is checked, not trusted (`DecodeGraphs.ready`).
 """
 
 from collections.abc import Callable
@@ -49,14 +49,15 @@ class DecodeGraphs:
         difference: of the last step that was computed both ways, as `_compare` has it.
     """
 
+    addresses = None
+    difference = 0.0
+    _asked = 0
+    _compares = False
+    _is_prefill_anywhere = False
+
     def __init__(self, runner: Any):
         self.runner = runner
-        self.addresses: dict[str, int] | None = None
-        self.on_replay: Callable[[int], None] = lambda rows: None
-        self.difference = 0.0
-        self._asked = 0
-        self._compares = False
-        self._is_prefill_anywhere = False
+        self.on_replay = lambda rows: None
         dispatcher = runner.aclgraph_dispatcher
         runner._sync_metadata_across_dp = partial(self._sync, runner._sync_metadata_across_dp)
         dispatcher.dispatch = partial(self._dispatch, dispatcher.dispatch)
@@ -66,16 +67,10 @@ class DecodeGraphs:
 
     def ready(self) -> None:
         """For a rollout or an evaluation, on all ranks: weights are synced, the cache is there.
-        EngineError: see `require_current`.
+        EngineError: a graph uses other memory than what was synced into.
         """
         if self.addresses is None:
             self._capture()
-        self.require_current()
-        self._compares = self._asked % EVERY == 0
-        self._asked += 1
-
-    def require_current(self) -> None:
-        """EngineError: a graph uses other memory than what was synced into."""
         now = addresses_of(self.runner)
         then = self.addresses
         moved = [name for name in then | now if now.get(name) != then.get(name)]
@@ -85,6 +80,8 @@ class DecodeGraphs:
                 f"when they were captured, first {moved[0]}: the graphs would answer with stale "
                 f"weights. {EAGER}"
             )
+        self._compares = self._asked % EVERY == 0
+        self._asked += 1
 
     def _capture(self) -> None:
         """Captures the graphs; forgets those that were captured before."""

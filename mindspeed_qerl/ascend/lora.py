@@ -83,11 +83,12 @@ class ExpertLoRA(experts.LoraParallelGroupedMLP):
     split.
     """
 
+    adapters_enabled = True
+
     def __init__(self, num_local_experts: int, config: Any, lora_config: Any):
         with _whole_experts(config.moe_tp_extend_ep):
             super().__init__(num_local_experts, config, lora_config)
-        self.adapters_enabled = True
-        self.merged_weights: dict[str, Tensor] = {}  # W + (alpha / r) A B, once merged
+        self.merged_weights = {}  # by name, W + (alpha / r) A B, once merged
         self.adapted = [
             weight for weight, target in EXPERTS.items() if target in lora_config.target_modules
         ]

@@ -51,7 +51,7 @@ def count_adapters(chunks: list[nn.Module], state: Any) -> dict[str, dict[str, i
     """
     is_first_tp = state.get_tensor_model_parallel_rank() == 0
     is_first_ep = state.get_expert_model_parallel_rank() == 0
-    counts: dict[str, Counter] = defaultdict(Counter)
+    counts = defaultdict(Counter)
     for _, module_name, module in adapted_layers(chunks):
         is_expert = module_name.endswith(".experts")
         replica = state.get_data_parallel_rank(with_context_parallel=True)
@@ -75,7 +75,7 @@ def adapters_by_layer(chunks: list[nn.Module]) -> dict[int, Tensors]:
     """This rank's adapters on the CPU: layer of the whole model -> tensors by the names they have
     in layer 0.
     """
-    adapters: dict[int, Tensors] = defaultdict(dict)
+    adapters = defaultdict(dict)
     for layer, module_name, module in adapted_layers(chunks):
         for name, parameter in module.named_parameters(f"decoder.layers.0.{module_name}"):
             if ADAPTER.match(name):
@@ -93,9 +93,9 @@ def gather_layer(
         tensors: this rank's, of `adapters_by_layer`; empty on other pipeline stages. place: its
             tensor and expert rank. args: upstream's configuration of Megatron.
     """
-    ranks: list[tuple[tuple[int, int], Tensors]] = [None] * torch.distributed.get_world_size()
+    ranks = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(ranks, (place, tensors))
-    shards: dict[tuple[int, int], Tensors] = {}
+    shards = {}
     for rank, held in ranks:
         shards.setdefault(rank, {}).update(held)
     return whole_adapters(shards, args, table_of_layer(shape), layer)
@@ -157,10 +157,7 @@ def movement_of_layer(
             columns = a.narrow(1, start[1], shape[1]).to(device)
             update = scaling * (rows.float() @ columns.float())
             dither = dither_of(held.name, (len(b), a.shape[1])).part(start, shape).to(device)
-            pair = None
-            if held.name in multiplied:
-                used, used_base = multiplied[held.name]
-                pair = used.to(device), used_base.to(device)
+            pair = tuple(tensor.to(device) for tensor in multiplied.get(held.name, ()))
             found = movement(held.part, base[held.name].to(device), update, dither, pair)
             for key in ("product", "square", "variance"):
                 found[key] /= copies(held.name)

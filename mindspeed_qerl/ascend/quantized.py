@@ -72,8 +72,8 @@ class QuantizedModel:
         self.name = format
         self.format = FORMATS[format]
         self.group = get_tp_group()
-        self.squares: dict[tuple[str, int], tuple[float, float]] = {}
-        self.methods: dict[nn.Module, Any] = {}
+        self.squares = {}
+        self.methods = {}
         if matmul_allreduce_enable() and self.group.world_size > 1:  # ops/linear_op.py:286
             raise ConfigError(
                 f"rollout_quantization.format = {format!r} with "
@@ -110,7 +110,7 @@ class QuantizedModel:
                 set_method(layer, Int8Linear(*map(torch.cat, zip(*copies))))
         # one copy to the host; without any, all quantized weights are on other ranks
         pairs = torch.stack([*sums.values()]).tolist() if sums else []
-        self.squares = dict(zip(sums, map(tuple, pairs), strict=True))
+        self.squares = dict(zip(sums, pairs))
 
     def free(self) -> None:
         """Leave the layers with their own methods, and no int8 copies; weights that were rounded

@@ -43,7 +43,7 @@ class AscendRecorder(RouteRecorder):
         self.engine = get_dp_group().rank_in_group
         self.layer = -1
         self.rows = torch.empty(0)
-        self.captured: dict[int, tuple[Tensor, dict[int, Tensor]]] = {}
+        self.captured = {}
         for name, module in model.named_modules():
             if isinstance(module, common_fused_moe.AscendFusedMoE):
                 layer = int(re.search(r"\blayers\.(\d+)\.", name)[1])

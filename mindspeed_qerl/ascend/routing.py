@@ -57,7 +57,7 @@ class RoutedPasses:
             state.get_tensor_model_parallel_rank(),
             state.get_tensor_model_parallel_world_size(),
         )
-        self.counts: list[dict[int, Counts]] = []
+        self.counts = []
 
     def around(self, forward_backward: Callable) -> Callable:
         """Megatron's schedule (pipeline_parallel/schedules.py) for these passes."""
@@ -72,8 +72,11 @@ class RoutedPasses:
                 with self.replay.forward(micro_batch):
                     return forward_step_func(iter([batch]), model)
 
-            arguments |= {"forward_step_func": step, "forward_only": forward_only}
-            arguments["data_iterator"] = routed
+            arguments |= {
+                "forward_step_func": step,
+                "data_iterator": routed,
+                "forward_only": forward_only,
+            }
             if forward_only:
                 return forward_backward(**arguments)
             with self.replay.training():
@@ -96,19 +99,15 @@ class RoutedPasses:
         device = batch["input_ids"].device
         width = batch["input_ids"].shape[1]
         lengths = (batch["prompt_length"] + batch["response_length"]).flatten().tolist()
-        routes = []
-        known = []
+        answers = []
         for row, length in zip(batch[COLUMN], lengths):
             if self.is_packed:
                 width = length + -length % self.replay.tp_size
             # the last token goes through no model
             padding = width - (length - 1)
             recorded = unpack(row, self.routers).astype(np.int32)
-            routes.append(np.pad(recorded, ((0, padding), (0, 0), (0, 0))))
-            known.append(np.arange(width) < length - 1)
-        on_device = []
-        for rows in (routes, known):
-            # of sequences of one length their first rows, then their second ones, ...
-            ordered = rows if self.is_packed else np.stack(rows, axis=1)
-            on_device.append(torch.from_numpy(np.concatenate(ordered)).to(device))
-        return MicroBatch(*on_device)
+            answers.append(np.pad(recorded, ((0, padding), (0, 0), (0, 0)), constant_values=-1))
+        # of sequences of one length their first rows, then their second ones, ...
+        ordered = answers if self.is_packed else np.stack(answers, axis=1)
+        routes = torch.from_numpy(np.concatenate(ordered)).to(device)
+        return MicroBatch(routes, known=routes[:, 0, 0] >= 0)

@@ -16,6 +16,7 @@ from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
 REACHED = ("aqn/target_", "aqn/reached_")
+DRAWN = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
 # what `table`, `faults` and `draw` read of each
 EVENTS = {
     "noise": "sync rank world step total_steps aqn/sigma aqn/layers aqn/expected_std "
@@ -42,14 +43,13 @@ def faults(rows: Rows) -> list[str]:
     noise, workers whose noise differs.
     """
     sentences = []
-    for row in rows:
-        for failure in row.get("failures", ()):
-            where = f"sync {row['sync']}, rank {row['rank']}"
-            sentences.append(f"{where}: {failure['name']}: {failure['problem']}")
-        if row.get("too_little"):
-            sentences.append(f"sync {row['sync']}, rank {row['rank']}: {row['too_little']}")
     by_step: dict[int, Rows] = {}
     for row in rows:
+        where = f"sync {row['sync']}, rank {row['rank']}"
+        for failure in row.get("failures", ()):
+            sentences.append(f"{where}: {failure['name']}: {failure['problem']}")
+        if row.get("too_little"):
+            sentences.append(f"{where}: {row['too_little']}")
         if row["event"] == "noise":
             by_step.setdefault(row["step"], []).append(row)
     for step, workers in by_step.items():
@@ -99,9 +99,10 @@ def table(rows: Rows) -> list[str]:
             if row["unchanged"]:
                 cells["arrived"] += ", as before"
             if row.get("arrived") is not None:
-                share = 100 * row["arrived"]
-                error = 100 * row["arrived_error"]
-                cells["arrived"] += f", {share:.3g} ± {error:.2g} % of the update"
+                cells["arrived"] += (
+                    f", {100 * row['arrived']:.3g} ± {100 * row['arrived_error']:.2g} % of the "
+                    "update"
+                )
             elif "arrived" in row:
                 cells["arrived"] += ", of the update: not known"
     return markdown_table(header, (cells.values() for cells in lines.values()))
@@ -112,10 +113,9 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
         if row["event"] != "arrival" and not row["rank"]:
-            steps.setdefault(row["step"], {}).update(row)
-    drawn = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
-    kept = [{name: row[name] for name in row if name.startswith(drawn)} for row in steps.values()]
-    pictures, missing = write_plots(kept, [], folder, str(folder))
+            shown = {name: row[name] for name in row if name.startswith(DRAWN)}
+            steps.setdefault(row["step"], {}).update(shown)
+    pictures, missing = write_plots([*steps.values()], [], folder, str(folder))
     for reason in missing:
         print(f"warning: {reason}", file=sys.stderr)
     return pictures

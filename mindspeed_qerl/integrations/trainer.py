@@ -11,7 +11,7 @@ from torch import Tensor
 from mindspeed_qerl.algorithm.metrics import merge, mismatch
 from mindspeed_qerl.lora.arrival import PREFIX, Factors
 
-from .vllm import WorkerRollout
+from .vllm import Method, WorkerRollout
 
 # log-probs of a batch's tokens by vLLM and by the trainer, and their mask
 Parts = tuple[Tensor | None, Tensor, Tensor]
@@ -44,8 +44,8 @@ def adapters_of(model: torch.nn.Module) -> dict[str, list[Factors]]:
 
 
 def without_noise_in_evaluation(
-    generate: Callable[..., Any], rollout: WorkerRollout, trainer: Any, engine: Any
-) -> Callable[..., Any]:
+    generate: Method, rollout: WorkerRollout, trainer: Any, engine: Any
+) -> Method:
     """`generate`, but without noise while `trainer` evaluates. engine: vLLM's, whose cached
     prompts hold what the norms made of them.
     """
@@ -63,11 +63,11 @@ def without_noise_in_evaluation(
 
 
 def telling(
-    score: Callable[..., Any],
+    score: Method,
     rollout: WorkerRollout,
     trainer: Any,
     parts_of: Callable[[Any], Iterable[Parts]],
-) -> Callable[..., Any]:
+) -> Method:
     """Makes `score`, which returns what is trained, tell `rollout` what its noise did.
 
     Args:

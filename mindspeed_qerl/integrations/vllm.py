@@ -45,7 +45,7 @@ RELOADS = ("start_weight_update", "reload_weights")
 # attributes of workers
 MARK = "mindspeed_qerl_rollout"
 WILL_ATTACH = "mindspeed_qerl_will_attach"
-Original = Callable[..., Any]  # a method of the worker or its model, which is wrapped
+Method = Callable[..., Any]  # of a worker, a model or a trainer
 
 
 class Weights(Enum):
@@ -56,7 +56,7 @@ class Weights(Enum):
     DISCARDED = "discarded"  # by a sleep at level 2
 
 
-def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+def wrap(owner: Any, name: str, wrapper: Method) -> None:
     """Makes the method `name` of `owner` call `wrapper`, with itself before its arguments."""
     setattr(owner, name, partial(wrapper, getattr(owner, name)))
 
@@ -79,6 +79,18 @@ class WorkerRollout:
         RuntimeError: the worker has noise already, or weights that none can be synced into.
     """
 
+    adapter: int | None = None  # sent, and not yet compared
+    not_compared = 0  # adapters of NOT_COMPARED that came with it
+    syncs = 0
+    injector: NoiseInjector | None = None  # while its noise is on
+    controller: NoiseController | None = None  # from the first noise on
+    noise_step = -1  # of the last noise
+    measured_step = -1  # of what was told last
+    is_told = False
+    weights = Weights.WHOLE
+    is_clean = False  # no noise is put on
+    cannot_write = False  # the report, which was told
+
     def __init__(self, worker: Any, settings: Settings):
         if hasattr(worker, MARK):
             raise RuntimeError(
@@ -96,16 +108,6 @@ class WorkerRollout:
         self.arrival = Arrival(settings.elements)
         # scaled here and there, which may round in another order
         self.adapter_arrival = Arrival(settings.elements, tolerance=2)
-        self.adapter: int | None = None  # sent, and not yet compared
-        self.not_compared = 0  # adapters of NOT_COMPARED that came with it
-        self.syncs = 0
-        self.injector: NoiseInjector | None = None  # while its noise is on
-        self.controller: NoiseController | None = None  # from the first noise on
-        self.noise_step = self.measured_step = -1  # of the last noise, and what was told of it
-        self.is_told = False
-        self.weights = Weights.WHOLE
-        self.is_clean = False  # no noise is put on
-        self.cannot_write = False  # the report, which was told
         self.unbiased: set[str] = set()  # matrices that are rounded without bias, by name
         if settings.rounding == "unbiased":
             for held in held_parts(self.model):
@@ -141,7 +143,7 @@ class WorkerRollout:
     def _counted_step(self) -> int:
         return self.settings.first_step + max(self.syncs - 1, 0)
 
-    def _load_weights(self, original: Original, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    def _load_weights(self, original: Method, weights: Iterable[tuple[str, Tensor]]) -> Any:
         self._start_sync()
         return original(self._noted(weights))
 
@@ -153,29 +155,26 @@ class WorkerRollout:
                 self.arrival.expect(name, tensor, sent)
             yield name, sent
 
-    def _reload(self, original: Original, *args, **kwargs) -> Any:
+    def _reload(self, original: Method, *args, **kwargs) -> Any:
         self._start_sync()
         return original(*args, **kwargs)
 
-    def _add_lora(self, original: Original, request: Any) -> Any:
+    def _add_lora(self, original: Method, request: Any) -> Any:
         self._refuse_discarded()
         self._start_sync()
         tensors = getattr(request, "lora_tensors", None)  # verl's and ms-swift's requests
         if tensors and self._is_proved:
-            self._expect_adapter(tensors, request.peft_config)  # vLLM scales B in place
             self.adapter = request.lora_int_id
+            self.adapter_arrival.begin()
+            self.not_compared = 0
+            for name, tensor in scaled_adapters(tensors, request.peft_config):
+                if re.search(NOT_COMPARED, name):
+                    self.not_compared += 1
+                else:  # before vLLM scales B in place
+                    self.adapter_arrival.expect(name, tensor)
         return original(request)
 
-    def _expect_adapter(self, tensors: Mapping[str, Tensor], peft_config: Any) -> None:
-        self.adapter_arrival.begin()
-        self.not_compared = 0
-        for name, tensor in scaled_adapters(tensors, peft_config):
-            if re.search(NOT_COMPARED, name):
-                self.not_compared += 1
-            else:
-                self.adapter_arrival.expect(name, tensor)
-
-    def _sleep(self, original: Original, level: int = 1) -> Any:
+    def _sleep(self, original: Method, level: int = 1) -> Any:
         self._take_off()
         if level == 2:
             self.weights = Weights.DISCARDED
@@ -188,7 +187,7 @@ class WorkerRollout:
                 "load all of them after it wakes up (adapters alone are not enough)"
             )
 
-    def _execute_model(self, original: Original, *args, **kwargs) -> Any:
+    def _execute_model(self, original: Method, *args, **kwargs) -> Any:
         self._refuse_discarded()
         if self.weights is Weights.ARRIVING:
             self.weights = Weights.WHOLE

@@ -89,21 +89,19 @@ def int8_and_scale(x: Tensor, amax: Tensor | None = None) -> tuple[Tensor, Tenso
 
 def quantize_fp8(x: Tensor, rows: int = 1) -> Tensor:
     """Blocks of `rows` x 128 in E4M3, those at the edges smaller, with float32 scales;
-    float32 of x's shape.
+    float32 of x's shape [..., rows, columns].
 
     >>> quantize_fp8(torch.tensor([[448.0, 1.1]]))
     tensor([[448.0000,   1.1250]])
     """
-    *leading, height, width = x.shape if x.dim() > 1 else (1, *x.shape)
-    padded = torch.nn.functional.pad(
-        x.float().reshape(*leading, height, width), (0, -width % 128, 0, -height % rows)
-    )
+    height, width = x.shape[-2:]
+    padded = torch.nn.functional.pad(x.float(), (0, -width % 128, 0, -height % rows))
     blocks = padded.unflatten(-1, (-1, 128)).unflatten(
         -3, (-1, rows)
     )  # [..., row, of rows, column, of columns]
     scale = blocks.abs().amax((-3, -1), keepdim=True) / E4M3_MAX
     whole = (to_e4m3(_divide(blocks, scale)) * scale).flatten(-2).flatten(-3, -2)
-    return whole[..., :height, :width].reshape(x.shape).contiguous()
+    return whole[..., :height, :width].contiguous()
 
 
 def quantize_mx(x: Tensor, element: Callable[[Tensor], Tensor], exponent: int) -> Tensor:

@@ -91,10 +91,9 @@ class QuantizedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
         """(name, synced, used, adapter) of each; an adapter that is merged is 0."""
-        return (
-            (name, synced, self.used[name], self.adapters.get(name, torch.zeros_like(synced)))
-            for name, synced in self.synced.items()
-        )
+        for name, synced in self.synced.items():
+            adapter = self.adapters.get(name, torch.zeros_like(synced))
+            yield name, synced, self.used[name], adapter
 
     def errors(self) -> dict[str, float]:
         """`weight_errors` of all of them."""

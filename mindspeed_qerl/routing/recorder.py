@@ -108,19 +108,20 @@ class RouteRecorder:
     def _sort(self, scheduled: dict[str, int]) -> None:
         """Put the rows of a forward pass where they belong."""
         chosen = self.chosen or {}
+        tokens = sum(scheduled.values())
         if missing := [layer for layer in self.routers.layers if layer not in chosen]:
             raise RuntimeError(
-                f"layer {missing[0]} chose no experts in a forward pass of "
-                f"{sum(scheduled.values())} tokens, {len(chosen)} of "
-                f"{len(self.routers.layers)} layers did: routes cannot be recorded on this engine. "
+                f"layer {missing[0]} chose no experts in a forward pass of {tokens} tokens, "
+                f"{len(chosen)} of {len(self.routers.layers)} layers did: routes cannot be "
+                "recorded on this engine. "
                 "algorithm.routing_replay=none goes without"
             )
         ids = self.own_rows(torch.stack([chosen[layer] for layer in self.routers.layers], dim=1))
         ids = ids.cpu().numpy().view(self.routers.dtype)
         end = 0
-        if len(ids) < sum(scheduled.values()):
+        if len(ids) < tokens:
             raise RuntimeError(
-                f"routers chose experts for {len(ids)} tokens of {sum(scheduled.values())}: the "
+                f"routers chose experts for {len(ids)} tokens of {tokens}: the "
                 "rest is on another rank, and nobody gathered it"
             )
         for request, position in self.starts.items():

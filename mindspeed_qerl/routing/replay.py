@@ -3,7 +3,7 @@ others or not.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,15 +79,16 @@ class RouteReplay:
             parallelism), or each for all (dispatcher alltoall_seq).
     """
 
+    micro: MicroBatch | None = None  # of the forward pass under way
+    # of layers that are computed again, oldest first
+    again: dict[int, deque[MicroBatch]] | None = None
+
     def __init__(self, model: nn.Module, routers: Routers, tp_rank: int = 0, tp_size: int = 1):
         from megatron.core.transformer.moe.router import TopKRouter
 
         self.tp_rank = tp_rank
         self.tp_size = tp_size
         self.index: dict[int, int] = {}  # among `routers.layers`, of each layer of this rank
-        self.micro: MicroBatch | None = None  # of the forward pass under way
-        # of layers that are computed again, oldest first
-        self.again: dict[int, deque[MicroBatch]] | None = None
         self.seen: dict[int, Tensor] = {}  # of each layer, what `Counts` has
         for router in model.modules():
             if not isinstance(router, TopKRouter):
@@ -197,16 +198,15 @@ class RouteReplay:
 
 
 def total(counts: Iterable[Mapping[int, Counts]]) -> dict[int, Counts]:
-    """Adds up those of several passes or ranks together, by layer.
+    """Adds up those of several passes or ranks together, by layer; Counts() of others.
 
     >>> total([{0: Counts(3, 1, 2), 1: Counts(3, 1, 0)}, {0: Counts(2, 0, 1)}])[0]
     Counts(replayed=5, native=1, flipped=3)
     """
-    summed: dict[int, Counts] = {}
+    summed: dict[int, Counts] = defaultdict(Counts)
     for part in counts:
         for layer, of_part in part.items():
-            before = summed.get(layer, Counts())
-            summed[layer] = Counts(*map(add, before, of_part))
+            summed[layer] = Counts(*map(add, summed[layer], of_part))
     return summed
 
 
@@ -214,18 +214,18 @@ def routing_metrics(counts: Mapping[int, Counts], routers: Routers) -> dict[str,
     """Summarizes the updates of one iteration, of all ranks: tokens that were replayed and that
     chose for themselves, and the share of choices, of top_k a token, that the trainer would have
     made otherwise, in all and by layer. RuntimeError that names a layer where other tokens were
-    replayed than in the first one.
+    replayed than in the first one. counts: of `total`.
 
     >>> routers = Routers((0, 1), experts=8, top_k=2)
-    >>> routing_metrics({0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}, routers)
+    >>> routing_metrics(total([{0: Counts(3, 1, 3), 1: Counts(3, 1, 0)}]), routers)
     {'routing/replayed_tokens': 3, 'routing/native_tokens': 1, 'routing/flipped': 0.25, \
 'routing/flipped/layer_0': 0.5, 'routing/flipped/layer_1': 0.0}
     """
-    first = counts.get(routers.layers[0], Counts())
+    first = counts[routers.layers[0]]
     choices = first.replayed * routers.top_k or math.nan
     shares = {}
     for layer in routers.layers:
-        of_layer = counts.get(layer, Counts())
+        of_layer = counts[layer]
         shares[f"routing/flipped/layer_{layer}"] = of_layer.flipped / choices
         if (of_layer.replayed, of_layer.native) != (first.replayed, first.native):
             raise RuntimeError(

@@ -15,6 +15,7 @@ from mindspeed_qerl.aqn.targets import (
     is_mixture_of_experts,
     layer_of,
     multipliers_of,
+    role_of,
     select_targets,
     targets_in_file,
 )
@@ -46,7 +47,7 @@ def hf_model(name, **config):
 
 
 def roles(selected):
-    return sorted({target.role for target in selected})
+    return sorted({role_of(target.name) for target in selected})
 
 
 class RMSNorm(nn.Module):
@@ -144,29 +145,21 @@ def test_mixture_of_experts_gets_the_post_attention_norms_only(name, extra):
 
 @pytest.mark.parametrize("norm", [RMSNorm, AscendRMSNorm, lambda: nn.RMSNorm(8)])
 @pytest.mark.parametrize(
-    "make_mlp, names_in_a_block",
+    "make_mlp, is_mixture",
     [
-        (dense_mlp, ["input_layernorm", "post_attention_layernorm"]),
-        (
-            lambda: nn.ModuleDict({"shared": SharedExperts()}),
-            ["input_layernorm", "post_attention_layernorm"],
-        ),
-        (
-            lambda: nn.ModuleDict({"experts": nn.ModuleList([dense_mlp(), dense_mlp()])}),
-            ["post_attention_layernorm"],
-        ),
-        (lambda: nn.ModuleDict({"experts": AscendFusedMoE()}), ["post_attention_layernorm"]),
+        (dense_mlp, False),
+        (lambda: nn.ModuleDict({"shared": SharedExperts()}), False),
+        (lambda: nn.ModuleDict({"experts": nn.ModuleList([dense_mlp(), dense_mlp()])}), True),
+        (lambda: nn.ModuleDict({"experts": AscendFusedMoE()}), True),
         (
             lambda: nn.ModuleDict({"experts": nn.ModuleDict({"routed_experts": RoutedExperts()})}),
-            ["post_attention_layernorm"],
+            True,
         ),
     ],
 )
-def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
-    expected = [f"model.layers.{layer}.{name}" for layer in range(2) for name in names_in_a_block]
-    if len(names_in_a_block) == 2:
-        expected.append("model.norm")
-    assert [target.name for target in select_targets(engine_model(norm, make_mlp))] == expected
+def test_engine_models_by_auto(norm, make_mlp, is_mixture):
+    model = engine_model(norm, make_mlp)
+    assert select_targets(model) == select_targets(model, "post_attention" if is_mixture else "all")
 
 
 @pytest.mark.parametrize(
@@ -184,11 +177,7 @@ def test_engine_models_by_auto(norm, make_mlp, names_in_a_block):
         (["*.q_norm", "final"], (), 3),
         ("all", "final", 4),
         ("all", ["model.layers.0.*", "final"], 2),
-        (
-            "auto",
-            "qk",
-            5,
-        ),  # excluding what is not selected is no error, only what does not exist is
+        ("auto", "qk", 5),  # what is not selected, and exists
     ],
 )
 def test_names_patterns_and_excludes(targets, exclude, count):
@@ -226,25 +215,21 @@ def test_unknown_target_lists_the_known_ones(bad):
         select_targets(engine_model(), "all", exclude=bad)
 
 
-def test_nothing_matches_lists_the_norm_classes_seen():
-    neox = hf_model("GPTNeoX", num_hidden_layers=2, **SIZES)  # the right names, but not RMSNorms
-    with pytest.raises(
-        ValueError,
-        match=r"'auto' matches no norm .*LayerNorm \(e.g. gpt_neox.layers.0.inp",
-    ):
-        select_targets(neox)
-    dense = hf_model("Qwen2", num_hidden_layers=2, **SIZES)
-    with pytest.raises(
-        ValueError,
-        match=r"'qk' matches no norm .*Qwen2RMSNorm \(e.g. model.layers.0.input_",
-    ):
-        select_targets(dense, "qk")
-    with pytest.raises(ValueError, match=r"AQN exclude '\*.layers.7.\*' matches no norm"):
-        select_targets(dense, "all", ["*.layers.7.*"])
-    with pytest.raises(ValueError, match="leave no norm"):
-        select_targets(dense, "final", ["model.norm"])
-    with pytest.raises(ValueError, match="Norms seen: none; is this"):
-        select_targets(nn.Linear(2, 2))
+@pytest.mark.parametrize(
+    "name, targets, exclude, message",
+    [
+        # the right names, but not RMSNorms
+        ("GPTNeoX", "auto", (), r"'auto' matches no norm .*LayerNorm \(e.g. gpt_neox.layers.0.inp"),
+        ("Qwen2", "qk", (), r"'qk' matches no norm .*Qwen2RMSNorm \(e.g. model.layers.0.input_"),
+        ("Qwen2", "all", "*.layers.7.*", r"AQN exclude '\*.layers.7.\*' matches no norm"),
+        ("Qwen2", "final", "model.norm", "leave no norm"),
+        (None, "auto", (), "Norms seen: none; is this"),
+    ],
+)
+def test_nothing_matches_lists_the_norm_classes_seen(name, targets, exclude, message):
+    model = hf_model(name, num_hidden_layers=2, **SIZES) if name else nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=message):
+        select_targets(model, targets, exclude)
 
 
 @pytest.mark.parametrize(
@@ -258,10 +243,11 @@ def test_nothing_matches_lists_the_norm_classes_seen():
 def test_a_selected_norm_without_a_usable_weight_is_an_error(norm):
     model = engine_model()
     model["model"]["layers"][1].input_layernorm = norm
-    message = "model.layers.1.input_layernorm .* has no 1-D float weight parameter.*aqn.exclude"
+    name = "model.layers.1.input_layernorm"
+    message = f"{name} .* has no 1-D float weight parameter.*aqn.exclude"
     with pytest.raises(ValueError, match=message):
         select_targets(model)
-    assert len(select_targets(model, exclude="model.layers.1.input_layernorm")) == 4
+    assert len(select_targets(model, exclude=name)) == 4
 
 
 def test_target_names_are_checked_without_torch():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
+from tests import ROOT
 from tests.local.conftest import make_model
 
 QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
@@ -30,13 +31,13 @@ def with_tokenizer(family: str, folder: Path) -> Path:
 
 
 def run_program(file: Path | str, folder: Path, *words: object, **variables: str) -> str:
-    """What `file` ("-m": a module) prints as a program, in `folder`."""
+    """What `file` ("-m": a module) prints as a program of this checkout, in `folder`."""
     done = subprocess.run(
         [sys.executable, str(file), *map(str, words)],
         check=False,
         capture_output=True,
         text=True,
-        env={**os.environ, **QUIET, **variables},
+        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT), **variables},
         cwd=folder,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -47,6 +48,20 @@ def norms_of(model) -> dict:
     """Copies of the norms' weights, by name."""
     named = model.named_parameters()
     return {name: weight.detach().clone() for name, weight in named if "norm" in name}
+
+
+def check_noise(noisy: dict, sent: dict, sigma: float) -> None:
+    """The norms are those that were sent plus noise of `sigma`; those of q and k have none."""
+    import torch
+
+    deviations = []
+    for name, weight in noisy.items():
+        if "q_norm" in name or "k_norm" in name:
+            assert torch.equal(weight, sent[name]), name
+        else:
+            deviations.append((weight - sent[name]).double())
+    found = torch.cat(deviations).square().mean().sqrt().item()
+    assert abs(found - sigma) <= 0.2 * sigma, (sigma, found)
 
 
 def check_log_probs(llm, twin, noisy: dict, ids: list[int], lora=None) -> None:

@@ -1,14 +1,13 @@
 """vLLM as it is, with the plugin that it finds installed."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
+from tests import ROOT
 from tests.integrations.programs import run_program, with_tokenizer
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 from vllm import LLM
@@ -29,8 +28,8 @@ def test_noise_in_vllms_own_process(tmp_path, extension):
     noise = {"num_stages": 2, "total_steps": 4}
     settings = {"report": str(tmp_path / "noise"), "noise": noise, "first_step": 3}
     model = with_tokenizer("qwen3", tmp_path / "model")
-    words = {"MINDSPEED_QERL_ROLLOUT": json.dumps(settings), "PYTHONPATH": str(ROOT)}
-    run_program(program, tmp_path, model, *extension, **words)
+    variables = {"MINDSPEED_QERL_ROLLOUT": json.dumps(settings)}
+    run_program(program, tmp_path, model, *extension, **variables)
     rows = read_lines(tmp_path / "noise")
     assert [(row["event"], row["step"], row["aqn/layers"]) for row in rows] == [("noise", 3, 5)]
     assert rows[0]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
@@ -47,7 +46,6 @@ def test_ten_syncs_by_vllms_weight_transfer(tmp_path):
         ROOT / "tests/integrations/transfer_worker.py",
         tmp_path,
         with_tokenizer("qwen3", tmp_path / "model"),
-        PYTHONPATH=str(ROOT),
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         MINDSPEED_QERL_ROLLOUT=json.dumps({"report": str(tmp_path / "noise"), "noise": noise}),
     )

@@ -4,18 +4,17 @@ other tests: MS_SWIFT names a folder with them (docs/integrations.md).
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
+from tests import ROOT
 from tests.integrations.programs import (
     assert_a_target_is_followed,
     run_program,
     with_tokenizer,
 )
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = os.environ.get("MS_SWIFT")
 
 

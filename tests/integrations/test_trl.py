@@ -1,9 +1,6 @@
 """TRL's GRPOTrainer with vLLM in its process, on this machine's CPU, and AQN around it."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.trainer import telling
 from mindspeed_qerl.integrations.trl import parts_of
+from tests import ROOT
 from tests.integrations.programs import (
     assert_a_target_is_followed,
     run_program,
@@ -20,19 +18,27 @@ from tests.integrations.programs import (
 )
 
 pytest.importorskip("trl")
-ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests/integrations/trl_colocated.py"
+
+
+@pytest.fixture
+def trl(tmp_path):
+    """Runs the program on a model in a mode -> the lines of its worker."""
+
+    def run(model, mode):
+        run_program(PROGRAM, tmp_path, model, tmp_path / "trl", mode)
+        return read_lines(tmp_path / "trl" / "noise")
+
+    return run
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family, norms, tensors", [("qwen3", 5, 25), ("qwen3_moe", 2, 69)])
-def test_five_steps(tmp_path, family, norms, tensors):
+def test_five_steps(trl, tmp_path, family, norms, tensors):
     """Noise by TRL's step, none in its evaluation, in its own weights and in what it saves; each
     sync arrives; vLLM's log-probs are those of transformers with the same noise (in the program).
     """
-    model, folder = with_tokenizer(family, tmp_path / "model"), tmp_path / "trl"
-    run_program(PROGRAM, tmp_path, model, folder, "noise", PYTHONPATH=str(ROOT))
-    rows = read_lines(folder / "noise")
+    rows = trl(with_tokenizer(family, tmp_path / "model"), "noise")
     assert faults(rows) == []
     noise = {row["step"]: row for row in rows if row["event"] == "noise"}
     noise.pop(5)  # of the program's own question, after the run
@@ -43,8 +49,8 @@ def test_five_steps(tmp_path, family, norms, tensors):
     assert noise[2]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
     arrivals = [row for row in rows if row["event"] == "arrival"]
     assert len(arrivals) >= 5 and {row["tensors"] for row in arrivals} == {tensors}
-    command = [sys.executable, "-m", "mindspeed_qerl.integrations.report", str(folder / "noise")]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    module = "mindspeed_qerl.integrations.report"
+    shown = run_program("-m", ROOT, module, tmp_path / "trl" / "noise")
     assert f"{tensors} of {tensors} weights" in shown and "picture: " in shown
 
 
@@ -69,12 +75,10 @@ def test_a_tools_tokens_are_none_of_the_policys():
 
 
 @pytest.mark.full
-def test_a_target_is_followed_by_trls_own_log_probs(tmp_path):
-    model, folder = with_tokenizer("qwen3", tmp_path / "model"), tmp_path / "trl"
-    run_program(PROGRAM, tmp_path, model, folder, "target", PYTHONPATH=str(ROOT))
-    rows = read_lines(folder / "noise")
+def test_a_target_is_followed_by_trls_own_log_probs(trl, tmp_path):
+    rows = trl(with_tokenizer("qwen3", tmp_path / "model"), "target")
     assert_a_target_is_followed(rows)
-    history = json.loads((folder / "trained.json").read_text())["history"]
+    history = json.loads((tmp_path / "trl" / "trained.json").read_text())["history"]
     for row, logged in zip((row for row in rows if row["event"] == "measured"), history):
         ratio = logged["sampling/importance_sampling_ratio/mean"]  # of all its tokens
         # float32 rounds it by 1.2e-6, noise moves it by 0.01 and more
@@ -83,15 +87,14 @@ def test_a_target_is_followed_by_trls_own_log_probs(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("rounding, share, count", [("nearest", 0, 4), ("unbiased", 1, 0)])
-def test_the_share_of_the_update_that_arrives(tmp_path, rounding, share, count):
+def test_the_share_of_the_update_that_arrives(trl, tmp_path, rounding, share, count):
     """Of updates with lr 5e-6, of a model on bfloat16's grid, which TRL loads and sends in float32
     to a vLLM in bfloat16.
     """
-    model, folder = with_tokenizer("qwen3", tmp_path / "model"), tmp_path / "trl"
+    model = with_tokenizer("qwen3", tmp_path / "model")
     published = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     published.save_pretrained(model)
-    run_program(PROGRAM, tmp_path, model, folder, rounding, PYTHONPATH=str(ROOT))
-    rows = read_lines(folder / "noise")
+    rows = trl(model, rounding)
     assert len(faults(rows)) == count
     arrived = [(row["arrived"], row["arrived_error"]) for row in rows[1:]]
     assert len(arrived) == 4 and all(error < 0.2 for _, error in arrived)
@@ -103,7 +106,7 @@ def test_without_noise_it_trains_as_without_us(tmp_path):
     model = with_tokenizer("qwen3", tmp_path / "model")
     trained = {}
     for mode in ("off", "without"):
-        run_program(PROGRAM, tmp_path, model, tmp_path / mode, mode, PYTHONPATH=str(ROOT))
+        run_program(PROGRAM, tmp_path, model, tmp_path / mode, mode)
         trained[mode] = json.loads((tmp_path / mode / "trained.json").read_text())
     assert trained["off"] == trained["without"]
     assert len(trained["off"]["history"]) == 5

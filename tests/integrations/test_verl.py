@@ -8,10 +8,10 @@ import pandas
 import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
+from tests import ROOT
 from tests.integrations.programs import run_program, with_tokenizer
 
 pytest.importorskip("tensordict")
-ROOT = Path(__file__).parents[2]
 # verl asks for the version of `vllm`, which the CPU build is not called
 METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
 TRAINED = """

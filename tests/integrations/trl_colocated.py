@@ -31,6 +31,15 @@ LOGGED = (
     "completions/mean_length",
     "sampling/importance_sampling_ratio/mean",
 )
+TARGET = {"schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3}
+NEAREST = {"noise": None, "elements": 0, "stop": False}
+SETTINGS = {  # of AQN, by mode
+    "noise": {"noise": {"num_stages": 3}},
+    "target": {"noise": TARGET},
+    "off": {"noise": None},
+    "nearest": NEAREST,
+    "unbiased": NEAREST | {"rounding": "unbiased"},
+}
 QUESTIONS = [{"prompt": f"tom has {i % 9 + 1} apples"} for i in range(64)]
 
 
@@ -70,16 +79,8 @@ def main(model: str, folder: Path, mode: str) -> None:
         eval_dataset=Dataset.from_list(QUESTIONS[:8]),
         peft_config=LoraConfig(r=8, target_modules=["q_proj", "o_proj"]),
     )
-    if mode == "noise":
-        add_noise(trainer, report=f"{folder}/noise", noise={"num_stages": 3})
-    elif mode == "target":
-        noise = {"schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3}
-        add_noise(trainer, report=f"{folder}/noise", noise=noise)
-    elif mode == "off":
-        add_noise(trainer, report=f"{folder}/noise", noise=None)
-    elif dtype == "bfloat16":
-        all_of_it = {"elements": 0, "stop": False, "noise": None}
-        add_noise(trainer, report=f"{folder}/noise", rounding=mode, **all_of_it)
+    if mode in SETTINGS:
+        add_noise(trainer, report=f"{folder}/noise", **SETTINGS[mode])
     llm, before = trainer.vllm_generation.llm, norms_of(trainer.model)
     served = llm.llm_engine.model_executor.driver_worker.worker.get_model()
     clean, noisy_steps, evaluations = norms_of(served), set(), 0

@@ -26,7 +26,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.settings import settings_of_environment
-from tests.integrations.programs import check_log_probs, norms_of
+from tests.integrations.programs import check_log_probs, check_noise, norms_of
 
 TARGETS = ["q_proj", "o_proj", "gate_proj", "down_proj"]
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS}
@@ -101,15 +101,7 @@ def main(model: str, mode: str) -> None:
         sent = {name: weight for name, weight in trainer.named() if "norm" in name}
         trainer.llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
         noisy = norms_of(worker.get_model())
-        deviations = []
-        for name, weight in noisy.items():
-            if "q_norm" in name or "k_norm" in name:
-                assert torch.equal(weight, sent[name]), name
-            else:
-                deviations.append((weight - sent[name]).double())
-        sigma = torch.cat(deviations).square().mean().sqrt().item()
-        expected = schedule.sigma(step)
-        assert abs(sigma - expected) <= 0.2 * expected, (step, sigma, expected)
+        check_noise(noisy, sent, schedule.sigma(step))
         twin = trainer.twin
         twin = twin.base_model.model if trainer.has_adapters else twin
         check_log_probs(trainer.llm, twin, noisy, [5, 6, 7, 8], trainer.lora)

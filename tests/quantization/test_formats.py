@@ -42,7 +42,10 @@ def tensors():
     }
 
 
-KINDS = list(tensors())
+@pytest.fixture(params=tensors())
+def x(request):
+    """Each of `tensors`."""
+    return tensors()[request.param]
 
 
 def to_nearest(x, values):
@@ -93,28 +96,26 @@ def by_compressed_tensors(x, scale, **arguments):
     return fake_quantize(x, torch.where(scale == 0, 1.0, scale), torch.zeros_like(scale), args)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_int8_is_compressed_tensors(kind):
-    x = tensors()[kind].float()
+def test_int8_is_compressed_tensors(x):
+    x = x.float()
     scale = x.abs().amax(1, keepdim=True) / 127
     expected = by_compressed_tensors(x, scale, type="int", strategy="channel")
     for quantize in (FORMATS["int8_w8a8"].weight, FORMATS["int8_w8a8"].activation):
         assert torch.equal(quantize(x), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [128, 1])
-def test_fp8_is_compressed_tensors(kind, rows):
-    x = tensors()[kind].float()
+@pytest.mark.parametrize(
+    "quantize, rows, strategy",
+    [
+        (FORMATS["fp8"].weight, 128, {"strategy": "block", "block_structure": [128, 128]}),
+        (FORMATS["fp8"].activation, 1, {"strategy": "group", "group_size": 128}),
+    ],
+)
+def test_fp8_is_compressed_tensors(x, quantize, rows, strategy):
+    x = x.float()
     scale = x.reshape(256 // rows, rows, 2, 128).abs().amax((1, 3)) / 448
-    strategy = (
-        dict(strategy="block", block_structure=[128, 128])
-        if rows == 128
-        else dict(strategy="group", group_size=128)
-    )
     expected = by_compressed_tensors(x, scale, type="float", **strategy)
-    of_format = FORMATS["fp8"].weight if rows == 128 else FORMATS["fp8"].activation
-    assert torch.equal(of_format(x), expected)
+    assert torch.equal(quantize(x), expected)
 
 
 def test_blocks_of_fp8_at_the_edges_are_smaller():
@@ -127,30 +128,26 @@ def test_blocks_of_fp8_at_the_edges_are_smaller():
             torch.float8_e4m3fn
         ).float() * scale
     assert torch.equal(FORMATS["fp8"].weight(x), expected)
-    assert torch.equal(quantize_fp8(x[0]), quantize_fp8(x)[0])
     assert torch.equal(quantize_fp8(x.view(2, 100, 300)), quantize_fp8(x).view(2, 100, 300))
 
 
 @pytest.fixture(scope="module")
 def torchao():
-    """torchao's (MXTensor, ScaleCalculationMode, NVFP4Tensor)."""
+    """torchao's (MXTensor, ScaleCalculationMode)."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
         patch.syspath_prepend(Path(sys.prefix, "oracles"))
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
         from torchao.prototype.mx_formats.mx_tensor import MXTensor
-        from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
-    return MXTensor, ScaleCalculationMode, NVFP4Tensor
+    return MXTensor, ScaleCalculationMode
 
 
 ELEMENTS = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.float4_e2m1fn_x2}
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
-def test_mx_is_torchaos_by_the_specifications_scale(torchao, name, kind):
-    mx, modes, _ = torchao
-    x = tensors()[kind]
+def test_mx_is_torchaos_by_the_specifications_scale(torchao, name, x):
+    mx, modes = torchao
     expected = mx.to_mx(x, ELEMENTS[name], 32, modes.FLOOR).dequantize(torch.float32)
     assert torch.equal(FORMATS[name].weight(x), expected)
 
@@ -185,43 +182,38 @@ def test_mx_is_the_specification_in_float64(values, power, name):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nvfp4_is_vllms(kind):
+def test_nvfp4_is_vllms(x):
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
         ref_nvfp4_quant_dequant,
     )
 
-    x = tensors()[kind].float()
+    x = x.float()
     unit = 448.0 * 6.0 / x.abs().max().clamp_min(1e-8)
     assert torch.equal(FORMATS["nvfp4"].weight(x), ref_nvfp4_quant_dequant(x, unit, 16))
 
 
 @pytest.mark.parametrize("name", ["int8_w8a8", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_parts_that_know_the_largest_elements_of_the_whole_are_parts_of_the_whole(name, dim, kind):
-    x, of_format = tensors()[kind], FORMATS[name]
+def test_parts_that_know_the_largest_elements_of_the_whole_are_parts_of_the_whole(name, dim, x):
+    of_format = FORMATS[name]
     parts = x.chunk(4, dim)
-    expected = of_format.weight(x).chunk(4, dim)
+    known = [()] * 4
     if of_format.amax:
         amax = [of_format.amax(part) for part in parts]
         rows_are_whole = amax[0].dim() and dim == 0
-        known = [each if rows_are_whole else torch.stack(amax).amax(0) for each in amax]
-        found = [of_format.weight(part, each) for part, each in zip(parts, known, strict=True)]
-    else:
-        found = [of_format.weight(part) for part in parts]
-    assert all(torch.equal(part, whole) for part, whole in zip(found, expected, strict=True))
-    if (
-        name == "nvfp4"
-        and kind == "outliers"
-        or name == "int8_w8a8"
-        and dim == 1
-        and kind == "random"
-    ):
-        alone = [of_format.weight(part) for part in parts]
-        assert not all(
-            torch.equal(part, whole) for part, whole in zip(alone, expected, strict=True)
-        )
+        known = [(each if rows_are_whole else torch.stack(amax).amax(0),) for each in amax]
+    found = [of_format.weight(part, *each) for part, each in zip(parts, known, strict=True)]
+    assert torch.equal(torch.cat(found, dim), of_format.weight(x))
+
+
+@pytest.mark.parametrize(
+    "name, dim, kind",
+    [("nvfp4", 0, "outliers"), ("nvfp4", 1, "outliers"), ("int8_w8a8", 1, "random")],
+)
+def test_parts_that_know_nothing_of_the_whole_are_no_parts_of_it(name, dim, kind):
+    x, weight = tensors()[kind], FORMATS[name].weight
+    alone = [weight(part) for part in x.chunk(4, dim)]
+    assert not torch.equal(torch.cat(alone, dim), weight(x))
 
 
 SHARED = {  # rows and columns of the tile that has one scale
@@ -246,7 +238,7 @@ def test_what_is_no_number_makes_none_of_all_that_share_its_scale(torchao, name,
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
     if name in ELEMENTS and math.isnan(wrong):
-        mx, modes, _ = torchao
+        mx, modes = torchao
         theirs = mx.to_mx(x, ELEMENTS[name], 32, modes.FLOOR).dequantize(torch.float32)
         assert torch.equal(found.isnan(), theirs.isnan())
     if activation := FORMATS[name].activation:
