@@ -366,9 +366,6 @@ def register() -> None:
     # of `v1.worker.worker_base` today, of `worker.worker_base` in 0.11
     from vllm.v1.executor.multiproc_executor import WorkerWrapperBase
 
-    if hasattr(WorkerWrapperBase, MARK):
-        return
-    setattr(WorkerWrapperBase, MARK, True)
     init_device = WorkerWrapperBase.init_device
 
     def attach_and_init(self, *args, **kwargs) -> Any:
