@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .schedule import NoiseLevel
-from .targets import NormTarget, multipliers_of, select_targets
+from .targets import multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
 
@@ -95,26 +95,27 @@ class NoiseInjector:
     ):
         self.seed = seed
         selected = select_targets(model, targets, exclude)
-        # (norm, what sigma is multiplied with)
-        self.targets: list[tuple[NormTarget, float]] = []
+        # (path, norm, what sigma is multiplied with)
+        self.targets: list[tuple[str, torch.nn.Module, float]] = []
         names = []
-        for target, factor in zip(selected, multipliers_of(selected, multipliers)):
+        factors = multipliers_of(selected, multipliers)
+        for (name, norm), factor in zip(selected.items(), factors):
             if factor:
-                self.targets.append((target, factor))
-                names.append(target.name if factor == 1 else f"{target.name} (x {factor:g})")
+                self.targets.append((name, norm, factor))
+                names.append(name if factor == 1 else f"{name} (x {factor:g})")
         if not names:
             raise ValueError(
                 f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
                 "aqn=off"
             )
-        # (target, clean, noisy), copies on the CPU
-        self._applied: list[tuple[NormTarget, Tensor, Tensor]] = []
+        # (path, norm, its clean and noisy weights, copies on the CPU)
+        self._applied: list[tuple[str, torch.nn.Module, Tensor, Tensor]] = []
         logger.info(f"AQN targets {len(names)} RMSNorm layers: {', '.join(names)}")
 
     @property
     def names(self) -> list[str]:
         """Module names of the norms that get noise."""
-        return [target.name for target, _ in self.targets]
+        return [name for name, _, _ in self.targets]
 
     @property
     def is_on(self) -> bool:
@@ -136,16 +137,16 @@ class NoiseInjector:
         differences = []  # of noisy and clean weights, float64
         weights = 0
         squares = 0.0
-        for target, factor in self.targets:
-            weight = target.module.weight
+        for name, norm, factor in self.targets:
+            weight = norm.weight
             weights += weight.numel()
             squares += weight.numel() * factor**2
             if not level.sigma:
                 continue
             clean = weight.detach().to("cpu", copy=True)
-            noise = standard_normal(self.seed, level.step, f"{target.name}.weight", clean.shape)
+            noise = standard_normal(self.seed, level.step, f"{name}.weight", clean.shape)
             noisy = (clean + level.sigma * factor * noise).to(clean.dtype)  # the sum is float32
-            self._applied.append((target, clean, noisy))
+            self._applied.append((name, norm, clean, noisy))
             weight.copy_(noisy)
             differences.append(noisy.double() - clean.double())
         difference = torch.cat(differences or [torch.zeros(1)])
@@ -180,9 +181,9 @@ class NoiseInjector:
             RuntimeError: some weights are not what `apply` left. Nothing is put back then.
         """
         overwritten = []
-        for target, _, noisy in self._applied:
-            if not _same_bits(target.module.weight, noisy):
-                overwritten.append(target.name)
+        for name, norm, _, noisy in self._applied:
+            if not _same_bits(norm.weight, noisy):
+                overwritten.append(name)
         if overwritten:
             raise RuntimeError(
                 f"AQN noise is on, and {len(overwritten)} of {len(self._applied)} noisy weights "
@@ -190,8 +191,8 @@ class NoiseInjector:
                 "values back. Call remove() before syncing weights into the model and apply() "
                 "after; to continue now, sync all weights and build a new NoiseInjector."
             )
-        for target, clean, _ in self._applied:
-            target.module.weight.copy_(clean)
+        for _, norm, clean, _ in self._applied:
+            norm.weight.copy_(clean)
         self._applied = []
 
 

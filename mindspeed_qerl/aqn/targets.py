@@ -8,7 +8,6 @@ matches in vLLM, whose class is its own `RMSNorm`.
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -30,14 +29,6 @@ TARGET_NAMES = ("auto", *ROLES_OF_TARGET)
 QK_NAMES = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 BLOCK_ROLES = {"input_layernorm": "input", "post_attention_layernorm": "post_attention"}
 FINAL_NAMES = ("norm", "final_layernorm", "final_norm", "norm_f", "ln_f")
-
-
-@dataclass(frozen=True)
-class NormTarget:
-    """A norm that gets noise: `name` is its path in the model."""
-
-    name: str
-    module: "Module"
 
 
 def check_targets(spec: str | Sequence[str]) -> list[str]:
@@ -86,23 +77,21 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
     return checked
 
 
-def multipliers_of(
-    norms: Sequence[NormTarget], multipliers: Iterable[tuple[str, float]]
-) -> list[float]:
-    """Returns what sigma is multiplied with for each of `norms`: the product over all selectors
-    that select it. ValueError for a selector that selects none.
+def multipliers_of(norms: Collection[str], multipliers: Iterable[tuple[str, float]]) -> list[float]:
+    """Returns what sigma is multiplied with for each of `norms`, paths in a model: the product over
+    all selectors that select it. ValueError for a selector that selects none.
     """
     factors = [1.0] * len(norms)
     for selector, factor in multipliers:
         target, layers = _parse_selector(selector)
         is_selected = False
         for i, norm in enumerate(norms):
-            in_layers = layers is None or layer_of(norm.name) in layers
+            in_layers = layers is None or layer_of(norm) in layers
             if in_layers and answers_to(norm, target):
                 factors[i] *= factor
                 is_selected = True
         if not is_selected:
-            names = ", ".join(norm.name for norm in norms[:4])
+            names = ", ".join(list(norms)[:4])
             raise ValueError(
                 f"AQN multiplier {selector!r} selects none of the {len(norms)} norms that get "
                 f"noise: {names}, ... Write a layer ('3'), a range ('0-11'), a target "
@@ -111,9 +100,9 @@ def multipliers_of(
     return factors
 
 
-def answers_to(norm: NormTarget, target: str) -> bool:
-    """Returns True if a target's name or pattern selects the norm."""
-    return role_of(norm.name) in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm.name, target)
+def answers_to(norm: str, target: str) -> bool:
+    """Returns True if a target's name or pattern selects the norm at path `norm`."""
+    return role_of(norm) in ROLES_OF_TARGET.get(target, ()) or fnmatchcase(norm, target)
 
 
 def layer_of(name: str) -> int | None:
@@ -137,8 +126,9 @@ def _parse_selector(selector: str) -> tuple[str, range | None]:
 
 def select_targets(
     model: "Module", targets: str | Sequence[str] = "auto", exclude: str | Sequence[str] = ()
-) -> list[NormTarget]:
-    """Finds the RMSNorms of `model` that get noise, in the order of `model.named_modules()`.
+) -> dict[str, "Module"]:
+    """Finds the RMSNorms of `model` that get noise, by their paths, in the order of
+    `model.named_modules()`.
 
     Args:
         targets: one or several of `auto` (`all` on a dense model, `post_attention` on a mixture of
@@ -155,29 +145,28 @@ def select_targets(
     """
     targets = check_targets(targets)
     exclude = check_targets(exclude)
-    norms = []
+    norms = {}
     for name, module in model.named_modules():
         # vLLM's RMSNorm, transformers' Qwen2RMSNorm and kin, torch.nn.RMSNorm, subclasses
         # (AscendRMSNorm)
         if any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__):
-            norms.append(NormTarget(name, module))
+            norms[name] = module
     try:
         selected = _choose(norms, is_mixture_of_experts(model), targets, exclude)
     except ValueError as error:
         raise ValueError(f"{error} {_norms_seen(model)}") from None
-    for norm in selected:
-        _check_weight(norm)
-    return selected
+    for name in selected:
+        _check_weight(name, norms[name])
+    return {name: norms[name] for name in selected}
 
 
 def targets_in_file(
     tensors: Collection[str], targets: str | Sequence[str], exclude: str | Sequence[str]
-) -> list[NormTarget]:
-    """Returns the norms that get noise among the names of a checkpoint's tensors, without modules:
-    a forecast of `select_targets`.
+) -> list[str]:
+    """Returns the paths of the norms that get noise by the names of a checkpoint's tensors: a
+    forecast of `select_targets`.
     """
-    names = [name.removesuffix(".weight") for name in tensors if name.endswith("norm.weight")]
-    norms = [NormTarget(name, None) for name in names]
+    norms = [name.removesuffix(".weight") for name in tensors if name.endswith("norm.weight")]
     is_mixture = any(".experts." in name for name in tensors)
     return _choose(norms, is_mixture, check_targets(targets), check_targets(exclude))
 
@@ -222,26 +211,26 @@ def _holds_experts(name: str, module: "Module") -> bool:
 
 
 def _choose(
-    norms: list[NormTarget], is_mixture: bool, targets: list[str], exclude: list[str]
-) -> list[NormTarget]:
+    norms: Iterable[str], is_mixture: bool, targets: list[str], exclude: list[str]
+) -> list[str]:
     """The norms that `targets` select and `exclude` does not. ValueError for an item that selects
     nothing, a typo or a wrong model, and where none are left.
     """
     wanted = _matching(norms, is_mixture, targets, "target")
     unwanted = _matching(norms, is_mixture, exclude, "exclude")
-    selected = [norm for norm in norms if norm.name in wanted - unwanted]
+    selected = [norm for norm in norms if norm in wanted - unwanted]
     if not selected:
         raise ValueError(f"AQN targets {targets} without {exclude} leave no norm.")
     return selected
 
 
-def _matching(norms: list[NormTarget], is_mixture: bool, items: list[str], what: str) -> set[str]:
+def _matching(norms: Iterable[str], is_mixture: bool, items: list[str], what: str) -> set[str]:
     names = set()
     for item in items:
         target = item
         if item == "auto":
             target = "post_attention" if is_mixture else "all"
-        matched = {norm.name for norm in norms if answers_to(norm, target)}
+        matched = {norm for norm in norms if answers_to(norm, target)}
         if not matched:
             raise ValueError(f"AQN {what} {item!r} matches no norm of this model.")
         names |= matched
@@ -262,13 +251,13 @@ def _norms_seen(model: "Module") -> str:
     )
 
 
-def _check_weight(norm: NormTarget) -> None:
+def _check_weight(name: str, norm: "Module") -> None:
     from torch.nn import Parameter
 
-    weight = getattr(norm.module, "weight", None)
+    weight = getattr(norm, "weight", None)
     if isinstance(weight, Parameter) and weight.dim() == 1 and weight.is_floating_point():
         return
     raise ValueError(
-        f"AQN target {norm.name} ({type(norm.module).__name__}) has no 1-D float weight parameter; "
-        f"add {norm.name!r} to aqn.exclude"
+        f"AQN target {name} ({type(norm).__name__}) has no 1-D float weight parameter; "
+        f"add {name!r} to aqn.exclude"
     )

@@ -42,9 +42,7 @@ def lost_noise(recipe: Recipe) -> list[str]:
         targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
         factors = multipliers_of(targets, check_multipliers(noise.multipliers or {}))
         pairs = zip(targets, factors)
-        weights = [
-            (checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor
-        ]
+        weights = [(checkpoint.read(f"{norm}.weight"), factor) for norm, factor in pairs if factor]
     norms = "the model's norms" if weights else "norms of 1"
     schedule = noise.noise_schedule(steps)
     lost = 0

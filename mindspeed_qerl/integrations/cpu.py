@@ -2,8 +2,6 @@
 
 import torch
 
-WAY_OUT = "mindspeed_qerl.integrations.cpu.keep_weights()"
-
 
 def keep_weights() -> None:
     """Make vLLM's CPU backend keep its weights as they are loaded. By itself it packs those of
@@ -37,6 +35,7 @@ def refuse_packed_weights(model: torch.nn.Module) -> None:
         if not parameter.numel():
             raise RuntimeError(
                 f"vLLM's CPU backend has packed the weights for its kernels ({name} is empty), so "
-                f"that no trainer can sync others into it. Call {WAY_OUT} before vLLM's engine is "
-                "built; on GPUs and NPUs vLLM keeps its weights"
+                "that no trainer can sync others into it. Call "
+                "mindspeed_qerl.integrations.cpu.keep_weights() before vLLM's engine is built; on "
+                "GPUs and NPUs vLLM keeps its weights"
             )

@@ -174,21 +174,22 @@ class RouteReplay:
             return micro.chosen[layer]
         rows = len(micro.known)
         start, end = (rows * rank // self.tp_size for rank in (self.tp_rank, self.tp_rank + 1))
-        share = slice(start, end)  # of the rows, that this rank decides for or counts
-        if len(own) not in (rows, end - start):
+        share = slice(start, end)
+        # a rank decides for all rows and counts its share, or decides for that alone
+        decided = slice(None) if len(own) == rows else share
+        counted = share if len(own) == rows else slice(None)
+        known = micro.known[decided]
+        if len(own) != len(known):
             raise RuntimeError(
                 f"layer {layer} chooses experts for {len(own)} tokens, and there are routes for "
                 f"{rows}"
             )
-        part = slice(None) if len(own) == rows else share
-        known = micro.known[part]
-        recorded = micro.routes[part, self.index[layer]].to(own)
+        recorded = micro.routes[decided, self.index[layer]].to(own)
         common = (recorded[:, :, None] == own[:, None, :]).any(-1)
         # of the same experts the trainer's order stays, and with it every bit of its result
         ids = torch.where((known & ~common.all(-1))[:, None], recorded, own)
-        mine = share if len(own) == rows else slice(None)
-        known = known[mine]
-        flipped = ~common[mine] & known[:, None]
+        known = known[counted]
+        flipped = ~common[counted] & known[:, None]
         seen = torch.stack([known.sum(), (~known).sum(), flipped.sum()])
         self.seen[layer] = self.seen.get(layer, 0) + seen
         micro.chosen[layer] = ids
