@@ -3,16 +3,14 @@ weight (lora/rounding.py), and experts, which lie in one matrix.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mindspeed_qerl.families.base import ModelShape
-from mindspeed_qerl.families.tensors import ParameterMapping
 from mindspeed_qerl.lora.checkpoint import EXPERTS, table_of_layer
-from mindspeed_qerl.lora.rounding import Dither, dither_of_part
+from mindspeed_qerl.lora.rounding import Dither, dither_of_part, rounded
 
 
 def merge_experts(
@@ -34,9 +32,7 @@ def merge_experts(
     a = a.view(experts, -1, rank).float()
     b = b.view(experts, rank, -1).float()
     exact = torch.baddbmm(stacked.float(), a, b, alpha=scaling)
-    dither = getattr(weight, "dither", None)
-    rounded = dither.rounded(exact) if dither else exact.to(weight.dtype)
-    return rounded.view(weight.shape)
+    return rounded(exact, weight.dtype, getattr(weight, "dither", None)).view(weight.shape)
 
 
 def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
@@ -45,14 +41,12 @@ def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
     """
     tp_rank = state.get_tensor_model_parallel_rank()
     tp_size = state.get_tensor_model_parallel_world_size()
-    table = table_of_layer(shape)
     for layer, name, module in adapted_layers(chunks):
+        table = table_of_layer(shape, layer)
         if hasattr(module, "base_layer"):
             weight = module.base_layer.weight
-            mapping = _of_layer(table[name], layer)
-            weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(
-                weight.device
-            )
+            dither = dither_of_part(table[name], weight.shape, tp_rank, tp_size)
+            weight.dither = dither.to(weight.device)
             continue
         # whole experts are dealt to expert ranks, and by those to their tensor ranks
         count = module.num_local_experts
@@ -65,7 +59,7 @@ def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
             outputs_and_inputs = (width, hidden) if which == "weight1" else (hidden, width)
             for expert in range(first, first + count):
                 mapping = table[f"mlp.experts.local_experts.{expert}.{EXPERTS[which]}"]
-                bits.append(dither_of_part(_of_layer(mapping, layer), outputs_and_inputs, 0, 1))
+                bits.append(dither_of_part(mapping, outputs_and_inputs, 0, 1))
             by_input = torch.stack([each.across for each in bits])
             by_output = torch.stack([each.down for each in bits])
             weight.dither = Dither(by_input, by_output).to(weight.device)
@@ -96,9 +90,3 @@ def adapted_layers(
             if name.startswith(f"{decoder}.layers.") and hasattr(module, "forget_merged"):
                 number, _, within = name.removeprefix(f"{decoder}.layers.").partition(".")
                 yield modules[decoder].layers[int(number)].layer_number - 1, within, module
-
-
-def _of_layer(mapping: ParameterMapping, layer: int) -> ParameterMapping:
-    """A mapping of layer 0 for another layer."""
-    names = tuple(name.replace("layers.0.", f"layers.{layer}.", 1) for name in mapping.hf)
-    return replace(mapping, hf=names)

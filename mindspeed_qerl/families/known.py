@@ -40,7 +40,6 @@ QWEN2_MOE = Family(
     experts=True,
     shared_expert=True,
     megatron={"spec": list(SPEC)},
-    extra_arguments={"shared_expert_gate": True},
     conversion=Conversion(
         "convert_ckpt.py", "qwen2-moe", ("--moe-grouped-gemm", *OPTIONS, "--spec", *SPEC)
     ),
@@ -51,7 +50,6 @@ QWEN2_MOE = Family(
             ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
             ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate"),
         ),
-        corrections=((".gate_weight.weight", ".gate_weight"),),
     ),
 )
 

@@ -69,14 +69,12 @@ class LoRALinear(nn.Module):
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
         self.sequence_parallel = self.tp_size > 1 and base.sequence_parallel
-        shared_input = self.tp_size > 1 and self.row_parallel
-        whole_in = in_features * (self.tp_size if shared_input else 1)
+        parts = self.tp_size if self.row_parallel else 1  # of A
+        whole_in = in_features * parts
         bound = 1.0 / math.sqrt(whole_in)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
         generator = torch.Generator().manual_seed(seed)
         a = torch.empty(r, whole_in).uniform_(-bound, bound, generator=generator)
-        if shared_input:
-            a = a.chunk(self.tp_size, dim=1)[tp_rank].clone()
-        self.lora_A = nn.Parameter(a)
+        self.lora_A = nn.Parameter(a.chunk(parts, dim=1)[tp_rank % parts].clone())
         self.lora_B = nn.Parameter(torch.zeros(out_features, r))
         factors = ((self.lora_A, self.row_parallel), (self.lora_B, not self.row_parallel))
         for parameter, shared in factors:

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
+from mindspeed_qerl.families.checkpoint import Checkpoint, refuse_beside_single
 from mindspeed_qerl.families.fingerprint import INDEX, SINGLE, weights_digest
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
@@ -104,7 +104,7 @@ def test_it_is_read_as_transformers_reads_it(saved, tmp_path, case):
     ours = Checkpoint(tmp_path)
     assert ours.files.keys() == theirs.keys()
     assert all(torch.equal(ours.read(name).float(), tensor) for name, tensor in theirs.items())
-    assert beside_single(tmp_path) == []
+    refuse_beside_single(tmp_path)
 
 
 def both(folder):
@@ -183,7 +183,7 @@ def test_the_file_is_named(saved, tmp_path, case, framework):
 def test_what_vllm_would_read_besides_is_named(saved, tmp_path, name):
     digest = weights_digest(copied(saved, tmp_path))
     save_file({"x": torch.zeros(1)}, tmp_path / name)
-    (fault,) = beside_single(tmp_path)
-    assert f"{name} beside {SINGLE}" in fault and "move it" in fault
+    with pytest.raises(ConfigError, match=f"{name} beside {SINGLE}, .*: move it"):
+        refuse_beside_single(tmp_path)
     assert weights_digest(tmp_path) == digest
     assert "x" not in Checkpoint(tmp_path).files
