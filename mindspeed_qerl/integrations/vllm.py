@@ -17,7 +17,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -265,11 +264,11 @@ class WorkerRollout:
             tensors=len(arrival.sent),
             not_compared=not_compared,
             unchanged=arrival.unchanged,
-            failures=[asdict(failure) for failure in failures],
+            failures=[failure._asdict() for failure in failures],
             seconds=time.perf_counter() - started,
         )
         if failures:
-            shown = "; ".join(f"{failure.name}: {failure.problem}" for failure in failures[:5])
+            shown = "; ".join(map(": ".join, failures[:5]))
             message = (
                 f"{len(failures)} of {len(arrival.sent)} tensors of the {what} did not arrive in "
                 f"vLLM: {shown}"

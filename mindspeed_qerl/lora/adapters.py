@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +126,13 @@ class LoRALinear(nn.Module):
         """A or B has changed."""
         self._merged = None
 
+    def add_dither(self, mapping: ParameterMapping, tp_rank: int, tp_size: int) -> None:
+        """Give the weight, in bfloat16, the random bits that it is rounded by, as its attribute
+        `dither`. mapping: of the weight; place in the tensor parallel group of attention.
+        """
+        weight = self.base_layer.weight
+        weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(weight.device)
+
 
 def call_merged(
     layer: nn.Module, weight: Tensor, update: Callable[[Tensor], Tensor], x: Tensor, *args, **kwargs
@@ -195,19 +202,6 @@ def apply_lora(
         raise ConfigError(
             f"lora_target_modules: {', '.join(sorted(empty))} matches no layer of this model"
         )
-
-
-def add_dither(
-    model: nn.Module, table: Iterable[ParameterMapping], tp_rank: int, tp_size: int
-) -> None:
-    """Give each adapted weight of a model in bfloat16 the random bits that it is rounded by, as its
-    attribute `dither`. table: of the parameters of this rank's part.
-    """
-    mappings = {mapping.megatron: mapping for mapping in table}
-    for name, layer in lora_layers(model):
-        mapping = mappings[f"{name}.weight"]
-        weight = layer.base_layer.weight
-        weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(weight.device)
 
 
 def _shifted(name: str, parent: str, offset: int) -> str:

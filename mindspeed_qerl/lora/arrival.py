@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ class Sample:
     exact: Tensor | None
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A tensor that did not arrive, and in which way."""
 
     name: str
@@ -136,7 +135,7 @@ class Arrival:
             is_beside = experts and any(other.startswith(layer + experts) for other in names)
             if not is_beside and name != "lm_head.weight":
                 failures.append(Failure(name, "no module of the rollout model has it"))
-        return sorted(failures, key=lambda failure: failure.name)
+        return sorted(failures)
 
     def _moves(self, held: Held, values: Tensor, inside: Tensor) -> list[Tensor]:
         """Returns of M, what the elements moved since the first sync, and of U, by how much they

@@ -4,7 +4,6 @@ parameters taken apart again, by names and sizes alone, not by vLLM's own loader
 Read with vLLM 0.11 (also under vllm-ascend) to 0.32; Qwen2, Qwen3, their mixtures, Llama.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -130,7 +129,7 @@ def _experts(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterato
         if place < 0:  # on another rank
             continue
         for leaf, part in zip(leaves, tensor[place].chunk(len(leaves)), strict=True):
-            width = math.prod(part.shape) // hidden
+            width = part.numel() // hidden
             offset = getattr(module, "tp_rank", 0) * width
             start = (0, offset) if leaf == "down_proj" else (offset, 0)
             yield f"{name}.{expert}.{leaf}.weight", part, start

@@ -9,12 +9,8 @@ form of transformers 4; `newer` gives that of transformers 5.
 def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
     return {
         "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": width,
         "max_position_embeddings": 32768,
         "max_window_layers": layers,
@@ -27,7 +23,6 @@ def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
         "sliding_window": 32768,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": vocabulary,
         **more,
@@ -56,8 +51,6 @@ def experts(count, top, width, **more):
         "norm_topk_prob": True,
         "num_experts": count,
         "num_experts_per_tok": top,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
         **more,
     }
 
@@ -65,11 +58,8 @@ def experts(count, top, width, **more):
 def llama(layers, hidden, width, heads, vocabulary, **more):
     return {
         "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": width,
         "model_type": "llama",
         "num_attention_heads": heads,
@@ -77,7 +67,6 @@ def llama(layers, hidden, width, heads, vocabulary, **more):
         "rms_norm_eps": 1e-05,
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
-        "use_cache": True,
         "vocab_size": vocabulary,
         **more,
     }

@@ -3,6 +3,7 @@ several, and nothing that lies beside them; or refused with the file's name.
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -144,6 +145,10 @@ REFUSED = {
     "pytorch_model.bin alone": (only_pickled, r"neither .* in safetensors .save_pretrained"),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), f"neither {INDEX} nor {SINGLE}"),
     "an empty file": (content(SINGLE, b""), f"{SINGLE} cannot be read; it may be cut short"),
+    "a header that was cut": (
+        lambda folder: os.truncate(folder / SINGLE, 20),
+        f"{SINGLE} cannot be read; it may be cut short",
+    ),
     "a file that was cut": (cut, f"{SINGLE} cannot be read; it may be cut short"),
     "a pointer": (
         content(SINGLE, POINTER.encode()),

@@ -417,6 +417,9 @@ def test_incomplete_checkpoints(tmp_path):
         load_adapters(save)
 
 
+either = pytest.mark.parametrize("save", [save_peft, save_merged])
+
+
 @pytest.fixture(scope="module")
 def base_model(tmp_path_factory):
     """base_model(family) -> folder of a random model in three files, made once."""
@@ -533,7 +536,7 @@ def test_the_merged_folder_is_the_base_folder(tmp_path, base_model):
             assert copy.read_bytes() == file.read_bytes()
 
 
-@pytest.mark.parametrize("save", [save_peft, save_merged])
+@either
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, base_model, save):
     base, out = base_model("qwen3"), tmp_path / "out"
     whole = make_adapters("qwen3", 2)
@@ -569,7 +572,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, base_mode
     assert sorted(path.name for path in tmp_path.iterdir()) == before == ["cut", "out"]
 
 
-@pytest.mark.parametrize("save", [save_peft, save_merged])
+@either
 def test_a_base_of_the_same_shape_with_other_weights_is_refused(tmp_path, base_model, save):
     base = base_model("qwen3")
     adapters = replace(make_adapters("qwen3", 2), base=weights_digest(base))
@@ -588,7 +591,7 @@ def test_a_base_of_the_same_shape_with_other_weights_is_refused(tmp_path, base_m
     save(adapters, base, tmp_path / "out")
 
 
-@pytest.mark.parametrize("save", [save_peft, save_merged])
+@either
 def test_a_write_that_fails_leaves_nothing(tmp_path, base_model, save, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("no space left on device")
