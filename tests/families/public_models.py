@@ -93,6 +93,7 @@ LLAMA31_ROPE = {
 # layers, hidden, width, heads, groups
 QWEN_7B = 28, 3584, 18944, 28, 4
 QWEN_1_5B = 28, 1536, 8960, 12, 2
+QWEN3_0_6B = 28, 1024, 3072, 16, 8
 LLAMA_7B = 32, 4096, 11008, 32
 MODELS = {
     "Qwen2-7B-Instruct": qwen2(*QWEN_7B, sliding_window=131072),
@@ -108,7 +109,7 @@ MODELS = {
         sliding_window=4096,
         use_mrope=False,
     ),
-    "Qwen3-0.6B": qwen3(28, 1024, 3072, 16, 8, tie_word_embeddings=True),
+    "Qwen3-0.6B": qwen3(*QWEN3_0_6B, tie_word_embeddings=True),
     "Qwen3-30B-A3B": QWEN3_30B,
     "Qwen3-30B-A3B-Instruct-2507": {
         **QWEN3_30B,
@@ -193,21 +194,11 @@ OTHERS = {
         "use_sliding_window is True",
     ),
     "a reward model of TRL": (
-        qwen2(
-            24,
-            896,
-            4864,
-            14,
-            2,
-            151936,
-            architectures=["Qwen2ForSequenceClassification"],
-            id2label={"0": "LABEL_0"},
-            num_labels=1,
-        ),
+        qwen2(*QWEN_1_5B, architectures=["Qwen2ForSequenceClassification"]),
         "Qwen2ForSequenceClassification",
     ),
     "Qwen3-Embedding in sentence transformers": (
-        qwen3(28, 1024, 3072, 16, 8, architectures=["Qwen3Model"]),
+        qwen3(*QWEN3_0_6B, architectures=["Qwen3Model"]),
         "architectures is ['Qwen3Model']",
     ),
     "gte-Qwen2-1.5B-instruct": (

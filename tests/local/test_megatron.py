@@ -96,18 +96,13 @@ def exported(trainer):
         name.replace(".base_layer.", "."): parameter
         for name, parameter in trainer.model.named_parameters()
     }
-    whole = {
-        name: trainer.place.whole(parameters[name].detach(), mapping.shared)
-        for name, mapping in trainer.adapters.table.items()
-    }
-    return {
-        hf: part.clone()
-        for name, value in whole.items()
-        if value is not None
-        for hf, part in zip(
-            trainer.adapters.table[name].hf, trainer.adapters.table[name].split(value)
-        )
-    }
+    found = {}
+    for name, mapping in trainer.adapters.table.items():
+        whole = trainer.place.whole(parameters[name].detach(), mapping.shared)
+        if whole is not None:
+            for hf, part in zip(mapping.hf, mapping.split(whole)):
+                found[hf] = part.clone()
+    return found
 
 
 def move_b(trainer):
@@ -315,9 +310,9 @@ def test_merged_weights_give_transformers_the_trained_policy(
 @pytest.mark.parametrize("layout, family", [case for case in PARAMETERS if case.values[0] != ONE])
 def test_ranks_train_like_one(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
-    gradients = {
-        name: gradient for result in ranks for name, gradient in result["gradients"].items()
-    }
+    gradients = {}
+    for result in ranks:
+        gradients |= result["gradients"]
     assert set(gradients) == set(one["gradients"])
     for name, gradient in one["gradients"].items():
         # 0 for an expert that no token chose
