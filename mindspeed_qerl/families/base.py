@@ -216,16 +216,16 @@ class Family:
         if not isinstance(layers, int) or layers > MOST_LAYERS:  # transformers makes a list of them
             raise ConfigError(f"num_hidden_layers = {layers!r} is no number of layers")
         values = resolve(config)
-        sizes = {key: value for key, value in values.items() if value is not None}
+        given = {key: value for key, value in values.items() if value is not None}
         for key in self._not_read:
-            sizes.pop(key, None)
-        usual = head_dim_of(sizes.get("hidden_size"), sizes.get("num_attention_heads"))
-        sizes.setdefault("head_dim", usual)
-        sizes.setdefault("tie_word_embeddings", False)
-        sizes |= {"name": name, "rope_theta": (values["rope"] or {}).get("rope_theta")}
+            given.pop(key, None)
+        usual = head_dim_of(given.get("hidden_size"), given.get("num_attention_heads"))
+        given.setdefault("head_dim", usual)
+        given.setdefault("tie_word_embeddings", False)
+        given |= {"name": name, "rope_theta": (values["rope"] or {}).get("rope_theta")}
         if self.experts:
-            sizes["intermediate_size"] = 0
-        shape = checked(ModelShape, sizes, " in config.json")
+            given["intermediate_size"] = 0
+        shape = checked(ModelShape, given, " in config.json")
         faults = unread_by_4(config) if is_old(values["transformers_version"]) else []
         alike = dict(ALIKE)
         if not self.shared_expert:
