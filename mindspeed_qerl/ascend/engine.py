@@ -125,7 +125,9 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
     module.PromptDataLoader = EndlessPrompts
     module.RayGRPOTrainer = partial(QeRLTrainer, observer=observer)
     # MegatronConfig has no key for them
-    arguments = dict(family_of(read_shape(recipe.model.path)).extra_arguments)
+    arguments: dict[str, Any] = {}
+    if family_of(read_shape(recipe.model.path)).shared_expert:
+        arguments["shared_expert_gate"] = True
     if recipe.run.resume:
         arguments["lora_load"] = str(RunDirectory.open(recipe.run.resume).checkpoints_dir.resolve())
     ours = {"qerl": recipe, "batches_asked": batches_asked(recipe)}

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_qerl.families.base import ModelShape
-from mindspeed_qerl.families.tensors import mappings
-from mindspeed_qerl.lora.checkpoint import EXPERTS
-from mindspeed_qerl.lora.rounding import Dither, dither_of_part
+from mindspeed_qerl.lora.checkpoint import EXPERTS, table_of_layer
+from mindspeed_qerl.lora.rounding import Dither, dither_of_part, rounded
 
 
 def merge_experts(weight: Tensor, a: Tensor, b: Tensor, rank: int, scaling: float) -> Tensor:
@@ -28,9 +27,7 @@ def merge_experts(weight: Tensor, a: Tensor, b: Tensor, rank: int, scaling: floa
     b = b.view(experts, rank, -1).float()
     stacked = weight.view(experts, a.shape[1], -1).float()
     exact = torch.baddbmm(stacked, a, b, alpha=scaling)
-    dither = getattr(weight, "dither", None)
-    rounded = dither.rounded(exact) if dither else exact.to(weight.dtype)
-    return rounded.view(weight.shape)
+    return rounded(exact, weight.dtype, getattr(weight, "dither", None)).view(weight.shape)
 
 
 def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
@@ -39,14 +36,11 @@ def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
     """
     tp_rank = state.get_tensor_model_parallel_rank()
     tp_size = state.get_tensor_model_parallel_world_size()
-    layers = range(shape.num_hidden_layers)
-    rows = mappings(shape, layers, range(shape.num_experts), first=False, last=False)
-    table = {row.megatron: row for row in rows}
     for layer, name, module in adapted_layers(chunks):
-        prefix = f"decoder.layers.{layer}."
+        table = table_of_layer(shape, layer)
         if hasattr(module, "base_layer"):
             weight = module.base_layer.weight
-            dither = dither_of_part(table[f"{prefix}{name}.weight"], weight.shape, tp_rank, tp_size)
+            dither = dither_of_part(table[name], weight.shape, tp_rank, tp_size)
             weight.dither = dither.to(weight.device)
             continue
         # whole experts are dealt to expert ranks, and by those to their tensor ranks
@@ -59,8 +53,8 @@ def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
             outputs_and_inputs = (width, hidden) if which == "weight1" else (hidden, width)
             bits = []
             for expert in range(first, first + count):
-                of_expert = f"{prefix}mlp.experts.local_experts.{expert}.{EXPERTS[which]}.weight"
-                bits.append(dither_of_part(table[of_expert], outputs_and_inputs, 0, 1))
+                mapping = table[f"mlp.experts.local_experts.{expert}.{EXPERTS[which]}"]
+                bits.append(dither_of_part(mapping, outputs_and_inputs, 0, 1))
             by_input = torch.stack([each.across for each in bits])
             by_output = torch.stack([each.down for each in bits])
             weight.dither = Dither(by_input, by_output).to(weight.device)

@@ -26,7 +26,7 @@ class TokenObserver(RunObserver):
     ):
         super().__init__(recipe, run, metrics, progress)
         self.tokenizer = load_tokenizer(recipe.model.path)
-        self.ends = end_tokens(recipe.model.path) | {self.tokenizer.eos_token_id} - {None}
+        self.ends = end_tokens(recipe.model.path, self.tokenizer)
         self.problems = Prompts(
             recipe.task.test_file,
             self.tokenizer,

@@ -21,7 +21,6 @@ from mindspeed_qerl.lora.checkpoint import (
     EXPERTS,
     Pair,
     Tensors,
-    table_of_layer,
     whole_adapters,
 )
 from mindspeed_qerl.lora.held import Held, held_parts
@@ -98,7 +97,7 @@ def gather_layer(
     shards = {}
     for rank, held in ranks:
         shards.setdefault(rank, {}).update(held)
-    return whole_adapters(shards, args, table_of_layer(shape), layer)
+    return whole_adapters(shards, args, shape, layer)
 
 
 def held_weights(model: nn.Module, layer: int | None = None) -> Iterator[Held]:

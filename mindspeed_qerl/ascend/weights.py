@@ -70,9 +70,8 @@ def make_adaptor(description: Adaptor) -> type:
 
         def replace_name_i2t(self, inference_name):
             name = super().replace_name_i2t(inference_name)
-            for wrong, right in description.corrections:
-                name = name.replace(wrong, right)
-            return name
+            # the gate of a shared expert is a parameter of its own, not the weight of a layer
+            return name.replace(".gate_weight.weight", ".gate_weight")
 
     return FamilyAdaptor
 

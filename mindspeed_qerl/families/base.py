@@ -164,13 +164,12 @@ class Conversion:
 @dataclass(frozen=True)
 class Adaptor:
     """Describes what of MindSpeed-RL's weight adaptors (workers/resharding/weight_adaptor.py) syncs
-    a family: a class there, pairs (Megatron's part of a name, vLLM's) before its own
-    params_mapping, and corrections (wrong, right) of the Megatron names that it makes of vLLM's.
+    a family: a class there, and pairs (Megatron's part of a name, vLLM's) before its own
+    params_mapping.
     """
 
     base: str
     params_mapping: tuple[tuple[str, str], ...] = ()
-    corrections: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,7 @@ class Family:
             with a gate.
         own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.
         conversion, adaptor: None if the NPU engine cannot run the family.
-        megatron: arguments of Megatron that the family needs besides. extra_arguments: the same
-            where MindSpeed-RL has no key for them.
+        megatron: arguments of Megatron that the family needs besides.
     """
 
     model_type: str
@@ -199,7 +197,6 @@ class Family:
     conversion: Conversion | None = None
     adaptor: Adaptor | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    extra_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def shape(self, config: Mapping[str, Any], name: str) -> ModelShape:
         """The shape in a config.json of this family, as transformers reads it.
@@ -219,7 +216,16 @@ class Family:
         if not isinstance(layers, int) or layers > MOST_LAYERS:  # transformers makes a list of them
             raise ConfigError(f"num_hidden_layers = {layers!r} is no number of layers")
         values = resolve(config)
-        shape = self._shape(values, name)
+        given = {key: value for key, value in values.items() if value is not None}
+        for key in self._not_read:
+            given.pop(key, None)
+        usual = head_dim_of(given.get("hidden_size"), given.get("num_attention_heads"))
+        given.setdefault("head_dim", usual)
+        given.setdefault("tie_word_embeddings", False)
+        given |= {"name": name, "rope_theta": (values["rope"] or {}).get("rope_theta")}
+        if self.experts:
+            given["intermediate_size"] = 0
+        shape = checked(ModelShape, given, " in config.json")
         faults = unread_by_4(config) if is_old(values["transformers_version"]) else []
         alike = dict(ALIKE)
         if not self.shared_expert:
@@ -230,7 +236,6 @@ class Family:
                     f"{key} = {values[key]!r} in config.json is not modelled here: layouts and "
                     "memory would be another model's"
                 )
-        usual = head_dim_of(shape.hidden_size, shape.num_attention_heads)
         if not self.own_head_dim and shape.head_dim != usual:  # vLLM's class does not read it
             faults.append(
                 f"head_dim = {shape.head_dim} in config.json must be hidden_size / "
@@ -240,26 +245,19 @@ class Family:
             raise ConfigError(*faults)
         return shape
 
-    def _shape(self, values: Mapping[str, Any], name: str) -> ModelShape:
-        """The shape in values that transformers resolved."""
-        stated = {key: value for key, value in values.items() if value is not None}
-        stated |= {"name": name, "model_type": self.model_type}
-        stated["rope_theta"] = (values["rope"] or {}).get("rope_theta")
-        stated.setdefault("tie_word_embeddings", False)
-        usual = head_dim_of(stated.get("hidden_size"), stated.get("num_attention_heads"))
-        stated.setdefault("head_dim", usual)
-        if self.experts:
-            stated["intermediate_size"] = 0
-        else:
-            stated |= dict.fromkeys(STATED_EXPERTS, 0)
-            stated["norm_topk_prob"] = False
+    @property
+    def _not_read(self) -> set[str]:
+        """Keys of a config.json that are the sizes of other families."""
+        keys: set[str] = set()
+        if not self.experts:
+            keys |= {*STATED_EXPERTS, "norm_topk_prob"}
         if not self.shared_expert:
-            stated["shared_expert_intermediate_size"] = 0
-        return checked(ModelShape, stated, " in config.json")
+            keys.add("shared_expert_intermediate_size")
+        return keys
 
     def _layers(self, shape: ModelShape) -> dict[str, Any]:
         """Returns what Megatron's arguments and its TransformerConfig call by the same name."""
-        return dict(
+        layers: dict[str, Any] = dict(
             num_layers=shape.num_hidden_layers,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,
@@ -271,6 +269,10 @@ class Family:
             hidden_dropout=0.0,
             attention_dropout=0.0,
         )
+        if self.experts:
+            layers["moe_router_topk"] = shape.num_experts_per_tok
+            layers["moe_ffn_hidden_size"] = shape.moe_intermediate_size
+        return layers
 
     def megatron_arguments(self, shape: ModelShape) -> dict[str, Any]:
         """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds
@@ -294,8 +296,6 @@ class Family:
         copies = shape.shared_expert_intermediate_size / shape.moe_intermediate_size
         return arguments | dict(
             num_experts=shape.num_experts,
-            moe_router_topk=shape.num_experts_per_tok,
-            moe_ffn_hidden_size=shape.moe_intermediate_size,
             norm_topk_prob=shape.norm_topk_prob,
             n_shared_experts=_whole(copies) or None,
             moe_router_load_balancing_type="aux_loss",
@@ -316,9 +316,7 @@ class Family:
         if self.experts:
             config |= dict(
                 num_moe_experts=shape.num_experts,
-                moe_router_topk=shape.num_experts_per_tok,
                 moe_router_pre_softmax=not shape.norm_topk_prob,
-                moe_ffn_hidden_size=shape.moe_intermediate_size,
                 moe_router_load_balancing_type="none",
                 moe_router_dtype="fp32",
                 moe_shared_expert_intermediate_size=shape.shared_expert_intermediate_size or None,
@@ -329,15 +327,8 @@ class Family:
         """The sizes as config.json has them, but for rope_theta, which transformers 5 keeps
         elsewhere than 4.
         """
-        config = asdict(shape)
-        left_out = ["name", "model_type", "rope_theta"]
-        if not self.experts:
-            left_out += [*STATED_EXPERTS, "norm_topk_prob"]
-        if not self.shared_expert:
-            left_out.append("shared_expert_intermediate_size")
-        for key in left_out:
-            del config[key]
-        return config
+        left_out = self._not_read | {"name", "model_type", "rope_theta"}
+        return {key: value for key, value in asdict(shape).items() if key not in left_out}
 
     def other_parameters(self, shape: ModelShape, tp: int) -> int:
         """Parameters of one layer on one of `tp` ranks that are in none of `linears`: norms,

@@ -48,18 +48,11 @@ class Checkpoint:
 
     def read(self, name: str) -> "torch.Tensor":
         """The tensor called `name`."""
-        return self._file_of(name).get_tensor(name)
-
-    def header(self, name: str) -> Any:
-        """safetensors' shape and dtype of the tensor called `name`, which is not read."""
-        return self._file_of(name).get_slice(name)
-
-    def _file_of(self, name: str) -> Any:
         if name not in self.files:
             raise ConfigError(
                 f"{self.directory} has no tensor {name!r}, which the model's config.json calls for"
             )
-        return self.open(self.files[name])
+        return self.open(self.files[name]).get_tensor(name)
 
 
 def whole_files(directory: Path) -> list[str]:
@@ -87,12 +80,12 @@ def whole_files(directory: Path) -> list[str]:
     return names
 
 
-def beside_single(directory: str | Path) -> list[str]:
-    """A fault for safetensors beside a model.safetensors: without an index vLLM reads them all."""
-    directory = Path(directory)
+def refuse_beside_single(directory: Path) -> None:
+    """ConfigError for safetensors beside a model.safetensors: without an index vLLM reads all."""
     names = sorted(file.name for file in directory.glob("*.safetensors"))
-    if SINGLE not in names or len(names) == 1 or (directory / INDEX).is_file():
-        return []
-    names.remove(SINGLE)
-    fault = f"{directory} has {names[0]} beside {SINGLE}, and vLLM reads every .safetensors of a "
-    return [f"{fault}folder without {INDEX}: move it elsewhere"]
+    if SINGLE in names and len(names) > 1 and not (directory / INDEX).is_file():
+        names.remove(SINGLE)
+        raise ConfigError(
+            f"{directory} has {names[0]} beside {SINGLE}, and vLLM reads every .safetensors of a "
+            f"folder without {INDEX}: move it elsewhere"
+        )

@@ -13,8 +13,6 @@ from .base import MEGATRON_DEFAULTS, Family
 from .built import not_built
 from .config import unread_by_4
 
-NO_ADAPTOR = "the NPU engine has no weight adaptor for model_type {!r}"
-
 
 def compare_with_model(
     arguments: Mapping[str, Any], hf_config: Mapping[str, Any], source: str = "config.json"
@@ -66,7 +64,9 @@ def compare_with_model(
 
 def not_on_npus(hf_config: Mapping[str, Any], family: Family) -> list[str]:
     """Why the NPU engine does not run a model, whatever its config says; empty: it does."""
-    faults = [] if family.adaptor else [NO_ADAPTOR.format(family.model_type)]
+    faults = []
+    if not family.adaptor:
+        faults.append(f"the NPU engine has no weight adaptor for model_type {family.model_type!r}")
     faults += [f"{fault}, by Megatron as by vLLM" for fault in not_built(hf_config, family)]
     return faults + unread_by_4(hf_config)  # NPUs have vLLM 0.11 with transformers 4
 
@@ -75,8 +75,5 @@ def _same(told: Any, expected: Any) -> bool:
     """Equal for Megatron, which reads text by argparse: true is not 1, and a whole number may not
     be written 1e6.
     """
-    if isinstance(told, (list, tuple)) and isinstance(expected, list):
-        return list(told) == expected
-    if isinstance(expected, float):
-        return isinstance(told, (int, float)) and not isinstance(told, bool) and told == expected
-    return type(told) is type(expected) and told == expected
+    kinds = (int, float) if isinstance(expected, float) else (type(expected),)
+    return type(told) in kinds and told == expected

@@ -60,16 +60,15 @@ def merge_qkv(parts: list[Tensor], groups: int) -> Tensor:
     """q [heads*d, ...], k [groups*d, ...], v [groups*d, ...] -> [(heads + 2*groups)*d, ...],
     interleaved by KV group.
     """
-    rest = parts[0].shape[1:]
-    return torch.cat([part.reshape(groups, -1, *rest) for part in parts], dim=1).reshape(-1, *rest)
+    by_group = [part.unflatten(0, (groups, -1)) for part in parts]
+    return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
 def split_qkv(weight: Tensor, groups: int, head_dim: int) -> list[Tensor]:
     """The inverse of `merge_qkv`: [q, k, v]."""
-    rest = weight.shape[1:]
-    by_group = weight.reshape(groups, -1, *rest)
-    q, k, v = by_group.split([by_group.shape[1] - 2 * head_dim, head_dim, head_dim], dim=1)
-    return [part.reshape(-1, *rest) for part in (q, k, v)]
+    by_group = weight.unflatten(0, (groups, -1))
+    queries = by_group.shape[1] - 2 * head_dim
+    return [part.flatten(0, 1) for part in by_group.split([queries, head_dim, head_dim], dim=1)]
 
 
 def _mlp(megatron: str, hf: str, whole: bool = False) -> list[ParameterMapping]:
@@ -112,13 +111,17 @@ def mappings(
             output = embedding if tied else ("lm_head.weight",)
             rows.append(ParameterMapping("output_layer.weight", output, shared=COLUMN))
     for local, layer in enumerate(layers):
-        rows += _layer(shape, f"decoder.layers.{local}.", f"model.layers.{layer}.", experts)
+        rows += layer_mappings(shape, layer, experts, f"decoder.layers.{local}.")
     return rows
 
 
-def _layer(shape: ModelShape, ours: str, theirs: str, experts: range) -> list[ParameterMapping]:
+def layer_mappings(
+    shape: ModelShape, layer: int, experts: range, ours: str = ""
+) -> list[ParameterMapping]:
+    """The table of one layer, whose Megatron parameters begin with `ours`."""
     family = family_of(shape)
     groups = shape.num_key_value_heads
+    theirs = f"model.layers.{layer}."
     rows = []
 
     def add(megatron: str, hf: str, shared: Split | None = None) -> None:

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -235,10 +234,10 @@ class WorkerRollout:
             tensors=len(arrival.sent),
             not_compared=not_compared,
             unchanged=arrival.unchanged,
-            failures=[asdict(failure) for failure in failures],
+            failures=[failure._asdict() for failure in failures],
         )
         if failures:
-            shown = "; ".join(f"{failure.name}: {failure.problem}" for failure in failures[:5])
+            shown = "; ".join(f"{name}: {fault}" for name, fault in failures[:5])
             problem = (
                 f"{len(failures)} of {len(arrival.sent)} tensors of the {what} did not arrive in "
                 f"vLLM: {shown}"

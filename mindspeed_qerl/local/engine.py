@@ -2,8 +2,7 @@
 what they need.
 """
 
-from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
+from mindspeed_qerl.families.checkpoint import Checkpoint, refuse_beside_single
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import MetricsWriter
@@ -32,9 +31,8 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
     model's files are not whole, or the data does not fit the model.
     """
     # transformers and vLLM must read the weights alike; tensors are each rank's business (model.py)
-    Checkpoint(recipe.model.path, "np")
-    for fault in beside_single(recipe.model.path):
-        raise ConfigError(fault)
+    checkpoint = Checkpoint(recipe.model.path, "np")
+    refuse_beside_single(checkpoint.directory)
     progress.phase("starting engines")
     with launch(recipe, run) as processes:
         from .loop import LocalEngine  # torch: seconds

@@ -72,7 +72,7 @@ class LocalEngine:
     @cached_property
     def ends(self) -> set[int]:
         """Ids of the tokens that end an answer."""
-        return {self.data.tokenizer.eos_token_id} - {None} | end_tokens(self.recipe.model.path)
+        return end_tokens(self.recipe.model.path, self.data.tokenizer)
 
     def train(self) -> None:
         """All iterations."""

@@ -19,7 +19,7 @@ from mindspeed_qerl.algorithm.losses import denominator
 from mindspeed_qerl.algorithm.metrics import merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import ModelShape
-from mindspeed_qerl.lora.adapters import adapters_disabled, add_dither, apply_lora
+from mindspeed_qerl.lora.adapters import adapters_disabled, apply_lora
 from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
 
@@ -67,8 +67,6 @@ class TrainRank:
             place.tp_size,
         )
         model.to(place.device)
-        if dtype == torch.bfloat16:
-            add_dither(model, table, place.tp_rank, place.tp_size)
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -85,6 +83,9 @@ class TrainRank:
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         self.adapters = ShardedAdapters(model, table, place, self.optimizer)
+        if dtype == torch.bfloat16:
+            for mapping, layer in self.adapters.layers:
+                layer.add_dither(mapping, place.tp_rank, place.tp_size)
         self.scheduler = _scheduler(self.optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":

@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +69,12 @@ class LoRALinear(nn.Module):
         self.tp_size = 1 if is_expert else tp_size
         self.row_parallel = type(base).__name__ == "RowParallelLinear"
         self.sequence_parallel = self.tp_size > 1 and base.sequence_parallel
-        shared_input = self.tp_size > 1 and self.row_parallel
-        whole_in = in_features * (self.tp_size if shared_input else 1)
+        parts = self.tp_size if self.row_parallel else 1  # of A
+        whole_in = in_features * parts
         bound = 1.0 / math.sqrt(whole_in)  # Kaiming-uniform with a = sqrt(5), as PEFT initialises A
         generator = torch.Generator().manual_seed(seed)
         a = torch.empty(r, whole_in).uniform_(-bound, bound, generator=generator)
-        if shared_input:
-            a = a.chunk(self.tp_size, dim=1)[tp_rank].clone()
-        self.lora_A = nn.Parameter(a)
+        self.lora_A = nn.Parameter(a.chunk(parts, dim=1)[tp_rank % parts].clone())
         self.lora_B = nn.Parameter(torch.zeros(out_features, r))
         factors = ((self.lora_A, self.row_parallel), (self.lora_B, not self.row_parallel))
         for parameter, shared in factors:
@@ -127,6 +125,13 @@ class LoRALinear(nn.Module):
     def forget_merged(self) -> None:
         """A or B has changed."""
         self._merged = None
+
+    def add_dither(self, mapping: ParameterMapping, tp_rank: int, tp_size: int) -> None:
+        """Give the weight, in bfloat16, the random bits that it is rounded by, as its attribute
+        `dither`. mapping: of the weight; place in the tensor parallel group of attention.
+        """
+        weight = self.base_layer.weight
+        weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(weight.device)
 
 
 def call_merged(
@@ -197,19 +202,6 @@ def apply_lora(
         raise ConfigError(
             f"lora_target_modules: {', '.join(sorted(empty))} matches no layer of this model"
         )
-
-
-def add_dither(
-    model: nn.Module, table: Iterable[ParameterMapping], tp_rank: int, tp_size: int
-) -> None:
-    """Give each adapted weight of a model in bfloat16 the random bits that it is rounded by, as its
-    attribute `dither`. table: of the parameters of this rank's part.
-    """
-    mappings = {mapping.megatron: mapping for mapping in table}
-    for name, layer in lora_layers(model):
-        mapping = mappings[f"{name}.weight"]
-        weight = layer.base_layer.weight
-        weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(weight.device)
 
 
 def _shifted(name: str, parent: str, offset: int) -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ class Sample:
     exact: Tensor | None
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A tensor that did not arrive, and in which way."""
 
     name: str
@@ -101,8 +100,8 @@ class Arrival:
         """True if all that was sent is what the sync before had sent."""
         if not self.before or self.sent.keys() != self.before.keys():
             return False
-        pairs = ((sample, self.before[name]) for name, sample in self.sent.items())
-        return all(torch.equal(sample.values, before.values) for sample, before in pairs)
+        samples = self.sent.items()
+        return all(torch.equal(each.values, self.before[name].values) for name, each in samples)
 
     def failures(self, held: Iterable[Held]) -> list[Failure]:
         """Returns what is not there as it was sent, or is there and was never sent for.
@@ -136,7 +135,7 @@ class Arrival:
             is_beside = experts and any(other.startswith(layer + experts) for other in names)
             if not is_beside and name != "lm_head.weight":
                 failures.append(Failure(name, "no module of the rollout model has it"))
-        return sorted(failures, key=lambda failure: failure.name)
+        return sorted(failures)
 
     def _moves(self, held: Held, values: Tensor, inside: Tensor) -> list[Tensor]:
         """Returns of M, what the elements moved since the first sync, and of U, by how much they
@@ -156,7 +155,8 @@ class Arrival:
 
     def _problem(self, held: Held, values: Tensor, inside: Tensor) -> str | None:
         sample = self.sent[held.name]
-        if self._equal(values, sample.values[inside]):
+        expected = sample.values[inside]
+        if self._equal(values, expected):
             return None
         if values.isnan().any():
             return "it has NaN"
@@ -167,13 +167,13 @@ class Arrival:
             return "it is still what the sync before had sent"
         if held.part.dim() == 2 and held.part.shape == sample.shape == held.part.shape[::-1]:
             mirrored = _elements(held.part, sample.index[inside].flip(1))
-            if self._equal(mirrored, sample.values[inside]):
+            if self._equal(mirrored, expected):
                 return "it is transposed"
         for name, other in self.sent.items():
             if other.shape == sample.shape and self._equal(values, other.values[inside]):
                 return f"it is {name}"
-        wrong = values != sample.values[inside].to(values.dtype)
-        return f"{int(wrong.sum())} of {len(values)} sampled elements differ"
+        wrong = values != expected.to(values.dtype)
+        return f"{wrong.sum()} of {len(values)} sampled elements differ"
 
     def _equal(self, values: Tensor, sent: Tensor) -> bool:
         """Returns True if `values` are those that were sent, rounded to their dtype."""

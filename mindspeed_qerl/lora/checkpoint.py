@@ -13,7 +13,6 @@ import re
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, product
 from operator import attrgetter
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folders
 from mindspeed_qerl.families import ModelShape, shape_of_arguments
-from mindspeed_qerl.families.tensors import ROW, ParameterMapping, mappings
+from mindspeed_qerl.families.tensors import ROW, ParameterMapping, layer_mappings
 
 FILE = "model_optim_rng.pt"
 ADAPTER = re.compile(r"decoder\.layers\.(\d+)\.(.+?)(?:\.lora_[AB]\.default\.weight|_lora_[ab])$")
@@ -64,11 +63,6 @@ class Adapters:
     base: str | None = None
     run: str | None = None
 
-    def delta(self, module: str) -> Tensor:
-        """(alpha / rank) B A of one module, float32 [out, in]."""
-        a, b = self.weights[module]
-        return (self.alpha / self.rank) * (b.float() @ a.float())
-
 
 def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> Pairs:
     """The adapter of each HF module that Megatron fuses in one: they have A in common."""
@@ -88,11 +82,11 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, stages = _read_ranks(directory)
-    table = table_of_layer(shape_of_arguments(vars(args)))
+    shape = shape_of_arguments(vars(args))
     weights: Pairs = {}
     layers_before = 0
     for shards in stages:
-        weights |= whole_adapters(shards, args, table, layers_before)
+        weights |= whole_adapters(shards, args, shape, layers_before)
         layers_before += 1 + max((layer for layer, _ in _modules(shards)), default=-1)
     if not weights:
         raise ValueError(
@@ -110,24 +104,18 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     )
 
 
-def table_of_layer(shape: ModelShape) -> Table:
-    """Returns what `whole_adapters` needs to know of a model: the mappings of its first layer, by
-    Megatron's module.
-    """
-    one_layer = mappings(shape, range(1), range(shape.num_experts), first=False, last=False)
-    return {
-        mapping.megatron.removeprefix("decoder.layers.0.").removesuffix(".weight"): mapping
-        for mapping in one_layer
-    }
+def table_of_layer(shape: ModelShape, layer: int) -> Table:
+    """Returns the mappings of one layer with all of its experts, by Megatron's module."""
+    rows = layer_mappings(shape, layer, range(shape.num_experts))
+    return {mapping.megatron.removesuffix(".weight"): mapping for mapping in rows}
 
 
-def whole_adapters(shards: Shards, args: Namespace, table: Table, layers_before: int) -> Pairs:
+def whole_adapters(shards: Shards, args: Namespace, shape: ModelShape, layers_before: int) -> Pairs:
     """(A, B) by Hugging Face module name, of one pipeline stage.
 
     Args:
         shards: its adapters by Megatron's name, by (tensor rank, expert rank). args: Megatron's
-            arguments.
-        table: of `table_of_layer`. layers_before: the layers of the stages before it.
+            arguments. shape: of the model. layers_before: the layers of the stages before it.
 
     Raises:
         ValueError: copies of a tensor differ, or an adapter has no name in a Hugging Face model.
@@ -135,11 +123,8 @@ def whole_adapters(shards: Shards, args: Namespace, table: Table, layers_before:
     found: Pairs = {}
     for layer, module in sorted(_modules(shards)):
         unshard = _experts if "mlp.experts.weight" in module else _unshard
-        pairs = unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
-        found |= {
-            name.replace("layers.0.", f"layers.{layers_before + layer}.", 1): pair
-            for name, pair in pairs.items()
-        }
+        table = table_of_layer(shape, layers_before + layer)
+        found |= unshard(module, f"decoder.layers.{layer}.{module}", shards, args, table)
     return found
 
 
@@ -149,10 +134,9 @@ def _modules(shards: Shards) -> set[tuple[int, str]]:
 
 
 def _unshard(module: str, prefix: str, shards: Shards, args: Namespace, table: Table) -> Pairs:
-    """The adapters of Megatron's `module`, by the names of its parts in a model's first layer.
+    """The adapters of Megatron's `module`, whose tensors' names begin with `prefix`.
 
-    shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of that layer,
-    by module.
+    shards: a pipeline stage's tensors by name, by (tensor rank, expert rank). table: of its layer.
     """
     a, b = (
         [
@@ -185,20 +169,16 @@ def _experts(module: str, prefix: str, shards: Shards, args: Namespace, table: T
     target = EXPERTS[module.removeprefix("mlp.experts.")]
     r = args.lora_r
     found: Pairs = {}
-    number = count()
     # upstream adds adapters to experts whatever the targets; these were not trained
     if target not in args.lora_target_modules:
-        return {}
-    for e, t in product(
-        range(args.expert_model_parallel_size), range(args.tensor_model_parallel_size)
-    ):
-        a, b = (shards[t, e][f"{prefix}_lora_{side}"] for side in "ab")
-        local = args.num_experts // len(shards)
-        for one_a, one_b in zip(a.view(local, -1, r), b.view(local, r, -1), strict=True):
-            # from x A B to B A x
-            found |= parts(
-                table[f"mlp.experts.local_experts.{next(number)}.{target}"], one_a.T, one_b.T
-            )
+        return found
+    local = args.num_experts // len(shards)
+    ranks = [shards[place] for place in sorted(shards, key=lambda place: place[::-1])]
+    a = torch.cat([rank[f"{prefix}_lora_a"].view(local, -1, r) for rank in ranks])
+    b = torch.cat([rank[f"{prefix}_lora_b"].view(local, r, -1) for rank in ranks])
+    for expert in range(args.num_experts):
+        mapping = table[f"mlp.experts.local_experts.{expert}.{target}"]
+        found |= parts(mapping, a[expert].T, b[expert].T)  # from x A B to B A x
     return found
 
 

@@ -96,7 +96,8 @@ def save_merged(
                 module = name.removesuffix(".weight")
                 if module in adapters.weights:
                     weight = weight.to(dtype or weight.dtype)
-                    update = adapters.delta(module)
+                    a, b = adapters.weights[module]
+                    update = adapters.alpha / adapters.rank * (b.float() @ a.float())
                     dither = dither_of(name, weight.shape)
                     tensors[name] = rounded(weight.float() + update, weight.dtype, dither)
                     movements.append({"": movement(tensors[name], weight, update, dither)})
@@ -126,7 +127,7 @@ def _check_fit(adapters: Adapters, base: Checkpoint) -> None:
             raise ValueError(
                 f"{wrong_base}: it has no {name}, for which the checkpoint holds an adapter"
             )
-        header = base.header(name)
+        header = base.open(base.files[name]).get_slice(name)
         there = header.get_shape()
         dtype = header.get_dtype()
         if there != shape:

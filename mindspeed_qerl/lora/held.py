@@ -4,7 +4,6 @@ parameters taken apart again, by names and sizes alone, not by vLLM's own loader
 Read with vLLM 0.11 (also under vllm-ascend) to 0.32; Qwen2, Qwen3, their mixtures, Llama.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -62,15 +61,14 @@ def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Itera
         path, _, kind = parameter.rpartition(".")
         module = model.get_submodule(path)
         name = path.replace(".base_layer", "")  # of a module with adapters beside it
-        classes = {cls.__name__ for cls in type(module).__mro__}
         parts: Iterable[Part]
         if kind in EXPERT_PARTS:
             parts = _experts(name.removesuffix(".routed_experts"), module, kind, tensor)
-        elif "LinearBase" in classes:
+        elif hasattr(module, "output_size"):  # a linear layer
             parts = _linear(name, module, kind, tensor)
-        elif "VocabParallelEmbedding" in classes:
-            first = module.shard_indices.org_vocab_start_index
-            rows = tensor[: module.shard_indices.org_vocab_end_index - first]  # without the padding
+        elif vocabulary := getattr(module, "shard_indices", None):
+            first = vocabulary.org_vocab_start_index
+            rows = tensor[: vocabulary.org_vocab_end_index - first]  # without the padding
             parts = [(f"{name}.weight", rows, (first, 0))]
         else:
             parts = [(f"{name}.{kind}", tensor, (0,) * tensor.dim())]
@@ -107,7 +105,8 @@ def _linear(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterator
 
 def _start(module: nn.Module, leaf: str, rows: int, columns: int) -> tuple[int, int]:
     """Row and column of this rank's part [rows, columns] in the whole weight of vLLM's `module`."""
-    rank = getattr(module, "tp_rank", 0)
+    # of a replicated layer, such as a router, each rank has all
+    rank = module.tp_rank if hasattr(module, "output_size_per_partition") else 0
     whole = getattr(module, "input_size", columns)
     if getattr(module, "input_size_per_partition", whole) < whole:
         return 0, rank * columns
@@ -130,7 +129,7 @@ def _experts(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterato
         if place < 0:  # on another rank
             continue
         for leaf, part in zip(leaves, tensor[place].chunk(len(leaves)), strict=True):
-            width = math.prod(part.shape) // hidden
+            width = part.numel() // hidden
             offset = getattr(module, "tp_rank", 0) * width
             start = (0, offset) if leaf == "down_proj" else (offset, 0)
             yield f"{name}.{expert}.{leaf}.weight", part, start

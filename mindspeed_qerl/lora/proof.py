@@ -9,7 +9,7 @@ which the share has a standard error.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,12 +18,8 @@ from .arrival import share_of, variance_of_rounding
 from .rounding import Dither, rounded
 
 Movement = dict[str, dict[str, float]]  # LoRA target -> what `movement` says of its tensors
-# how the numbers of several tensors become one
-JOINED: dict[tuple[str, ...], Callable[[Iterable[float]], float]] = {
-    ("tensors", "product", "square", "variance"): sum,
-    ("moved", "expected"): lambda norms: math.hypot(*norms),
-    ("max_error", "resolution", "lost"): max,
-}
+LARGEST = ("max_error", "resolution", "lost")  # of several tensors the largest counts
+NORMS = ("moved", "expected")
 
 
 def movement(
@@ -59,7 +55,8 @@ def movement(
     resolution = epsilon * expected.abs().max().item()
     base = base.float()
     weight = weight.float()
-    error = (weight - expected).abs().max().item()
+    missing = weight - expected
+    error = missing.abs().max().item()
     move = (expected - base).norm().item()
     moved = weight - base
     variance = variance_of_rounding(expected, update, epsilon)
@@ -74,7 +71,7 @@ def movement(
         "expected": update.norm().item(),
         "max_error": math.inf if math.isnan(error) else error,
         "resolution": resolution,
-        "lost": (weight - expected).norm().item() / move if move else 0.0,
+        "lost": missing.norm().item() / move if move else 0.0,
         "product": _sum(moved * update),
         "square": _sum(update * update),
         "variance": _sum(variance * update * update),
@@ -93,9 +90,11 @@ def join(movements: Iterable[Movement]) -> Movement:
     joined = {}
     for target, entries in by_target.items():
         whole = {}
-        for keys, together in JOINED.items():
-            for key in keys:
-                whole[key] = together(entry[key] for entry in entries)
+        for key in entries[0]:
+            values = [entry[key] for entry in entries]
+            whole[key] = max(values) if key in LARGEST else sum(values)
+            if key in NORMS:
+                whole[key] = math.hypot(*values)
         joined[target] = whole | share_of(whole["product"], whole["square"], whole["variance"])
     return joined
 

@@ -57,9 +57,11 @@ class Dither:
         return bits.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
 
 
-def rounded(exact: Tensor, dtype: torch.dtype, dither: Dither) -> Tensor:
-    """Returns float32 `exact` in `dtype`: in bfloat16 without bias, else rounded to nearest."""
-    return dither.rounded(exact) if dtype == torch.bfloat16 else exact.to(dtype)
+def rounded(exact: Tensor, dtype: torch.dtype, dither: Dither | None) -> Tensor:
+    """Returns float32 `exact` in `dtype`: in bfloat16 by `dither`, without bias; else, and without
+    one, rounded to nearest.
+    """
+    return dither.rounded(exact) if dither and dtype == torch.bfloat16 else exact.to(dtype)
 
 
 def dither_of(name: str, shape: Sequence[int]) -> Dither:
@@ -76,10 +78,9 @@ def dither_of_part(
         inputs *= tp_size
     elif mapping.shared:
         outputs *= tp_size
-    down = torch.empty(outputs, dtype=torch.int32)
+    named_rows = zip(mapping.hf, mapping.split(torch.arange(outputs)), strict=True)
+    down = mapping.merge([_bits(len(rows), name) for name, rows in named_rows])
     across = _bits(inputs)
-    for name, rows in zip(mapping.hf, mapping.split(torch.arange(outputs)), strict=True):
-        down[rows] = _bits(len(rows), name)
     if mapping.shared == ROW:
         across = across.chunk(tp_size)[tp_rank]
     elif mapping.shared:

@@ -9,12 +9,8 @@ form of transformers 4; `newer` gives that of transformers 5.
 def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
     return {
         "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": width,
         "max_position_embeddings": 32768,
         "max_window_layers": layers,
@@ -27,7 +23,6 @@ def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
         "sliding_window": 32768,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": vocabulary,
         **more,
@@ -56,8 +51,6 @@ def experts(count, top, width, **more):
         "norm_topk_prob": True,
         "num_experts": count,
         "num_experts_per_tok": top,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
         **more,
     }
 
@@ -65,11 +58,8 @@ def experts(count, top, width, **more):
 def llama(layers, hidden, width, heads, vocabulary, **more):
     return {
         "architectures": ["LlamaForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": width,
         "model_type": "llama",
         "num_attention_heads": heads,
@@ -77,7 +67,6 @@ def llama(layers, hidden, width, heads, vocabulary, **more):
         "rms_norm_eps": 1e-05,
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
-        "use_cache": True,
         "vocab_size": vocabulary,
         **more,
     }
@@ -104,6 +93,7 @@ LLAMA31_ROPE = {
 # layers, hidden, width, heads, groups
 QWEN_7B = 28, 3584, 18944, 28, 4
 QWEN_1_5B = 28, 1536, 8960, 12, 2
+QWEN3_0_6B = 28, 1024, 3072, 16, 8
 LLAMA_7B = 32, 4096, 11008, 32
 MODELS = {
     "Qwen2-7B-Instruct": qwen2(*QWEN_7B, sliding_window=131072),
@@ -119,7 +109,7 @@ MODELS = {
         sliding_window=4096,
         use_mrope=False,
     ),
-    "Qwen3-0.6B": qwen3(28, 1024, 3072, 16, 8, tie_word_embeddings=True),
+    "Qwen3-0.6B": qwen3(*QWEN3_0_6B, tie_word_embeddings=True),
     "Qwen3-30B-A3B": QWEN3_30B,
     "Qwen3-30B-A3B-Instruct-2507": {
         **QWEN3_30B,
@@ -204,21 +194,11 @@ OTHERS = {
         "use_sliding_window is True",
     ),
     "a reward model of TRL": (
-        qwen2(
-            24,
-            896,
-            4864,
-            14,
-            2,
-            151936,
-            architectures=["Qwen2ForSequenceClassification"],
-            id2label={"0": "LABEL_0"},
-            num_labels=1,
-        ),
+        qwen2(*QWEN_1_5B, architectures=["Qwen2ForSequenceClassification"]),
         "Qwen2ForSequenceClassification",
     ),
     "Qwen3-Embedding in sentence transformers": (
-        qwen3(28, 1024, 3072, 16, 8, architectures=["Qwen3Model"]),
+        qwen3(*QWEN3_0_6B, architectures=["Qwen3Model"]),
         "architectures is ['Qwen3Model']",
     ),
     "gte-Qwen2-1.5B-instruct": (

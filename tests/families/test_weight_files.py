@@ -3,6 +3,7 @@ several, and nothing that lies beside them; or refused with the file's name.
 """
 
 import json
+import os
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
+from mindspeed_qerl.families.checkpoint import Checkpoint, refuse_beside_single
 from mindspeed_qerl.families.fingerprint import INDEX, SINGLE, weights_digest
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 4096\n"
@@ -104,7 +105,7 @@ def test_it_is_read_as_transformers_reads_it(saved, tmp_path, case):
     ours = Checkpoint(tmp_path)
     assert ours.files.keys() == theirs.keys()
     assert all(torch.equal(ours.read(name).float(), tensor) for name, tensor in theirs.items())
-    assert beside_single(tmp_path) == []
+    refuse_beside_single(tmp_path)
 
 
 def both(folder):
@@ -144,6 +145,10 @@ REFUSED = {
     "pytorch_model.bin alone": (only_pickled, r"neither .* in safetensors .save_pretrained"),
     "no weights": (lambda folder: (folder / SINGLE).unlink(), f"neither {INDEX} nor {SINGLE}"),
     "an empty file": (content(SINGLE, b""), f"{SINGLE} cannot be read; it may be cut short"),
+    "a header that was cut": (
+        lambda folder: os.truncate(folder / SINGLE, 20),
+        f"{SINGLE} cannot be read; it may be cut short",
+    ),
     "a file that was cut": (cut, f"{SINGLE} cannot be read; it may be cut short"),
     "a pointer": (
         content(SINGLE, POINTER.encode()),
@@ -183,7 +188,7 @@ def test_the_file_is_named(saved, tmp_path, case, framework):
 def test_what_vllm_would_read_besides_is_named(saved, tmp_path, name):
     digest = weights_digest(copied(saved, tmp_path))
     save_file({"x": torch.zeros(1)}, tmp_path / name)
-    (fault,) = beside_single(tmp_path)
-    assert f"{name} beside {SINGLE}" in fault and "move it" in fault
+    with pytest.raises(ConfigError, match=f"{name} beside {SINGLE}, .*: move it"):
+        refuse_beside_single(tmp_path)
     assert weights_digest(tmp_path) == digest
     assert "x" not in Checkpoint(tmp_path).files

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
@@ -65,6 +66,7 @@ DEFAULT = {
 PARAMETERS = [
     pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.full]) for case in CASES
 ]
+each_case = pytest.mark.parametrize("layout, family", PARAMETERS)
 RECOMPUTE = {
     "megatron_training__recompute_granularity": "full",
     "megatron_training__recompute_method": "block",
@@ -94,18 +96,13 @@ def exported(trainer):
         name.replace(".base_layer.", "."): parameter
         for name, parameter in trainer.model.named_parameters()
     }
-    whole = {
-        name: trainer.place.whole(parameters[name].detach(), mapping.shared)
-        for name, mapping in trainer.adapters.table.items()
-    }
-    return {
-        hf: part.clone()
-        for name, value in whole.items()
-        if value is not None
-        for hf, part in zip(
-            trainer.adapters.table[name].hf, trainer.adapters.table[name].split(value)
-        )
-    }
+    found = {}
+    for name, mapping in trainer.adapters.table.items():
+        whole = trainer.place.whole(parameters[name].detach(), mapping.shared)
+        if whole is not None:
+            for hf, part in zip(mapping.hf, mapping.split(whole)):
+                found[hf] = part.clone()
+    return found
 
 
 def move_b(trainer):
@@ -128,21 +125,30 @@ def whole_gradients(trainer):
             yield mapping, (a, b)
 
 
+def trainer_of(rank, config, rendezvous):
+    from mindspeed_qerl.local.rank import TrainRank
+
+    torch.set_num_threads(1)
+    return TrainRank(config, read_shape(config.model.path), rank, f"file://{rendezvous}")
+
+
+def from_ranks(function, ranks, *args, folder):
+    """What `function` saves in `folder` on each rank."""
+    run_ranks(function, ranks, *args, str(folder))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
 def train_rank(rank, configs, folder):
     """What the tests compare: weights, logprobs, five iterations, gradients. Runs in a process of
     its own, family by family.
     """
     from megatron.core import parallel_state
 
-    from mindspeed_qerl.local.rank import TrainRank
     from mindspeed_qerl.lora.adapters import lora_layers
 
-    torch.set_num_threads(1)
     batch = random_batch()
     for family, config in configs.items():
-        trainer = TrainRank(
-            config, read_shape(config.model.path), rank, f"file://{folder}/{family}"
-        )
+        trainer = trainer_of(rank, config, f"{folder}/{family}")
         rows, shard = share_of(rank, batch, config.layout)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
@@ -180,19 +186,11 @@ def train_rank(rank, configs, folder):
 
 def resume_rank(rank, config, saved, folder):
     """The iterations after a checkpoint, by ranks that know of nothing else."""
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
-    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
+    trainer = trainer_of(rank, config, f"{folder}/rendezvous")
     _, shard = share_of(rank, random_batch(), config.layout)
     trainer.restore(saved, SAVED, SAVED)
-    torch.save(
-        {
-            "metrics": [trainer.train([shard]) for _ in range(STEPS - SAVED)],
-            "factors": trainer.adapter_factors(),
-        },
-        f"{folder}/{rank}.pt",
-    )
+    metrics = [trainer.train([shard]) for _ in range(STEPS - SAVED)]
+    torch.save((metrics, trainer.adapter_factors()), f"{folder}/{rank}.pt")
 
 
 def layout_config(layout, model_dir, data_dir):
@@ -242,7 +240,7 @@ def results(model_dirs, data_dir, tmp_path_factory):
 
 
 def transformers_logprobs(model, batch):
-    """By a model or the one in a directory."""
+    """By a model or the one in a directory; zero outside the mask."""
     from transformers import AutoModelForCausalLM
 
     if not isinstance(model, torch.nn.Module):
@@ -252,7 +250,7 @@ def transformers_logprobs(model, batch):
         mask = torch.arange(tokens.shape[1]) < torch.from_numpy(batch.lengths).unsqueeze(1)
         logits = model(tokens, attention_mask=mask.long()).logits[:, :-1].float()
         logprobs = logits.log_softmax(-1)
-    return logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
+    return logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy() * batch.mask
 
 
 def assembled(ranks, key, batch):
@@ -264,22 +262,20 @@ def assembled(ranks, key, batch):
     return whole * batch.mask
 
 
-@pytest.mark.parametrize("layout, family", PARAMETERS)
+@each_case
 def test_logprobs_are_those_of_transformers(results, model_dirs, layout, family):
     batch = random_batch()
-    difference = (
-        assembled(results(layout, family), "logprobs", batch)
-        - transformers_logprobs(model_dirs[family], batch) * batch.mask
-    )
-    assert np.abs(difference).max() < 1e-5
+    ranks = results(layout, family)
+    expected = transformers_logprobs(model_dirs[family], batch)
+    assert np.abs(assembled(ranks, "logprobs", batch) - expected).max() < 1e-5
+    for result in ranks:  # after training, without adapters
+        np.testing.assert_array_equal(result["reference_logprobs"], result["logprobs"])
 
 
-@pytest.mark.parametrize("layout, family", PARAMETERS)
+@each_case
 def test_from_hugging_face_to_megatron_and_back_is_bit_identical(
     results, model_dirs, layout, family
 ):
-    from safetensors.torch import load_file
-
     base, seen = load_file(model_dirs[family] / "model.safetensors"), set()
     for result in results(layout, family):
         for name, tensor in result["exported"].items():
@@ -288,12 +284,10 @@ def test_from_hugging_face_to_megatron_and_back_is_bit_identical(
     assert seen == set(base)
 
 
-@pytest.mark.parametrize("layout, family", PARAMETERS)
+@each_case
 def test_merged_weights_give_transformers_the_trained_policy(
     results, model_dirs, tmp_path, layout, family
 ):
-    from safetensors.torch import load_file, save_file
-
     ranks, model_dir = results(layout, family), model_dirs[family]
     merged = {
         name: torch.from_numpy(array)
@@ -307,24 +301,18 @@ def test_merged_weights_give_transformers_the_trained_policy(
     save_file({**base, **merged}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
     batch = random_batch()
-    trained = transformers_logprobs(tmp_path, batch) * batch.mask
+    trained = transformers_logprobs(tmp_path, batch)
     assert np.abs(assembled(ranks, "trained_logprobs", batch) - trained).max() < 1e-5
     # it did learn something
-    assert np.abs(trained - transformers_logprobs(model_dir, batch) * batch.mask).max() > 1e-2
-
-
-@pytest.mark.parametrize("layout, family", PARAMETERS)
-def test_reference_logprobs_are_the_base_models_after_training(results, layout, family):
-    for result in results(layout, family):
-        np.testing.assert_array_equal(result["reference_logprobs"], result["logprobs"])
+    assert np.abs(trained - transformers_logprobs(model_dir, batch)).max() > 1e-2
 
 
 @pytest.mark.parametrize("layout, family", [case for case in PARAMETERS if case.values[0] != ONE])
 def test_ranks_train_like_one(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
-    gradients = {
-        name: gradient for result in ranks for name, gradient in result["gradients"].items()
-    }
+    gradients = {}
+    for result in ranks:
+        gradients |= result["gradients"]
     assert set(gradients) == set(one["gradients"])
     for name, gradient in one["gradients"].items():
         # 0 for an expert that no token chose
@@ -361,17 +349,17 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
 ):
     unbroken, ranks = results(before, family), LAYOUTS[after][0]
     config = layout_config(after, model_dirs[family], data_dir)
-    run_ranks(resume_rank, ranks, config, str(unbroken[0]["saved"]), str(tmp_path))
-    resumed = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    saved = str(unbroken[0]["saved"])
+    resumed = from_ranks(resume_rank, ranks, config, saved, folder=tmp_path)
     keys = ("loss/policy", "loss/kl", "loss/total", "grad_norm", "lr", "mismatch/k3")
     exactly = 0 if before == after else 1e-4
-    for one, other in zip(unbroken[0]["metrics"][SAVED:], resumed[0]["metrics"], strict=True):
+    for one, other in zip(unbroken[0]["metrics"][SAVED:], resumed[0][0], strict=True):
         assert [other[key] for key in keys] == pytest.approx(
             [one[key] for key in keys], rel=exactly, abs=exactly
         )
     factors, expected = (
-        {name: (b, a) for result in of for name, (_, b, a) in result["factors"].items()}
-        for of in (resumed, unbroken)
+        {name: (b, a) for part in parts for name, (_, b, a) in part.items()}
+        for parts in ([part for _, part in resumed], [rank["factors"] for rank in unbroken])
     )
     assert factors.keys() == expected.keys()
     for name, pair in factors.items():
@@ -412,18 +400,15 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "adapter"
     )
     megatron = assembled(ranks, "saved_logprobs", batch)
-    assert np.abs(merged * batch.mask - megatron).max() < 1e-5
+    assert np.abs(merged - megatron).max() < 1e-5
     assert np.abs(transformers_logprobs(with_peft, batch) - merged).max() < 1e-5
     # they are not the base model
-    assert np.abs((merged - transformers_logprobs(base, batch)) * batch.mask).max() > 1e-2
+    assert np.abs(merged - transformers_logprobs(base, batch)).max() > 1e-2
 
 
 def bfloat16_rank(rank, config, folder):
     """What a rank sends and computes after two updates in the shipped regime."""
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
-    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
+    trainer = trainer_of(rank, config, f"{folder}/rendezvous")
     rows, shard = share_of(rank, random_batch(), config.layout)
     move_b(trainer)
     trainer.train([shard])
@@ -456,9 +441,7 @@ def test_in_bfloat16_ranks_multiply_with_what_they_send(data_dir, tmp_path, layo
         optimizer=replace(config.optimizer, lr=5e-6),
         lora=replace(config.lora, r=32, alpha=64.0),
     )
-    ranks = LAYOUTS[layout][0]
-    run_ranks(bfloat16_rank, ranks, config, str(tmp_path))
-    results = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    results = from_ranks(bfloat16_rank, LAYOUTS[layout][0], config, folder=tmp_path)
     base, weights, differing, total = Checkpoint(model_dir), {}, 0, 0
     for result in results:
         for name, (_, b, a) in result["factors"].items():
@@ -472,13 +455,13 @@ def test_in_bfloat16_ranks_multiply_with_what_they_send(data_dir, tmp_path, layo
     batch, model = random_batch(), reference_model(model_dir, weights)
     exact = transformers_logprobs(model, batch)
     usual = np.abs(transformers_logprobs(model.bfloat16(), batch) - exact)
-    error = np.abs(assembled(results, "logprobs", batch) - exact * batch.mask)
-    assert error.sum() < 2 * (usual * batch.mask).sum()
+    error = np.abs(assembled(results, "logprobs", batch) - exact)
+    assert error.sum() < 2 * usual.sum()
     base = transformers_logprobs(reference_model(model_dir), batch)
     assert np.abs(base - exact).mean() > 3 * usual.mean()
 
 
-@pytest.mark.parametrize("layout, family", PARAMETERS)
+@each_case
 def test_every_adapter_learned_and_is_counted_once(results, layout, family):
     (one,), ranks = results(ONE, family), results(layout, family)
     mlps = {"qwen3_moe": 16, "qwen2_moe": 18}.get(
@@ -496,10 +479,7 @@ def test_every_adapter_learned_and_is_counted_once(results, layout, family):
 
 
 def load_rank(rank, config, folder):
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
-    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
+    trainer = trainer_of(rank, config, f"{folder}/rendezvous")
     logprobs = trainer.logprobs(random_batch())
     torch.save((len(trainer.model.decoder.layers), logprobs), f"{folder}/{rank}.pt")
 
@@ -514,18 +494,14 @@ def test_uneven_pipeline_stages(data_dir, tmp_path):
         actor_config__expert_model_parallel_size=1,
         megatron_training__num_layer_list="1,2",
     )
-    run_ranks(load_rank, 2, config, str(tmp_path))
-    (first, _), (second, logprobs) = (
-        torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)
-    )
+    (first, _), (second, logprobs) = from_ranks(load_rank, 2, config, folder=tmp_path)
     batch = random_batch()
     assert (first, second) == (1, 2)
-    assert np.abs((logprobs - transformers_logprobs(model_dir, batch)) * batch.mask).max() < 1e-5
+    expected = transformers_logprobs(model_dir, batch)
+    assert np.abs(logprobs * batch.mask - expected).max() < 1e-5
 
 
 def change_tensors(directory, change):
-    from safetensors.torch import load_file, save_file
-
     save_file(
         change(load_file(directory / "model.safetensors")),
         directory / "model.safetensors",

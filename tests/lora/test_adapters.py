@@ -19,11 +19,9 @@ class TupleLinear(nn.Linear):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear_qkv, self.linear_proj, self.other = (
-            TupleLinear(6, 10),
-            TupleLinear(10, 6),
-            TupleLinear(6, 6),
-        )
+        self.linear_qkv = TupleLinear(6, 10)
+        self.linear_proj = TupleLinear(10, 6)
+        self.other = TupleLinear(6, 6)
         self.local_experts = nn.ModuleList(
             nn.ModuleDict({"linear_fc1": TupleLinear(6, 8)}) for _ in range(2)
         )

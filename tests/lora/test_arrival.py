@@ -156,6 +156,16 @@ def test_adapters_are_served_with_their_scaling(config, scaling):
     assert torch.equal(scaled["q_proj.lora_B.weight"], torch.full((8, 4), scaling))
 
 
+@pytest.mark.parametrize("is_shared, row", [(True, 8), (False, 0)])
+def test_a_layer_that_ranks_do_not_share_is_compared_on_each(is_shared, row):
+    """vLLM's ReplicatedLinear, a router, has the rank of its group as well."""
+    model, gate = torch.nn.Module(), torch.nn.Linear(4, 8, bias=False)
+    model.gate, gate.tp_rank, gate.input_size, gate.output_size = gate, 1, 4, 8
+    if is_shared:
+        gate.output_size_per_partition = 8
+    assert [held.start for held in held_parts(model)] == [(row, 0)]
+
+
 @pytest.mark.parametrize("width", [4, 8])  # gate above up is square, or down is
 @pytest.mark.parametrize("is_npu", [False, True])
 def test_square_expert_weights_are_told_from_their_transposes(width, is_npu):

@@ -56,9 +56,8 @@ def test_rounding_is_right_in_the_mean_and_as_noisy_as_the_proof_says():
     update, z = SCALING * b @ a, []
     for number in range(200):
         dither = dither_of(f"{number}", weight.shape)
-        entry = join(
-            [{"x": movement(merged(weight, b, a, SCALING, dither), weight, update, dither)}]
-        )["x"]
+        used = merged(weight, b, a, SCALING, dither)
+        entry = join([{"x": movement(used, weight, update, dither)}])["x"]
         z.append((entry["arrived"] - 1) / entry["arrived_error"])
     z = torch.tensor(z)
     assert abs(z.mean()) < 3 / math.sqrt(200) and 0.85 < z.std() < 1.15

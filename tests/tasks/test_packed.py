@@ -234,7 +234,7 @@ def test_thinking_is_as_the_template_has_it_otherwise(asked, overrides):
 def test_the_npu_engines_training_and_evaluation_ask_alike(tmp_path, monkeypatch, raw, qwen3):
     convert(raw, tmp_path)
     monkeypatch.setattr(observer.RunObserver, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(observer, "end_tokens", lambda path: set())
+    monkeypatch.setattr(observer, "end_tokens", lambda *_: set())
     packed = tmp_path / "out" / "gsm8k_train"
     run = SimpleNamespace(started=datetime.datetime(2026, 1, 1), keep=lambda **_: None)
 
