@@ -40,12 +40,11 @@ def look() -> dict[str, Any]:
         "nodes": len(nodes),
         "npus": [int(node["Resources"].get("NPU", 0)) for node in nodes],
         "cpus": [int(free.get(node["NodeID"], {}).get("CPU", 0)) for node in nodes],
-        "jobs": [_job_in_words(job) for job in jobs],
+        "jobs": [
+            f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
+            for job in jobs
+        ],
     }
-
-
-def _job_in_words(job: dict[str, Any]) -> str:
-    return f"process {job['DriverPid']} on {job['DriverIPAddress']} ({job['Entrypoint'][:120]})"
 
 
 def interface_of(address: str) -> str | None:
@@ -73,77 +72,74 @@ def holders(cluster: dict[str, Any]) -> str:
 
 
 def placed(width: int, npus: int, rooms: Sequence[int]) -> list[int] | None:
-    """Returns what upstream's placement groups leave of the NPUs of each node; None if Ray cannot
-    give them: as many NPUs in each as the driver's node shows, `width`, all on one node
+    """Returns the NPUs of each node that upstream's placement groups take; None if Ray cannot give
+    them: as many NPUs in each as the driver's node shows, `width`, all on one node
     (launcher.py:64-104, STRICT_PACK). rooms: NPUs of each node.
 
     >>> placed(8, 16, [8, 8]), placed(16, 16, [8, 8]), placed(8, 12, [8, 8])
-    ([0, 0], None, [0, 4])
+    ([8, 8], None, [8, 4])
     """
-    left = list(rooms)
+    taken = [0] * len(rooms)
     for start in range(0, npus, width):
         group = min(width, npus - start)
-        node = next((node for node, room in enumerate(left) if room >= group), None)
+        node = next((node for node, room in enumerate(rooms) if room >= taken[node] + group), None)
         if node is None:
             return None
-        left[node] -= group
-    return left
-
-
-def lacking_cpus(recipe: Recipe, width: int, npus: Sequence[int], cpus: Sequence[int]) -> str:
-    """The CPUs that upstream would wait for, for ever and without a message, where all nodes
-    together have enough: each node needs those of its ranks and of a reward process
-    (cli/train_grpo.py:150-155, SPREAD), one of them those of the transfer dock. "" if nothing is
-    lacking. npus, cpus: of each node; `width` as in `placed`, which holds.
-    """
-    left = placed(width, recipe.layout.world, npus)
-    ranks = [(room - over) * recipe.npu.cpus_per_npu for room, over in zip(npus, left, strict=True)]
-    free = [have - reserved for have, reserved in zip(cpus, ranks, strict=True)]
-    if min(free) >= 0 and max(free) >= TRANSFER_DOCK_CPUS + recipe.npu.cpus_for_tasks:
-        return ""
-    return (
-        f"the nodes have {', '.join(map(str, cpus))} CPUs free; their ranks reserve "
-        f"{', '.join(map(str, ranks))}, a reward process on each {recipe.npu.cpus_for_tasks}, and "
-        f"the transfer dock {TRANSFER_DOCK_CPUS} on one of them (transfer_dock.py:248): upstream "
-        "would wait for ever"
-    )
+        taken[node] += group
+    return taken
 
 
 def check_resources(recipe: Recipe, patience: float = 10) -> None:
     """EngineError if Ray has too few NPUs or CPUs, or if others hold them; upstream would wait for
-    ever (`ray.get(pg.ready())`, launcher.py:101); or if several nodes cannot hold upstream's
-    groups. Within `patience` seconds what an earlier run has given back shows again.
+    ever (`ray.get(pg.ready())`, launcher.py:101); or as `check_nodes`. Within `patience` seconds
+    what an earlier run has given back shows again.
     """
     need = {"NPU": recipe.layout.world, "CPU": needed_cpus(recipe)}
-    cluster = look()
     until = time.monotonic() + patience
-    while _short(cluster, need) and time.monotonic() < until:
-        time.sleep(0.5)
+    while True:
         cluster = look()
-    for name in _short(cluster, need):
-        count, free = (int(cluster[key].get(name, 0)) for key in ("resources", "available"))
+        available = cluster["available"]
+        short = [name for name, count in need.items() if available.get(name, 0) < count]
+        if not short or time.monotonic() >= until:
+            break
+        time.sleep(0.5)
+    for name in short:
+        count = int(cluster["resources"].get(name, 0))
+        free = int(available.get(name, 0))
         reason = WAYS_OUT[name]
         if count >= need[name]:
             reason = f"{free} are free, the others are {holders(cluster)}: wait, or end it"
         raise EngineError(f"{need[name]} {name}s are needed, Ray has {count}. {reason}")
-    if len(cluster["npus"]) == 1 or recipe.emulate_npu:
-        return
+    if len(cluster["npus"]) > 1 and not recipe.emulate_npu:
+        check_nodes(recipe, cluster)
+
+
+def check_nodes(recipe: Recipe, cluster: dict[str, Any]) -> None:
+    """EngineError if the nodes cannot hold upstream's groups, or if upstream would wait for CPUs,
+    for ever and without a message, where all nodes together have enough: each node needs those of
+    its ranks and of a reward process (cli/train_grpo.py:150-155, SPREAD), one of them those of the
+    transfer dock.
+    """
     dies = dies_of_a_node()
     width = min(dies, recipe.layout.world)
-    if placed(width, recipe.layout.world, cluster["npus"]) is None:
+    taken = placed(width, recipe.layout.world, cluster["npus"])
+    if taken is None:
         raise EngineError(
             f"this node shows {dies} dies to CANN, and upstream asks Ray for groups of {width} on "
             f"one node each (launcher.py:64-101); the nodes have "
             f"{', '.join(map(str, cluster['npus']))}: it would wait for ever. Set "
             "ASCEND_RT_VISIBLE_DEVICES on every node to the dies that the run has there, from 0 on"
         )
-    if lacking := lacking_cpus(recipe, width, cluster["npus"], cluster["cpus"]):
-        raise EngineError(f"{lacking}. {WAYS_OUT['CPU']}")
-
-
-def _short(cluster: dict[str, Any], need: dict[str, int]) -> list[str]:
-    """The resources of which less is available than needed."""
-    return [name for name, count in need.items() if cluster["available"].get(name, 0) < count]
+    cpus = cluster["cpus"]
+    ranks = [npus * recipe.npu.cpus_per_npu for npus in taken]
+    free = [have - reserved for have, reserved in zip(cpus, ranks)]
+    if min(free) < 0 or max(free) < TRANSFER_DOCK_CPUS + recipe.npu.cpus_for_tasks:
+        raise EngineError(
+            f"the nodes have {', '.join(map(str, cpus))} CPUs free; their ranks reserve "
+            f"{', '.join(map(str, ranks))}, a reward process on each {recipe.npu.cpus_for_tasks}, "
+            f"and the transfer dock {TRANSFER_DOCK_CPUS} on one of them (transfer_dock.py:248): "
+            f"upstream would wait for ever. {WAYS_OUT['CPU']}"
+        )
 
 
 def dies_of_a_node() -> int:

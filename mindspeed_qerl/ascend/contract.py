@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.common.errors import ConfigError, EngineError
+from mindspeed_qerl.common.files import sha256
 
 TABLE = Path(__file__).with_suffix(".yaml")
 GENERATED = ("_version.py", "_build_info.py")  # written when vllm-ascend is installed
@@ -154,26 +155,16 @@ def installed() -> dict[str, Path]:
     return roots
 
 
-def upstream_versions() -> dict[str, str]:
-    """Title of each installed repository -> its commit at the pin, else "sha256:..." of its
-    files.
-    """
-    return {
-        report.pin.title: report.pin.commit if report.at_pin else f"sha256:{report.content}"
-        for report in check(installed())
-    }
-
-
 def content_of(folder: Path) -> str:
     """12 hex digits over names and bytes of the Python files below `folder`, except those an
     installation writes.
     """
     hashes = {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        path.relative_to(folder).as_posix(): sha256(path)
         for path in folder.rglob("*.py")
         if path.name not in GENERATED
     }
-    return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()[:12]
+    return _short_digest(repr(sorted(hashes.items())))
 
 
 def definitions(scope: ast.AST, name: str) -> list[ast.stmt]:
@@ -208,15 +199,22 @@ def digest(statements: list[ast.stmt]) -> str:
     >>> digest(ast.parse(plain).body) == digest(ast.parse(other).body)
     True
     """
-    return hashlib.sha256("".join(map(repr, _canonical(statements))).encode()).hexdigest()[:12]
+    return _short_digest("".join(map(repr, _canonical(statements))))
+
+
+def _short_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _canonical(node: Any) -> Any:
     """A syntax tree as nested tuples, without positions, docstrings and what only some Python
     versions record.
     """
-    if isinstance(node, list):
-        return tuple(_canonical(each) for each in node if not _is_docstring(each))
+    match node:
+        case ast.Expr(value=ast.Constant(value=str())):  # a docstring
+            return None
+        case list():
+            return tuple(part for part in map(_canonical, node) if part is not None)
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = []
@@ -226,8 +224,3 @@ def _canonical(node: Any) -> Any:
         if name != "ctx" and value not in (None, []):
             fields.append((name, _canonical(value)))
     return type(node).__name__, tuple(fields)
-
-
-def _is_docstring(node: Any) -> bool:
-    value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)

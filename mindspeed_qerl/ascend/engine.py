@@ -7,7 +7,6 @@ cli/train_grpo.py's globals -> train(config)
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,7 @@ from .contract import PINS, check, installed, require
 from .limits import upstream_sections, worker_environment
 from .observer import TokenObserver
 from .ray_session import check_shared, ray_session, this_node_first
-from .resume import base_for_resuming, batches_asked, last_checkpoint
-
-__all__ = ["last_checkpoint", "train"]  # engines.Trainer
+from .resume import base_for_resuming, last_checkpoint, read_position
 
 # What CANN's and NNAL's set_env.sh set, for the workers of a Ray that was started without them.
 PASSED_ON = (
@@ -116,38 +113,36 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
     from .trainer import EndlessPrompts, QeRLTrainer
     from .worker import QeRLWorker
 
-    launcher.resource_mapping[QeRLWorker.__ray_actor_class__.__name__] = lambda config: (
-        config.actor_resource
-    )
-    launcher.construct_placement_groups = this_node_first(launcher.construct_placement_groups)
+    launcher.resource_mapping["QeRLWorker"] = launcher.resource_mapping["IntegratedWorker"]
+    construct = launcher.construct_placement_groups
+    launcher.construct_placement_groups = lambda *sizes: this_node_first(construct(*sizes))
     module.IntegratedWorker = QeRLWorker
     module.RuleReward = QeRLRuleReward
     module.PromptDataLoader = EndlessPrompts
     module.RayGRPOTrainer = partial(QeRLTrainer, observer=observer)
     # MegatronConfig has no key for them
     arguments: dict[str, Any] = {}
+    asked = 0
     if family_of(read_shape(recipe.model.path)).shared_expert:
         arguments["shared_expert_gate"] = True
     if recipe.run.resume:
-        arguments["lora_load"] = str(RunDirectory.open(recipe.run.resume).checkpoints_dir.resolve())
-    ours = {"qerl": recipe, "batches_asked": batches_asked(recipe)}
-    module.MegatronConfig = _with_attributes(module.MegatronConfig, arguments)
-    module.RLConfig = _with_attributes(module.RLConfig, ours)
+        run = observer.run
+        arguments["lora_load"] = str(run.checkpoints_dir.resolve())
+        asked = read_position(run, last_checkpoint(recipe))["batches_asked"]
+    ours = {"qerl": recipe, "batches_asked": asked}
+    module.MegatronConfig = partial(_with_attributes, module.MegatronConfig, arguments)
+    module.RLConfig = partial(_with_attributes, module.RLConfig, ours)
     return module
 
 
-def _with_attributes(config_class: type, attributes: dict[str, Any]) -> Callable[..., Any]:
-    """Adds attributes to upstream's config class, which refuses keys that it does not know
-    (base_config.py:32). What is put on MegatronConfig becomes an argument of Megatron's
+def _with_attributes(config_class: type, attributes: dict[str, Any], *arguments: Any) -> Any:
+    """Makes one of upstream's configs with attributes besides: its class refuses keys that it does
+    not know (base_config.py:32). What is put on MegatronConfig becomes an argument of Megatron's
     (utils/utils.py:337).
     """
-
-    def build(*args: Any) -> Any:
-        config = config_class(*args)
-        vars(config).update(attributes)
-        return config
-
-    return build
+    config = config_class(*arguments)
+    vars(config).update(attributes)
+    return config
 
 
 def call_train(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:

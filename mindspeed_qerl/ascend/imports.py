@@ -50,7 +50,7 @@ DRIVER = (
     "export LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver:"
     "$LD_LIBRARY_PATH    # /usr/local/Ascend/driver, mapped into the container with -v"
 )
-# A pattern in an import's error -> what to do; the first that matches counts.
+# A pattern in an import's error -> what to do; the first that matches counts, the last always does.
 FIXES = {
     r"No module named '(?!mindspeed|megatron|vllm_ascend)(\w+)": (
         r"pip install \1    # in the version of docs/ascend.md, Install"
@@ -94,9 +94,9 @@ def way_out(error: str) -> str:
     >>> way_out("No module named 'word2number.w2n'")
     'pip install word2number    # in the version of docs/ascend.md, Install'
     """
-    matches = ((re.search(pattern, error), fix) for pattern, fix in FIXES.items())
-    match, fix = next(pair for pair in matches if pair[0])
-    return match.expand(fix)
+    for pattern, fix in FIXES.items():
+        if match := re.search(pattern, error):
+            return match.expand(fix)
 
 
 def explained(error: str) -> str:

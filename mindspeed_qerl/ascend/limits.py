@@ -32,7 +32,7 @@ from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.packed import pack_rows, packed_template_kwargs
 from mindspeed_qerl.tasks.rows import Row
 
-from .contract import upstream_versions
+from .contract import check, installed
 
 UPSTREAM = True
 # what trains nothing; a checkpoint is of one layout
@@ -42,15 +42,9 @@ TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 # gspo_qwen3_32b_A3.sh:6); 1: vLLM would trace the model once, before its layers are ours.
 GRAPHS = {"TASK_QUEUE_ENABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
 GRAPHS_TP = (1, 2, 4)  # tests/upstream/test_graphs.py
-# Keys of our own sections that the local engine alone honours.
-LOCAL_ONLY = {
-    "task.prompt": "the packed training rows hold chat prompts, and evaluation must ask alike",
-    "rollout_quantization.lora": "a sync brings merged weights alone",
-    **dict.fromkeys(
-        ("hardware_error.rollout", "hardware_error.training", "hardware_error.evaluation"),
-        "errors are modelled on the local engine only, NPUs have their own",
-    ),
-}
+LOCAL_ERRORS = "must be left out: errors are modelled on the local engine only, NPUs have their own"
+# whether it applies, the key that is at fault, what is wrong with its value
+Case = tuple[Any, str, str]
 
 
 def needed_cpus(recipe: Recipe) -> int:
@@ -62,11 +56,6 @@ def needed_cpus(recipe: Recipe) -> int:
         + 2 * recipe.npu.cpus_for_tasks
         + TRANSFER_DOCK_CPUS
     )
-
-
-def vllm_dp_size(recipe: Recipe) -> int:
-    """VLLM_DP_SIZE: upstream's ranks of one expert parallel group serve their own prompts."""
-    return recipe.layout.infer_ep if recipe.model.arguments.get("num_experts") else 1
 
 
 @cache
@@ -84,9 +73,11 @@ def worker_environment(recipe: Recipe, shell: Mapping[str, str]) -> dict[str, st
     environment = {name: shell.get(name, value) for name, value in npu_environment().items()}
     if not recipe.rollout.enforce_eager:
         environment |= GRAPHS
+    # upstream's ranks of one expert parallel group serve their own prompts
+    groups = recipe.layout.infer_ep if recipe.model.arguments.get("num_experts") else 1
     return {
         **environment,
-        "VLLM_DP_SIZE": str(vllm_dp_size(recipe)),
+        "VLLM_DP_SIZE": str(groups),
         "HCCL_BUFFSIZE": str(recipe.npu.hccl_buffer_mib),
     }
 
@@ -110,10 +101,8 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     try:
         yield from compare_with_model(recipe.model.arguments, read_config(file), str(file))
     except ConfigError as error:
-        message = (
-            f"{key} = {folder!r}: no readable config.json of a Hugging Face model there ({error})"
-        )
-        yield Fault("model", message, key)
+        reason = f"no readable config.json of a Hugging Face model there ({error})"
+        yield Fault("model", f"{key} = {folder!r}: {reason}", key)
     try:
         plan = plan_of(recipe)
         yield from layout_faults(plan)
@@ -139,8 +128,7 @@ def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
     for name in packed_files(recipe).values():
         for file in (Path(name), Path(name).with_suffix(".idx")):
             if not file.is_file():
-                message = f"{key} = {recipe.task.data_path!r}: no file {file}"
-                yield Fault("file", message, key, fix)
+                yield Fault("file", f"{key} = {recipe.task.data_path!r}: no file {file}", key, fix)
     wanted = dict(recipe.task.chat_template_kwargs or {})
     packed = packed_template_kwargs(recipe.task.data_path)
     if packed != wanted:
@@ -152,26 +140,76 @@ def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
 
 def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
     """Yields what this engine cannot do whatever model and files are there; rehearsals ask too."""
-    yield from _wrong_pairs(recipe)
-    for key, reason in LOCAL_ONLY.items():
-        section, name = key.split(".")
-        part = getattr(recipe, section.removeprefix("rollout_"))
-        if getattr(part, name) != getattr(type(part)(), name):
-            yield Fault("unsupported", f"{key} must be left out: {reason}", key)
-    selection = recipe.selection
-    verifiers = recipe.task.verifiers
-    filters = selection.filter_groups_enable
-    prompts = recipe.batch.global_batch_size
-    format = recipe.quantization.format
+    for is_wrong, key, reason in (*_cases_of_training(recipe), *_cases_of_rollout(recipe)):
+        if is_wrong:
+            yield Fault("unsupported", f"{key} {reason}", key)
+    yield from checks.unknown_rewards(recipe.task.verifiers)
+
+
+def _cases_of_training(recipe: Recipe) -> tuple[Case, ...]:
+    optimizer = recipe.optimizer
+    epochs = recipe.batch.epochs
+    style = optimizer.lr_decay_style
+    warmup = optimizer.lr_warmup_fraction
     arguments = recipe.model.arguments
-    captures = not recipe.rollout.enforce_eager
-    tp = recipe.layout.infer_tp
-    cases = (
+    aux_loss = f"model.{arguments.get('model')}.moe_aux_loss_coeff"
+    errors = recipe.hardware_error
+    return (
+        (errors.rollout, "hardware_error.rollout", LOCAL_ERRORS),
+        (errors.training, "hardware_error.training", LOCAL_ERRORS),
+        (errors.evaluation, "hardware_error.evaluation", LOCAL_ERRORS),
+        (
+            recipe.task.prompt != "chat",
+            "task.prompt",
+            "must be left out: the packed training rows hold chat prompts, as evaluation must ask",
+        ),
+        (
+            recipe.run.resume and not recipe.model.load,
+            "run.resume",
+            "needs actor_config.load, the base weights: checkpoints hold the adapters only",
+        ),
+        (
+            epochs > 1 and (style != "constant" or warmup > 0),
+            "rl_config.epochs",
+            (
+                f"= {epochs} with actor_config.lr_decay_style = {style!r} and "
+                f"actor_config.lr_warmup_fraction = {warmup}: upstream moves the schedule on in every "
+                f"epoch (base_training_engine.py:519), {epochs} times too fast. Set rl_config.epochs=1,"
+                " or actor_config.lr_decay_style=constant and actor_config.lr_warmup_fraction=0.0"
+            ),
+        ),
+        (
+            arguments.get("num_experts") and arguments.get("moe_aux_loss_coeff") is None,
+            aux_loss,
+            (
+                "is left out, and upstream would add 0.001 of the load balancing loss to GRPO's "
+                f"(megatron_config.py:372). Set {aux_loss}=0.0, or the value that is meant"
+            ),
+        ),
         (
             recipe.batch.use_remove_padding and not arguments.get("use_flash_attn"),
             "rl_config.use_remove_padding",
             "needs megatron_training.use_flash_attn: true, the only attention for packed answers",
         ),
+        (
+            recipe.lora.alpha % 1 > 0,
+            "actor_config.lora_alpha",
+            f"= {recipe.lora.alpha} must be a whole number, for MindSpeed-LLM's --lora-alpha",
+        ),
+    )
+
+
+def _cases_of_rollout(recipe: Recipe) -> tuple[Case, ...]:
+    selection = recipe.selection
+    filters = selection.filter_groups_enable
+    prompts = recipe.batch.global_batch_size
+    format = recipe.quantization.format
+    has_experts = recipe.model.arguments.get("num_experts")
+    captures = not recipe.rollout.enforce_eager
+    tp = recipe.layout.infer_tp
+    replay = recipe.algorithm.routing_replay
+    replays = replay != "none"
+    return (
         (
             filters and selection.filter_groups_train_batch_size != prompts,
             "rl_config.filter_groups_train_batch_size",
@@ -183,9 +221,14 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             "must be at least 1: else a step whose groups are all alike never ends",
         ),
         (
-            selection.filter_groups_metric and len(verifiers) > 1,
+            selection.filter_groups_metric and len(recipe.task.verifiers) > 1,
             "rl_config.filter_groups_metric",
             "must be left out with several verifiers: the transfer dock keeps their sum",
+        ),
+        (
+            recipe.quantization.lora != "merged",
+            "rollout_quantization.lora",
+            "must be left out: a sync brings merged weights alone",
         ),
         (
             format in ("fp8", "mxfp8"),
@@ -193,14 +236,9 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             f"= {format!r} rounds activations, for which vllm-ascend at the pin has no layers",
         ),
         (
-            format == "int8_w8a8" and arguments.get("num_experts"),
+            format == "int8_w8a8" and has_experts,
             "rollout_quantization.format",
             "= 'int8_w8a8' with experts: vllm-ascend's need FRACTAL_NZ, which is off in RL",
-        ),
-        (
-            recipe.lora.alpha % 1 > 0,
-            "actor_config.lora_alpha",
-            f"= {recipe.lora.alpha} must be a whole number, for MindSpeed-LLM's --lora-alpha",
         ),
         (
             captures and format == "int8_w8a8",
@@ -212,57 +250,20 @@ def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
             "generate_config.enforce_eager",
             f"must be True with infer TP {tp}: graphs were tried with {GRAPHS_TP}",
         ),
+        (
+            replays and not has_experts,
+            "algorithm.routing_replay",
+            f"= {replay!r} with a model that has no experts. Set one of them back",
+        ),
+        (
+            replays and recipe.npu.enable_prefix_caching,
+            "algorithm.routing_replay",
+            (
+                f"= {replay!r} with generate_config.enable_prefix_caching: vLLM computes no routes for "
+                "tokens that it finds in its cache. Set one of them back"
+            ),
+        ),
     )
-    for is_wrong, key, reason in cases:
-        if is_wrong:
-            yield Fault("unsupported", f"{key} {reason}", key)
-    yield from _cannot_replay(recipe)
-    yield from checks.unknown_rewards(verifiers)
-
-
-def _wrong_pairs(recipe: Recipe) -> Iterator[Fault]:
-    """Faults of keys that upstream takes one by one and not together."""
-    optimizer = recipe.optimizer
-    epochs = recipe.batch.epochs
-    if recipe.run.resume and not recipe.model.load:
-        key = "actor_config.load"
-        message = f"run.resume needs {key}, the base weights: checkpoints hold the adapters only"
-        yield Fault("conflict", message, key)
-    if epochs > 1 and (optimizer.lr_decay_style != "constant" or optimizer.lr_warmup_fraction > 0):
-        style = "actor_config.lr_decay_style"
-        warmup = "actor_config.lr_warmup_fraction"
-        message = (
-            f"rl_config.epochs = {epochs} with {style} = {optimizer.lr_decay_style!r} and {warmup} "
-            f"= {optimizer.lr_warmup_fraction}: upstream moves the schedule on in every epoch "
-            f"(base_training_engine.py:519), {epochs} times too fast"
-        )
-        fix = f"Set rl_config.epochs=1, or {style}=constant and {warmup}=0.0"
-        yield Fault("conflict", message, "rl_config.epochs", fix)
-    arguments = recipe.model.arguments
-    if arguments.get("num_experts") and arguments.get("moe_aux_loss_coeff") is None:
-        key = f"model.{arguments.get('model')}.moe_aux_loss_coeff"
-        message = (
-            f"{key} is left out, and upstream would add 0.001 of the load balancing loss to GRPO's "
-            "(megatron_config.py:372)"
-        )
-        yield Fault("unsupported", message, key, f"set {key}=0.0, or the value that is meant")
-
-
-def _cannot_replay(recipe: Recipe) -> Iterator[Fault]:
-    """Faults of algorithm.routing_replay with what goes another way than its routes."""
-    key = "algorithm.routing_replay"
-    mode = recipe.algorithm.routing_replay
-    if mode == "none":
-        return
-    reasons = {
-        "a model that has no experts": not recipe.model.arguments.get("num_experts"),
-        "generate_config.enable_prefix_caching: vLLM computes no routes for tokens that it finds "
-        "in its cache": recipe.npu.enable_prefix_caching,
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            message = f"{key} = {mode!r} with {reason}"
-            yield Fault("unsupported", message, key, "Set one of them back")
 
 
 def data_files(recipe: Recipe) -> dict[str, str]:
@@ -289,8 +290,14 @@ def packed_files(recipe: Recipe) -> dict[str, str]:
 
 
 def versions() -> dict[str, Any]:
-    """Returns upstream's commits, or the hashes of its sources where there is no git."""
-    return {"upstream": upstream_versions()}
+    """Returns upstream's repositories by title: the commit of one at the pin, else "sha256:..." of
+    its files.
+    """
+    upstream = {
+        report.pin.title: report.pin.commit if report.at_pin else f"sha256:{report.content}"
+        for report in check(installed())
+    }
+    return {"upstream": upstream}
 
 
 def rehearsed(recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path) -> Recipe:

@@ -23,8 +23,6 @@ from mindspeed_qerl.runs.checks import impossible
 from .merging import forget_merged, merge_adapters
 from .routing import RoutedPasses
 
-STAGE = "ray_grpo"
-ROLE = "actor"
 BLOCK = 1024  # tokens: of 152,000 logits each, in float32, 0.6 GB a copy
 # of the transfer dock, besides those that upstream's update asks for
 COLUMNS = ("rollout_log_prob", "trained")
@@ -52,8 +50,8 @@ class QeRLLoss(BaseLossFunc):
 
     Attributes:
         recipe: the run's, by `install`. divisor, answers: of the mini-batch under way, over all
-            ranks and on this one. seen: of its micro-batches, on the device, whether a log
-            probability is impossible. parts: the metrics of each micro-batch since `take_metrics`.
+            ranks and on this one. is_impossible: whether a log probability of its micro-batches so
+            far is, on the device. parts: the metrics of each micro-batch since `take_metrics`.
     """
 
     recipe: Recipe
@@ -63,22 +61,23 @@ class QeRLLoss(BaseLossFunc):
         self.divisor = 0.0
         self.answers = 0
         self.parts = []
-        self.seen = []
+        self.is_impossible = False
 
     def start(self, mini_batch: dict[str, Tensor]) -> None:
         """Sets what the losses of `mini_batch` are divided by; call it before its micro-batches."""
         mask = trained_tokens(mini_batch)
         divisor = denominator(mask, self.recipe.algorithm).float()
         torch.distributed.all_reduce(divisor, group=get_parallel_state().get_data_parallel_group())
-        self.divisor, self.answers, self.seen = divisor.item(), len(mask), []
+        self.divisor = divisor.item()
+        self.answers = len(mask)
 
     def finish(self) -> None:
         """After the micro-batches: RuntimeError if a log probability of one was impossible. The
         host waits for the device once in a mini-batch, not in each micro-batch.
         """
-        seen = self.seen
-        self.seen = []
-        if seen and torch.stack(seen).any():
+        is_impossible = self.is_impossible
+        self.is_impossible = False
+        if is_impossible:
             raise RuntimeError(
                 "the trained model gave a log probability that is no number, or above 0: nothing "
                 "can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl"
@@ -100,7 +99,7 @@ class QeRLLoss(BaseLossFunc):
         )
         mask = trained_tokens(batch)
         before = logprobs.detach()
-        self.seen.append((impossible(before) & mask).any())
+        self.is_impossible |= (impossible(before) & mask).any()
         inputs = LossInputs(
             logprobs,
             batch.get("old_log_prob", before),
@@ -157,9 +156,8 @@ class QeRLActor(Actor):
 
     def _forward_backward_batch(self, batch, forward_only=False):
         merge_adapters(self.model)
-        if forward_only:
-            return super()._forward_backward_batch(batch, forward_only)
-        self.loss_func.start(batch)
+        if not forward_only:
+            self.loss_func.start(batch)
         try:
             return super()._forward_backward_batch(batch, forward_only)
         finally:  # Megatron may have stopped at the gradient of the same fault, without the answer
@@ -173,5 +171,5 @@ def install(recipe: Recipe) -> None:
     QeRLLoss.recipe = recipe
     if not recipe.algorithm.entropy_coefficient:
         logprob_computer.vocab_parallel_entropy = entropy_in_blocks
-    LossFuncFactory.register_loss(STAGE, ROLE)(QeRLLoss)
+    LossFuncFactory.register_loss("ray_grpo", "actor")(QeRLLoss)
     actor_rollout_hybrid.Actor = QeRLActor

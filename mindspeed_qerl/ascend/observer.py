@@ -43,15 +43,14 @@ class TokenObserver(RunObserver):
 
     def sampled_tokens(self, step: int, answers: dict[str, list]) -> None:
         """`sampled`, with columns of the transfer dock, a tensor for each answer."""
-        texts = {}
+        texts = []
         for column in ("prompts", "responses", "labels"):
             ids = answers[column][: self.recipe.run.rollout_samples]
-            texts[column] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        rows = rows_of_labels(texts["labels"], self.packed_rows)
-        golds = [row.answer for row in rows]
-        rewards = map(float, answers["rm_scores"])
+            texts.append(self.tokenizer.batch_decode(ids, skip_special_tokens=True))
+        questions, responses, labels = texts
+        golds = [row.answer for row in rows_of_labels(labels, self.packed_rows)]
+        columns = zip(questions, responses, golds, map(float, answers["rm_scores"]))
         names = ("question", "response", "answer", "reward")
-        columns = zip(texts["prompts"], texts["responses"], golds, rewards)
         self.sampled(step, (dict(zip(names, values)) for values in columns))
 
     def evaluated_tokens(self, step: int, answers: list[list[list[int]]], seconds: float) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,22 +44,16 @@ def ray_session(recipe: Recipe, environment: dict[str, str], logs: Path) -> Iter
 def start_ray(recipe: Recipe, environment: dict[str, str]) -> None:
     """Join the cluster of RAY_ADDRESS, or the one of `ray start` here, or start one."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    runtime_env = {"env_vars": environment}
+    options = {"runtime_env": {"env_vars": environment}}
     if recipe.emulate_npu:
-        npus = {"NPU": recipe.layout.world}
-        private_ray.start(runtime_env=runtime_env, num_cpus=needed_cpus(recipe), resources=npus)
-        return
+        options["num_cpus"] = needed_cpus(recipe)
+        options["resources"] = {"NPU": recipe.layout.world}
     # Ray's own reading of RAY_ADDRESS=local listens on every interface
-    if os.environ.get("RAY_ADDRESS") != "local":
+    elif os.environ.get("RAY_ADDRESS") != "local":
         with contextlib.suppress(ConnectionError):
-            ray.init(
-                address="auto",
-                runtime_env=runtime_env,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            ray.init(address="auto", log_to_driver=False, logging_level="ERROR", **options)
             return
-    private_ray.start(runtime_env=runtime_env)
+    private_ray.start(**options)
 
 
 def check_shared(run: Path) -> None:
@@ -81,19 +75,14 @@ def check_shared(run: Path) -> None:
             )
 
 
-def this_node_first(construct: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Puts this node's groups first in the list of upstream's `construct_placement_groups`, which
-    is the order of the ranks (launcher.py:231-246). Ray may put the first one anywhere, and the
-    first ranks write the checkpoints: they would lie on the other node, where this one's run
-    directory is not.
+def this_node_first(groups: list[Any]) -> list[Any]:
+    """Upstream's placement groups with those on this node first: their order is that of the ranks
+    (launcher.py:231-246). Ray may put the first one anywhere, and the first ranks write the
+    checkpoints: they would lie on the other node, where this one's run directory is not.
     """
+    here = ray.get_runtime_context().get_node_id()
 
-    def ordered(*args: Any) -> list[Any]:
-        here = ray.get_runtime_context().get_node_id()
+    def is_elsewhere(group: Any) -> bool:
+        return here not in ray.util.placement_group_table(group)["bundles_to_node_id"].values()
 
-        def is_elsewhere(group: Any) -> bool:
-            return here not in ray.util.placement_group_table(group)["bundles_to_node_id"].values()
-
-        return sorted(construct(*args), key=is_elsewhere)
-
-    return ordered
+    return sorted(groups, key=is_elsewhere)

@@ -30,20 +30,17 @@ def checkpoint_folder(run: RunDirectory, step: int) -> Path:
     return run.checkpoints_dir / f"iter_{step:07d}"
 
 
-def write_position(run: RunDirectory, step: int, batches_asked: int) -> None:
-    """Before checkpoint `step` is written: beside it the batches of prompts that were asked so far,
-    so that whatever Megatron's tracker names has them.
+def write_position(run: RunDirectory, step: int, batches_asked: int, is_saved: bool) -> None:
+    """Beside checkpoint `step`: the batches of prompts that were asked so far, before it is saved,
+    so that whatever Megatron's tracker names has them; once it is on disk (`is_saved`) also what
+    its files hold, other machines' disks aside.
     """
     folder = checkpoint_folder(run, step)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / POSITION, json.dumps({"batches_asked": batches_asked, **run.identity()}))
-
-
-def write_digests(run: RunDirectory, step: int) -> None:
-    """Once checkpoint `step` is on disk: what its files hold, other machines' disks aside."""
-    folder = checkpoint_folder(run, step)
-    files = describe_files(folder, folder.glob("mp_rank_*/*"))
-    write_whole(folder / POSITION, json.dumps({**read_position(run, step), "files": files}))
+    position = {"batches_asked": batches_asked, **run.identity()}
+    if is_saved:
+        position["files"] = describe_files(folder, folder.glob("mp_rank_*/*"))
+    write_whole(folder / POSITION, json.dumps(position))
 
 
 def read_position(run: RunDirectory, step: int) -> dict[str, Any]:
@@ -80,14 +77,6 @@ def last_checkpoint(recipe: Recipe) -> int:
     return step
 
 
-def batches_asked(recipe: Recipe) -> int:
-    """Batches of prompts that the resumed run had asked at its last checkpoint; 0 for a new run."""
-    if not recipe.run.resume:
-        return 0
-    run = RunDirectory.open(recipe.run.resume)
-    return read_position(run, last_checkpoint(recipe))["batches_asked"]
-
-
 def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:
     """The base checkpoint once more, as links, under the step of the run's last checkpoint and with
     that one's optimizer state: Megatron takes the step and the distributed optimizer's state from
@@ -108,8 +97,9 @@ def base_for_resuming(base: Path, recipe: Recipe, run: RunDirectory) -> Path:
         links = view / f"iter_{step:07d}" / rank.name
         links.mkdir(parents=True)
         (links / WEIGHTS).symlink_to(source.resolve())
-        if (rank / OPTIMIZER).is_file():
-            (links / OPTIMIZER).symlink_to((rank / OPTIMIZER).resolve())
+        optimizer = rank / OPTIMIZER
+        if optimizer.is_file():
+            (links / OPTIMIZER).symlink_to(optimizer.resolve())
     (view / TRACKER).write_text(str(step))
     return view.resolve()
 
@@ -132,12 +122,12 @@ def conversion_command(recipe: Recipe) -> list[str]:
         )
     source, target = (str(Path(path).absolute()) for path in (model.path, model.load))
     family = family_of(shape_of_model(recipe))
-    if family.conversion is None:
+    conversion = family.conversion
+    if not conversion:
         raise ConfigError(
             f"{source}: MindSpeed-LLM's converters are not known to read {family.model_type}; the "
             "local engine needs no conversion"
         )
-    conversion = family.conversion
     words = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg"]
     words += ["--model-type-hf", conversion.name, *conversion.options]
     if family.experts and layout.tp > 1:

@@ -22,14 +22,10 @@ _packed_rows = cache(read_packed_rows)
 
 
 def verifier(
-    responses: list[str],
-    data: dict[str, list[str]],
-    config: Any,
-    data_path: str | None = None,
-    **kwargs: Any,
+    responses: list[str], data: dict[str, list[str]], config: Any, data_path: str
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Scores of `responses`: the sum over `config.verifier_function` of weight times score; and
-    `{name}_rewards/mean` with the unweighted scores of each function.
+    `verifier/{name}/mean` with the unweighted scores of each function, of which upstream takes it.
 
     Args:
         responses: decoded answers, padding and special tokens already gone.
@@ -48,10 +44,10 @@ def verifier(
             "`labels` (tools/convert_gsm8k.py --format mindspeed writes it, and "
             "tools/pack_task.py) and dataset_additional_keys [labels]"
         )
-    rows = rows_of_labels(labels, _packed_rows(data_path) if data_path else None)
-    weights = list(zip(config.verifier_function, config.verifier_weight, strict=True))
+    rows = rows_of_labels(labels, _packed_rows(data_path))
+    weights = list(zip(config.verifier_function, config.verifier_weight))
     total, scores = score(weights, responses, rows)
-    metrics = {f"{name}_rewards/mean": values.tolist() for name, values in scores.items()}
+    metrics = {f"verifier/{name}/mean": values.tolist() for name, values in scores.items()}
     return total.tolist(), metrics
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mindspeed_rl.workers import actor_hybrid_worker
 
-from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
+from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
@@ -41,17 +41,14 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
     are quantized, a seed for each prompt, captured decoding.
 
     Attributes:
-        injector, quantized, recorder, graphs: None where there is no noise, no quantization, no
-            replay of the rollout's routes, no captured decoding. state: of the next weight sync.
-            noise_report: of the last one.
+        injector, quantized, recorder, graphs: a NoiseInjector, QuantizedModel, AscendRecorder and
+            DecodeGraphs; None where there is no noise, no quantization, no replay of the rollout's
+            routes, no captured decoding. state: of the next weight sync. noise_report: NoiseReport
+            of the last one; None: it had no noise.
     """
 
-    injector: NoiseInjector | None = None
-    quantized: QuantizedModel | None = None
-    recorder: AscendRecorder | None = None
-    graphs: DecodeGraphs | None = None
+    injector = quantized = recorder = graphs = noise_report = None
     state = RolloutState("rollout", 0)
-    noise_report: NoiseReport | None = None
 
     def __init__(self, *args, **kwargs):
         """Upstream's; log-probs are of the distribution that is drawn from, temperature included,
@@ -79,13 +76,13 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             self.recorder = AscendRecorder(self.runner, routers, longest, self.model)
         if not recipe.rollout.enforce_eager:
             self.graphs = DecodeGraphs(self.runner)
-            if self.recorder is not None:
+            if self.recorder:
                 self.graphs.on_replay = self.recorder.replay
 
     @property
     def is_captured(self) -> bool:
         """True once graphs hold the memory of weights and KV cache, which stays from then on."""
-        return self.graphs is not None and self.graphs.addresses is not None
+        return bool(self.graphs) and self.graphs.addresses is not None
 
     def init_cache_engine(self):
         """Upstream's, which empties the prefix cache of a KV cache that it makes; then graphs."""
@@ -93,7 +90,7 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             self.llm.llm_engine.reset_prefix_cache()
         else:
             super().init_cache_engine()
-        if self.graphs is not None:
+        if self.graphs:
             self.graphs.ready()
 
     def free_cache_engine(self):
@@ -106,19 +103,19 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         (megatron_weight_loaders.py:225,238), so nothing of it can reach the training weights.
         """
         super().sync_model_weights(params, load_format)
-        if self.quantized is not None and self.state.quantized:
+        if self.quantized and self.state.quantized:
             self.quantized.quantize()
         self.noise_report = None
-        if self.injector is not None and self.state.noise is not None:
+        if self.injector and self.state.noise:
             self.noise_report = self.injector.apply(self.state.noise)
 
     def offload_model_weights(self):
         """Upstream's; the noise goes first, since afterwards the weights lie elsewhere, and int8
         copies are freed.
         """
-        if self.quantized is not None:
+        if self.quantized:
             self.quantized.free()
-        if self.injector is not None:
+        if self.injector:
             self.injector.remove()
         if not self.is_captured:
             super().offload_model_weights()

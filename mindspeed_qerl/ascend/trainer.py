@@ -2,16 +2,13 @@
 
 import time
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 from mindspeed_rl.datasets.dataloader import PromptDataLoader
-from mindspeed_rl.trainer import grpo_trainer_hybrid
 from mindspeed_rl.trainer.grpo_trainer_hybrid import RayGRPOTrainer
-from mindspeed_rl.trainer.utils.data_strategy import DataStrategy
 from mindspeed_rl.trainer.utils.transfer_dock import put_prompts_experience
 from mindspeed_rl.utils.pad_process import (
     padding_dict_to_tensor_dict,
@@ -26,7 +23,6 @@ from mindspeed_qerl.algorithm.advantages import (
     rewards_less_kl,
 )
 from mindspeed_qerl.algorithm.metrics import groups_with_signal, merge, reward_metrics
-from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import read_shape
@@ -36,7 +32,7 @@ from mindspeed_qerl.routing.replay import routing_metrics, total
 from mindspeed_qerl.runs.checks import advantages_fault, ends_fault, impossible
 
 from .observer import TokenObserver
-from .resume import write_digests, write_position
+from .resume import write_position
 from .routing import COLUMN, row_fault
 
 # column of the transfer dock -> a tensor [length] for each answer
@@ -76,14 +72,6 @@ class EndlessPrompts(PromptDataLoader):
             yield from super().__iter__()
 
 
-class OurDataStrategy(DataStrategy):
-    """Upstream's, whose dock has our columns."""
-
-    def build_grpo(self, *args, addition_columns, **kwargs):
-        ours = [*SAMPLED, "trained", COLUMN]
-        return super().build_grpo(*args, addition_columns=[*addition_columns, *ours], **kwargs)
-
-
 class QeRLTrainer(RayGRPOTrainer):
     """A trainer of upstream that reports to `observer`.
 
@@ -94,31 +82,42 @@ class QeRLTrainer(RayGRPOTrainer):
     signal.) Weights & Biases itself is written from the run directory (run.wandb_project).
 
     Attributes:
-        step: updates so far. noise, level: of the run, and of the step under way; None: a run
-            without. tokens, routes: of this step, that each epoch is to train, and to
+        on_ranks: on_ranks(method, *arguments), what a method of the worker returns on each rank.
+        rows: of the dock, one for each answer of a batch.
+        step: updates so far. noise, level: of the run, and NoiseLevel of the step under way;
+            None: a run without. tokens, routes: of this step, that each epoch is to train, and to
             replay routes of. values: metrics of this step. batches_asked: of prompts, in the whole
             run.
     """
 
     def __init__(self, *args, observer: TokenObserver, **kwargs):
-        grpo_trainer_hybrid.DataStrategy = OurDataStrategy
         self.observer = observer
         self.recipe = observer.recipe
         self.noise = controller_of(self.recipe, observer.earlier)
         self.replays = self.recipe.algorithm.routing_replay != "none"
         self.routers = read_shape(self.recipe.model.path).routers
         super().__init__(*args, **kwargs)
+        self.on_ranks = self.actor_worker.execute_sync_command
+        self.rows = list(range(self.global_batch_size * self.n_samples_per_prompt))
         self.batches_asked = self.actor_worker.rl_config.batches_asked
-        self.values: dict[str, float] = {}
+        self.values = {}
         self.step = self.tokens = self.routes = 0
-        self.level: NoiseLevel | None = None
+        self.level = None
         self.wandb = self
+
+    def transfer_dock_init(self):
+        """Upstream's, which makes a dock with the additional columns of the data; ours are more."""
+        of_data = self.dataset_additional_keys
+        self.dataset_additional_keys = [*of_data, *SAMPLED, "trained", COLUMN]
+        super().transfer_dock_init()
+        self.dataset_additional_keys = of_data
 
     def fit(self, data_iters):
         """Runs upstream's loop, after an evaluation before the first step."""
         self.step = self.actor_worker.get_iteration()
         self.batches = data_iters
-        self.observer.begin(self.on_ranks("count_adapters"), self.on_ranks("noisy_norms")[0])
+        adapters, norms = zip(*self.on_ranks("describe"))
+        self.observer.begin(adapters, norms[0])
         self._set_noise()
         if self.step == 0:
             self._evaluate()
@@ -130,10 +129,6 @@ class QeRLTrainer(RayGRPOTrainer):
         if self.noise:
             self.level = self.noise.level(self.step)
             self.on_ranks("set_noise", self.level)
-
-    def on_ranks(self, method: str, *arguments: Any) -> list[Any]:
-        """Returns what `method` of the worker returns on each rank."""
-        return self.actor_worker.execute_sync_command(method, *arguments)
 
     def compute_advantage(self, blocking=False, guarantee_order=False):
         """Which of the scored answers are trained, and their advantages, into the dock's columns
@@ -160,17 +155,22 @@ class QeRLTrainer(RayGRPOTrainer):
         lengths = _numbers(answers["response_length"])
         self.tokens = int(lengths[trained].sum())
         if self.replays:  # an answer's last token goes through no model
-            self.routes = int((lengths + _numbers(answers["prompt_length"]) - 1).sum())
+            self.routes = sum(len(ids) - 1 for ids in answers["input_ids"])
         if not self.tokens:
             groups = self.values["selection/sampled_groups"]
             self.observer.trains_nothing(self.step + 1, groups, all_cut_off=is_kept.any())
         pairs = zip(advantages, answers["responses"])
         per_token = [advantage.repeat(len(response)) for advantage, response in pairs]
-        columns = {"advantages": per_token, "returns": per_token}
-        self._put(columns | {"trained": list(torch.from_numpy(trained).long().unsqueeze(1))})
+        self._put(
+            {
+                "advantages": per_token,
+                "returns": per_token,
+                "trained": list(torch.from_numpy(trained).long().unsqueeze(1)),
+            }
+        )
         ended = time.time()
-        self.data_strategy.update_metrics("timing/adv", value=[ended, started], cumulate=True)
-        self.data_strategy.update_metrics("end_time/end_adv_time", value=[ended], cumulate=True)
+        times = {"timing/adv": ended - started, "end_time/end_adv_time": ended}
+        self.data_strategy.update_metrics("", value=times)
 
     def _check(self, answers: Answers, ended: np.ndarray) -> None:
         """EngineError for answers that cannot be trained on. ended: bool [answers], those to train
@@ -202,9 +202,9 @@ class QeRLTrainer(RayGRPOTrainer):
         self.ref_worker.compute_ref_log_prob(blocking=True)
         self.actor_worker.compute_log_prob(blocking=True)
         columns = self._columns(["old_log_prob", "ref_log_prob"]).values()
-        mask = [torch.ones(len(logprobs), dtype=torch.bool) for logprobs in next(iter(columns))]
-        padded = [pad_sequence(column, batch_first=True) for column in (*columns, mask)]
-        rewards, kl = rewards_less_kl(rewards, *padded, self.recipe.algorithm)
+        old, reference = (pad_sequence(column, batch_first=True) for column in columns)
+        tokens = torch.ones_like(old, dtype=torch.bool)  # padding is 0 in both
+        rewards, kl = rewards_less_kl(rewards, old, reference, tokens, self.recipe.algorithm)
         self.values["reward/kl"] = float(kl)
         return rewards
 
@@ -215,21 +215,22 @@ class QeRLTrainer(RayGRPOTrainer):
         """
         selection = self.recipe.selection
         n = self.n_samples_per_prompt
+        wanted = self.global_batch_size
         batches = 1
         answers = self._scored()
-        wanted = len(answers["responses"]) // n
         if not selection.filter_groups_enable:
             self.batches_asked += 1
             self.values = self._values(answers, wanted)
             return answers, np.ones(wanted, bool)
-        signal = groups_with_signal(self._scores(answers), n)
-        while signal.sum() < wanted and batches != selection.filter_groups_max_batches:
+        while True:
+            signal = groups_with_signal(self._scores(answers), n)
+            if signal.sum() >= wanted or batches == selection.filter_groups_max_batches:
+                break
+            self.observer.still_sampling(self.step + 1, batches, signal.sum(), wanted)
             self._ask()
             for column, values in self._scored().items():
                 answers[column] += values
             batches += 1
-            signal = groups_with_signal(self._scores(answers), n)
-            self.observer.still_sampling(self.step + 1, batches, signal.sum(), wanted)
         self.batches_asked += batches
         chosen = np.argsort(~signal, kind="stable")[:wanted]
         self.values = self._values(answers, signal[chosen].sum())
@@ -244,17 +245,13 @@ class QeRLTrainer(RayGRPOTrainer):
         routes = [COLUMN] if self.replays else []
         return self._columns([*SCORED, *routes, *self.dataset_additional_keys])
 
-    def _rows(self) -> list[int]:
-        """The dock's rows, one for each answer of a batch."""
-        return list(range(self.global_batch_size * self.n_samples_per_prompt))
-
     def _columns(self, names: list[str]) -> Answers:
         """Returns columns of all answers in the dock, once they are there."""
-        rows = self._rows()
-        get = self.transfer_dock.get_experience.remote
-        padded, _ = ray.get(get("compute_advantage", names, len(rows), indexes=rows))
-        columns = remove_padding_tensor_dict_to_dict(padded)
-        return {column: list(values) for column, values in columns.items()}
+        asked = self.transfer_dock.get_experience.remote(
+            "compute_advantage", names, len(self.rows), indexes=self.rows
+        )
+        padded, _ = ray.get(asked)
+        return remove_padding_tensor_dict_to_dict(padded)
 
     def _ask(self) -> None:
         """Answers to the next prompts instead of those in the dock, scored, as `fit` asks for the
@@ -271,11 +268,11 @@ class QeRLTrainer(RayGRPOTrainer):
     def _clear(self) -> None:
         """The dock without answers; its metrics stay."""
         metrics = self.data_strategy.get_metrics().metric
-        ray.get(self.transfer_dock.clear.remote())
+        self.data_strategy.clear_main()
         self.data_strategy.update_metrics("", value=metrics)
 
     def _put(self, columns: Answers) -> None:
-        self.data_strategy.put_experience(padding_dict_to_tensor_dict(columns), self._rows())
+        self.data_strategy.put_experience(padding_dict_to_tensor_dict(columns), self.rows)
 
     def _scores(self, answers: Answers) -> np.ndarray:
         """Returns what decides whether a group is trained: the rewards, or with
@@ -300,10 +297,11 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _values(self, answers: Answers, trained_groups: int) -> dict[str, float]:
         """Metrics of all answers of a step, trained or not."""
+        lengths = _numbers(answers["response_length"])
         values = reward_metrics(self._rewards(answers), self.n_samples_per_prompt)
         values |= {
-            "response/length_mean": _numbers(answers["response_length"]).mean(),
-            "response/length_max": _numbers(answers["response_length"]).max(),
+            "response/length_mean": lengths.mean(),
+            "response/length_max": lengths.max(),
             "response/truncated_fraction": _numbers(answers["truncated"]).mean(),
             "selection/sampled_groups": len(answers["responses"]) // self.n_samples_per_prompt,
             "selection/trained_groups": int(trained_groups),
@@ -315,37 +313,38 @@ class QeRLTrainer(RayGRPOTrainer):
     def log_metrics(self, metrics, iteration):
         """Called by `fit` after update `iteration`."""
         self.step = iteration
-        values = to_our_names(metrics) | self.on_ranks("noise_metrics")[0] | self.values
-        trained = merge(self.on_ranks("take_metrics"))
+        trained, replayed, squares, noise = zip(*self.on_ranks("take_report"))
+        values = to_our_names(metrics) | noise[0] | self.values
         if self.tokens:
-            values |= {name: metric.value() for name, metric in trained.items()}
-            values["selection/trained_tokens"] = trained["mismatch/k1"].count
-        if self.replays and self.tokens:
-            values |= routing_metrics(total(self.on_ranks("take_routing")), self.routers)
+            of_updates = merge(trained)
+            values |= {name: metric.value() for name, metric in of_updates.items()}
+            values["selection/trained_tokens"] = of_updates["mismatch/k1"].count
+            if self.replays:
+                values |= routing_metrics(total(replayed), self.routers)
         if self.recipe.quantization.enabled:
-            ranks = self.on_ranks("take_weight_squares")
-            # several ranks hold the same part
-            parts = dict(chain.from_iterable(squares.items() for squares in ranks))
-            values |= weight_errors((name, squares) for (name, _), squares in parts.items())
-        proof = None
+            parts = {}
+            for of_rank in squares:
+                parts |= of_rank  # several ranks hold the same part
+            values |= weight_errors((name, pair) for (name, _), pair in parts.items())
+        movement = {}
         if self.observer.wants_proof(iteration, values.get("grad_norm", 0.0)):
             movements, unlike = zip(*self.on_ranks("prove"))
-            proof = join(movements), {*chain(*unlike)}
-            values |= arrival_metrics(proof[0])
-        if self.noise and self.level:
+            movement = join(movements)
+            values |= arrival_metrics(movement)
+        if self.level:
             values |= self.noise.update(self.level, values)
         self.observer.stepped(iteration, values, self.tokens, self.routes, self.level)
-        if proof:
-            self.observer.proved(iteration, *proof)
+        if movement:
+            self.observer.proved(iteration, movement, set().union(*unlike))
         self._set_noise()
         self._evaluate()
 
     def save_checkpoint(self, iteration):
         """Upstream's, with the position in the data and digests beside it."""
         run = self.observer.run
-        write_position(run, iteration, self.batches_asked)
+        write_position(run, iteration, self.batches_asked, is_saved=False)
         super().save_checkpoint(iteration)
-        write_digests(run, iteration)
+        write_position(run, iteration, self.batches_asked, is_saved=True)
         self.observer.progress.message(f"Checkpoint of step {iteration} saved")
 
     def _evaluate(self) -> None:
@@ -353,12 +352,10 @@ class QeRLTrainer(RayGRPOTrainer):
         if not self.observer.wants_evaluation(self.step):
             return
         started = time.perf_counter()
-        evaluation = self.recipe.evaluation
         self.observer.progress.phase("evaluation")
         prompts = self.observer.problems.prompts
         answers = {}
-        asked = prompts, evaluation.samples_per_problem, evaluation.temperature, self.step
-        for share in self.on_ranks("evaluate", *asked):
+        for share in self.on_ranks("evaluate", prompts):
             answers |= share
         in_order = [answers[index] for index in range(len(prompts))]
         self.observer.evaluated_tokens(self.step, in_order, time.perf_counter() - started)
@@ -369,8 +366,8 @@ def to_our_names(metrics: dict[str, Any]) -> dict[str, float]:
     named = {}
     for name, value in metrics.items():
         ours = OUR_NAMES.get(name, f"upstream/{name}")
-        if name.endswith("_rewards/mean"):
-            ours = f"verifier/{name.removesuffix('_rewards/mean')}/mean"
+        if name.startswith("verifier/"):  # ascend/reward.py
+            ours = name
         with suppress(TypeError, ValueError):
             named[ours] = float(value)
     return named

@@ -6,9 +6,9 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import ray
 import torch
@@ -16,13 +16,11 @@ from mindspeed_rl.utils.pad_process import truncate_rows
 from mindspeed_rl.workers import actor_hybrid_worker
 from mindspeed_rl.workers.integrated_worker import IntegratedWorker
 
-from mindspeed_qerl.algorithm.metrics import Metric
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.files import forget_shared_memory
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.adapters import adapters_disabled
 from mindspeed_qerl.lora.proof import Movement, join
-from mindspeed_qerl.routing.replay import Counts
 
 from . import graphs, loss, ports, proof, routing, weights
 from .merging import add_dither
@@ -30,7 +28,6 @@ from .rollout import QeRLInferEngine, RolloutState
 
 # Stages of upstream's worker that get the routes, if some are replayed.
 REPLAYED = ("actor_log_prob", "actor_train")
-PROOF = RolloutState("proof", 0)
 
 
 @ray.remote(resources={"NPU": 0.7})
@@ -44,7 +41,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         super().__init__(*args, **kwargs)
         self.recipe = self.rl_config.qerl
         self.batches_sampled = Counter()  # by iteration
-        self.noise: NoiseLevel | None = None  # of the next rollouts
+        self.noise = None  # NoiseLevel of the next rollouts
 
     def setup_distributed_rank(self):
         """Upstream's, which initialises Megatron; our classes are put in place before the model is
@@ -124,37 +121,35 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             columns["truncated"].append(torch.tensor([int(answer.finish_reason == "length")]))
             if self.inference_model.recorder:
                 columns[routing.COLUMN].append(routing.pack(answer.routes))
-        self.collect_transfer_dock_data(dict(columns), index, use_vllm=True, is_generate=True)
+        self.collect_transfer_dock_data(columns, index, use_vllm=True, is_generate=True)
 
     def dispatch_transfer_dock_data(self, stage, columns, *args, **kwargs):
         """Upstream's; an update gets the columns that our loss needs, too, and whoever replays
         routes gets those.
         """
+        columns = list(columns)  # upstream asks with the same list again
         if stage == "actor_train":
-            columns = [*columns, *loss.COLUMNS]
+            columns += loss.COLUMNS
             if not self.recipe.algorithm.needs_reference:
                 columns.remove("ref_log_prob")
         if stage in REPLAYED and self.inference_model.recorder:
             columns.append(routing.COLUMN)
         return super().dispatch_transfer_dock_data(stage, columns, *args, **kwargs)
 
-    def take_routing(self) -> dict[int, Counts]:
-        """Returns what this rank's routers replayed since the last call, by layer."""
-        return self.actor_hybrid.train_actor.routes.take_counts()
-
-    def take_weight_squares(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """Returns QuantizedModel.squares of this rank's weights in the last rollout."""
-        return self.inference_model.quantized.squares
-
-    def take_metrics(self) -> dict[str, Metric]:
-        """Returns the metrics of this rank's updates since the last call; of several ranks with the
-        same logits the first one's.
+    def take_report(self) -> tuple[dict[str, Any], ...]:
+        """Returns what this rank did since the last call: the metrics of its updates, of several
+        ranks with the same logits the first one's; what its routers replayed, by layer; of the last
+        rollout QuantizedModel.squares and the metrics of the noise. {} for what the run does not have.
         """
-        metrics = self.actor_hybrid.train_actor.loss_func.take_metrics()
-        state = self.parallel_state
-        if state.get_tensor_model_parallel_rank() or state.get_context_parallel_rank():
-            return {}
-        return metrics
+        actor = self.actor_hybrid.train_actor
+        rollout = self.inference_model
+        metrics = actor.loss_func.take_metrics()
+        if self.parallel_state.get_tensor_model_parallel_rank():
+            metrics = {}
+        replayed = actor.routes.take_counts() if actor.routes else {}
+        squares = rollout.quantized.squares if rollout.quantized else {}
+        noise = rollout.noise_report.to_metrics() if rollout.noise_report else {}
+        return metrics, replayed, squares, noise
 
     def compute_ref_log_prob(self):
         """Upstream's; PEFT switches its own layers off, and this the experts'. Where no coefficient
@@ -167,11 +162,9 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         with adapters_disabled(*self.model if self.rl_config.share_backbone else ()):
             super().compute_ref_log_prob()
 
-    def evaluate(
-        self, prompts: list[list[int]], n: int, temperature: float, step: int
-    ) -> dict[int, list[list[int]]]:
-        """n answers as token ids to each of this rank's share of `prompts`, by index, noise off, on
-        the weights after `step` updates; empty from ranks other than the first of their group.
+    def evaluate(self, prompts: list[list[int]]) -> dict[int, list[list[int]]]:
+        """The answers as token ids to each of this rank's share of `prompts`, by index, noise off,
+        on the weights of now; empty from ranks other than the first of their group.
 
         Inference data-parallel group g takes prompts g, g + groups, ...; each takes as many, so
         that none waits: the last prompt is answered again.
@@ -182,21 +175,24 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         groups = self._world_size // tp
         last = len(prompts) - 1
         share = [min(start + group, last) for start in range(0, len(prompts), groups)]
-        quantized = self.recipe.quantization.evaluation
-        with self._synced(RolloutState("evaluation", step, quantized=quantized)):
-            chosen = [prompts[index] for index in share]
-            answered = rollout.sample(chosen, n=n, temperature=temperature)
+        settings = self.recipe.evaluation
+        with self._synced("evaluation", self.recipe.quantization.evaluation):
+            answered = rollout.sample(
+                [prompts[index] for index in share],
+                n=settings.samples_per_problem,
+                temperature=settings.temperature,
+            )
         if self._rank % tp:
             return {}
         token_ids = [[list(answer.token_ids) for answer in answers] for answers in answered]
         return dict(zip(share, token_ids))
 
     @contextmanager
-    def _synced(self, state: RolloutState = PROOF) -> Iterator[None]:
-        """vLLM with the current weights, in `state`; afterwards the training weights are where they
-        were.
+    def _synced(self, purpose: str = "proof", quantized: bool = False) -> Iterator[None]:
+        """vLLM with the current weights, without noise; afterwards the training weights are where
+        they were.
         """
-        self.inference_model.state = state
+        self.inference_model.state = RolloutState(purpose, self.iteration, quantized=quantized)
         self.sharding_manager.enter_infer_mode()
         yield
         self.sharding_manager.exit_infer_mode()
@@ -219,14 +215,14 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         config.lora_alpha = 0
         with self._synced():
             base = proof.copied_weights(rollout.model)
-            used_base = rollout.quantized.rounded(base) if rollout.quantized else {}
         config.lora_alpha = alpha
         movements = []
         unlike = []
         multiplied = {}
         if rollout.quantized:
-            with self._synced(replace(PROOF, quantized=True)):
+            with self._synced(quantized=True):
                 used = rollout.quantized.used()
+                used_base = rollout.quantized.rounded(base)
             multiplied = {name: (used[name], used_base[name]) for name in used}
         copies = partial(
             proof.copies_of, layout=self.recipe.layout, kv_heads=shape.num_key_value_heads
@@ -246,20 +242,12 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
                 unlike = [name for name in used if not torch.equal(used[name], rounded[name])]
         return join(movements), unlike
 
-    def count_adapters(self) -> dict[str, dict[str, int]]:
-        """Counts what this rank trains."""
-        return proof.count_adapters(self.model, self.parallel_state)
+    def describe(self) -> tuple[dict[str, dict[str, int]], list[str]]:
+        """Counts what this rank trains, and names the norms that noise goes on, if there is some."""
+        injector = self.inference_model.injector
+        adapters = proof.count_adapters(self.model, self.parallel_state)
+        return adapters, injector.names if injector else []
 
     def set_noise(self, level: NoiseLevel) -> None:
         """Sets how much noise the next rollouts have."""
         self.noise = level
-
-    def noisy_norms(self) -> list[str]:
-        """Names of the norms that noise goes on, if there is some."""
-        injector = self.inference_model.injector
-        return injector.names if injector else []
-
-    def noise_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the last sync's noise; none without any."""
-        report = self.inference_model.noise_report
-        return report.to_metrics() if report else {}

@@ -12,7 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
-from mindspeed_qerl.ascend.limits import vllm_dp_size
+from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
 from mindspeed_qerl.layout.memory import estimate, settings_of
@@ -94,7 +94,8 @@ def test_accepted_with_everything_on(raw):
         recipe.run.train_iters - 1
     ) == pytest.approx(5e-4)
     assert recipe.task.verifiers == (("gsm8k", 1.0),)
-    assert vllm_dp_size(recipe) == config["generate_config"]["infer_expert_parallel_size"]
+    groups = worker_environment(recipe, {})["VLLM_DP_SIZE"]
+    assert groups == str(config["generate_config"]["infer_expert_parallel_size"])
     assert recipe.evaluation.n_problems is None and not recipe.emulate_npu
     assert not config["generate_config"]["trust_remote_code"]
 

@@ -22,8 +22,8 @@ from mindspeed_qerl.ascend.contract import (
     digest,
     installed,
     require,
-    upstream_versions,
 )
+from mindspeed_qerl.ascend.limits import versions
 from mindspeed_qerl.common.errors import ConfigError, EngineError
 from tests import ROOT
 
@@ -157,7 +157,7 @@ def test_the_pin_needs_no_word(checkout):
     )
     # an installation writes it
     (checkout / "mindspeed_rl" / "_build_info.py").write_text("built = 'here'")
-    assert report_of(checkout).at_pin and upstream_versions()["MindSpeed-RL"] == "0123456789"
+    assert report_of(checkout).at_pin and versions()["upstream"]["MindSpeed-RL"] == "0123456789"
 
 
 def test_another_version_with_all_that_we_rely_on_unchanged_is_a_warning(checkout):
@@ -165,7 +165,7 @@ def test_another_version_with_all_that_we_rely_on_unchanged_is_a_warning(checkou
     content = f"sha256:{content_of(checkout / 'mindspeed_rl')}"
     (warning,) = require([report_of(checkout)])
     assert f"is another version ({content}), not the pin 0123456 (branch master); 3 of 3" in warning
-    assert upstream_versions()["MindSpeed-RL"] == content
+    assert versions()["upstream"]["MindSpeed-RL"] == content
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def changed(config, changes):
 def test_each_family_is_accepted(raw, family):
     recipe, _ = checked(raw(family))
     assert len(recipe.lora.targets) == 4
-    assert limits.vllm_dp_size(recipe) == (2 if "moe" in family else 1)
+    groups = limits.worker_environment(recipe, {})["VLLM_DP_SIZE"]
+    assert groups == ("2" if "moe" in family else "1")
     assert set(limits.upstream_sections(recipe)) == {
         "model",
         "megatron_training",
@@ -129,7 +130,7 @@ FAULTS = [
     ),
     (
         {"model.tiny.moe_aux_loss_coeff": None},
-        "set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant",
+        "Set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant",
     ),
     ({"rl_config.use_remove_padding": True}, "needs megatron_training.use_flash_attn: true"),
     (
@@ -204,37 +205,30 @@ def test_decode_graphs_where_they_were_tried(raw):
     assert environment["TASK_QUEUE_ENABLE"] == "2" and "TORCHDYNAMO_DISABLE" not in environment
 
 
-def test_upstream_filters_and_costs_nothing_itself(raw):
-    """The selection is ours: upstream's own keys for it have their defaults in what it is given."""
-    config = raw()
-    config["rl_config"] |= {
-        "filter_groups_enable": True,
-        "overlong_buffer_enable": True,
-        "overlong_buffer": 4,
-    }
-    recipe, *_ = checked(config)
-    given = limits.upstream_sections(recipe)["rl_config"]
-    assert not given["filter_groups_enable"] and not given["overlong_buffer_enable"]
+SAVE = "megatron_training.save_interval"
+PADS = "megatron_training.no_pad_to_seq_lengths"
 
 
-def test_upstream_gets_a_save_interval(raw):
-    """Else its trainer computes `iteration % None` (grpo_trainer_hybrid.py:291)."""
-    config = raw()
-    config["megatron_training"] |= {"train_iters": 7, "save_interval": None}
+@pytest.mark.parametrize(
+    "changes, key, value",
+    [
+        # the selection is ours: upstream's own keys for it have their defaults
+        (FILTER, "filter_groups_enable", False),
+        (
+            {"rl_config.overlong_buffer_enable": True, "rl_config.overlong_buffer": 4},
+            "overlong_buffer_enable",
+            False,
+        ),
+        # else its trainer computes `iteration % None` (grpo_trainer_hybrid.py:291)
+        ({SAVE: None, "megatron_training.train_iters": 7}, "save_interval", 7),
+        ({SAVE: 3, "megatron_training.train_iters": 7}, "save_interval", 3),
+        # True would switch variable_seq_lengths on, too (MindSpeed-LLM
+        # features_manager/finetune/finetune.py:45)
+        ({PADS: None}, "no_pad_to_seq_lengths", False),
+    ],
+)
+def test_what_upstream_is_given(raw, changes, key, value):
+    config = changed(raw("qwen3"), changes)
     config["actor_config"].pop("save_interval", None)
-    upstream = limits.upstream_sections(checked(config)[0])
-    assert upstream["actor_config"]["save_interval"] == 7
-    config["megatron_training"]["save_interval"] = 3
-    assert limits.upstream_sections(checked(config)[0])["actor_config"]["save_interval"] == 3
-
-
-def test_what_is_left_out_pads_as_upstream_does(raw):
-    """True would switch variable_seq_lengths on, too (MindSpeed-LLM
-    features_manager/finetune/finetune.py:45).
-    """
-    config = raw("qwen3")
-    del config["megatron_training"]["no_pad_to_seq_lengths"]
-    assert (
-        limits.upstream_sections(checked(config)[0])["actor_config"]["no_pad_to_seq_lengths"]
-        is False
-    )
+    given = limits.upstream_sections(checked(config)[0])
+    assert (given["actor_config"] | given["rl_config"])[key] == value

@@ -20,7 +20,7 @@ for responses, labels, names, weights, packed in cases:
     config = SimpleNamespace(verifier_function=names, verifier_weight=weights)
     data = {} if labels is None else {"labels": labels}
     try:
-        answers.append(reward.verifier(responses, data, config, data_path=data_path if packed else None))
+        answers.append(reward.verifier(responses, data, config, data_path if packed else "nowhere"))
     except ValueError as error:
         answers.append(f"{type(error).__name__}: {error}")
 
@@ -91,13 +91,13 @@ def answers(upstream, tmp_path_factory):
 
 def test_rewards_are_weighted_and_summed(answers):
     strict, both = answers[:2]  # labels arrive with spaces
-    assert strict == [[1.0, 0.0, 0.0], {"gsm8k_strict_rewards/mean": [1.0, 0.0, 0.0]}]
-    means = {"gsm8k_rewards/mean": [1.0, 1.0], "gsm8k_strict_rewards/mean": [1.0, 0.0]}
+    assert strict == [[1.0, 0.0, 0.0], {"verifier/gsm8k_strict/mean": [1.0, 0.0, 0.0]}]
+    means = {"verifier/gsm8k/mean": [1.0, 1.0], "verifier/gsm8k_strict/mean": [1.0, 0.0]}
     assert both == [[2.5, 0.5], means]
 
 
 def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
-    assert answers[5] == [[5.5, 0.5], {"own_reward:levels_rewards/mean": [11.0, 1.0]}]
+    assert answers[5] == [[5.5, 0.5], {"verifier/own_reward:levels/mean": [11.0, 1.0]}]
     assert answers[6][0] == [1.0], "without packed rows, a row is what is known of it"
 
 

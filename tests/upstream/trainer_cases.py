@@ -36,10 +36,10 @@ class Dock:
 
     def __init__(self):
         self.columns, self.metrics = {}, {}
-        self.get_experience, self.clear = Remote(self._get), Remote(self.columns.clear)
+        self.get_experience = Remote(self._get)
 
     def _get(self, consumer, names, count, indexes):
-        assert indexes == list(range(PROMPTS * N))
+        assert indexes == list(range(PROMPTS * N)) and count == len(indexes)
         return padding_dict_to_tensor_dict({name: self.columns[name] for name in names}), indexes
 
     def put(self, data_dict, indexes, is_prompt=False):
@@ -93,6 +93,7 @@ def make(monkeypatch):
         strategy = SimpleNamespace(
             put_experience=dock.put,
             update_metrics=dock.update_metrics,
+            clear_main=dock.columns.clear,
             get_metrics=lambda: SimpleNamespace(metric={"timing/rollout": [2, 1]}),
         )
         observer = object.__new__(TokenObserver)
@@ -112,6 +113,7 @@ def make(monkeypatch):
             dataset_additional_keys=["labels"],
             n_samples_per_prompt=N,
             global_batch_size=PROMPTS,
+            rows=list(range(PROMPTS * N)),
             actor_worker=SimpleNamespace(generate_sequences=generate_sequences),
             reward_list=[SimpleNamespace(compute_rm_score=Remote(lambda: None))],
             batches=repeat(prompts),
@@ -167,16 +169,21 @@ def test_dynamic_sampling(batches, limit, scores, trained, make):
     assert dock.metrics["timing/rollout"] == [2, 1]  # what upstream had measured is still there
 
 
-def logged(trainer, **on_ranks):
-    """(values, tokens) that the observer is told of the step."""
+NOTHING = ({}, {}, {}, {})  # that a rank reports
+
+
+def logged(trainer, *reports):
+    """(values, tokens) that the observer is told of the step, which ranks report so of."""
     told = []
     vars(trainer.observer).update(
         stepped=lambda step, values, tokens, routes, noise: told.append((values, tokens)),
         wants_proof=lambda step, gradient: False,
         wants_evaluation=lambda step: False,
     )
-    trainer.actor_worker.execute_sync_command = lambda method: on_ranks.get(method, [{}])
+    asked = []
+    trainer.on_ranks = lambda method: asked.append(method) or reports or [NOTHING]
     trainer.log_metrics({}, 7)
+    assert asked == ["take_report"]  # of each step, also of one that trains nothing
     return told[0]
 
 
@@ -214,7 +221,7 @@ def test_the_ranks_are_told_the_noise_of_the_next_step_once_this_one_was_reporte
         level={7: after}.get, update=lambda level, values: {"aqn/reached_k3": level.sigma}
     )
     trainer.observer.stepped = lambda step, values, *more: told.append((step, values, more))
-    trainer.actor_worker.execute_sync_command = lambda *call: told.append(call) or [{}]
+    trainer.on_ranks = lambda *call: told.append(call) or [NOTHING]
     trainer.log_metrics({}, 7)
     assert told[-2:] == [(7, {"aqn/reached_k3": 0.1}, (0, 0, before)), ("set_noise", after)]
 
@@ -230,7 +237,8 @@ def test_the_error_of_quantized_weights_counts_each_part_once(make):
         {(o_proj, rank % 2): (1.0 + rank % 2, 8.0), (expert.format(rank), 0): (4.0, 16.0)}
         for rank in range(4)
     ]
-    values, _ = logged(trainer, take_weight_squares=squares, noise_metrics=[{"aqn/sigma": 0.1}])
+    reports = [({}, {}, of_rank, {"aqn/sigma": 0.1}) for of_rank in squares]
+    values, _ = logged(trainer, *reports)
     assert values == pytest.approx(
         {
             "aqn/sigma": 0.1,
@@ -273,6 +281,6 @@ def test_answers_that_cannot_be_trained_on_stop_the_run(batch, fault, make):
 
 
 def test_upstreams_metrics_have_our_names():
-    metrics = {"actor/lr": 1e-3, "gsm8k_rewards/mean": "0.5", "x": None, "e2e_tps": 3}
+    metrics = {"actor/lr": 1e-3, "verifier/gsm8k/mean": "0.5", "x": None, "e2e_tps": 3}
     expected = {"lr": 1e-3, "verifier/gsm8k/mean": 0.5, "upstream/e2e_tps": 3.0}
     assert to_our_names(metrics) == expected
