@@ -57,8 +57,7 @@ def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, s
     """A verdict in words; labels: what the groups are called, by name."""
     difference = verdict.difference
     seeds = len(verdict.seeds)
-    group, baseline = (labels[name] for name in (verdict.group, verdict.baseline))
-    groups = f"**{group}** beside {baseline}"
+    groups = f"**{labels[verdict.group]}** beside {labels[verdict.baseline]}"
     if difference is None or seeds < LEAST_SEEDS:
         return f"{groups}: no verdict, {seeds} seeds in common; it takes {LEAST_SEEDS}"
     if verdict.word == "no verdict":
