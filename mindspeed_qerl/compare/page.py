@@ -154,7 +154,7 @@ def draw(comparison: Comparison, file: Path) -> None:
     in_legend = []
     for name, label in labels.items():
         words = name if name == label else f"{label}: {name}"
-        in_legend.append("\n".join(textwrap.wrap(words, 100)))
+        in_legend.append(textwrap.fill(words, 100))
     lines = "\n".join(in_legend).count("\n") + 1
     with mpl.rc_context(STYLE):
         figure = stack(panels, below=0.2 + 0.18 * lines)

@@ -50,9 +50,9 @@ class RunDirectory:
     one. The process that writes the run holds its `lock`.
     """
 
-    def __init__(self, path: Path | str, lock: IO | None = None):
+    def __init__(self, path: Path | str):
         self.path = Path(path)
-        self.lock = lock
+        self.lock: IO | None = None
         # when it would have been opened, had one process written it without a pause
         self._opened = time.monotonic()
         # a line for each that a resumed run was not started with
@@ -116,7 +116,8 @@ class RunDirectory:
             raise ConfigError(
                 f"run.root = {str(root)!r}: no folder can be made: {error}"
             ) from error
-        run = cls(path, hold(path))
+        run = cls(path)
+        run.lock = hold(path)
         for file, text in contents.items():
             write_whole(path / file, text)
         return run

@@ -137,7 +137,9 @@ class MetricsWriter(ExitStack):
         self._run.reached(step)
         self._log_scalars(step, row)
 
-    def log_eval(self, step: int, result: MetricsRow, answers: Rows = []) -> None:
+    def log_eval(
+        self, step: int, result: MetricsRow, answers: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
         """Write one evaluation made after `step` updates (0: before training), and its answers, one
         dict per problem.
         """
@@ -146,7 +148,7 @@ class MetricsWriter(ExitStack):
         _append(self._run.eval_file, step, [row])
         self._log_scalars(step, {f"eval/{name}": value for name, value in row.items()})
 
-    def log_rollouts(self, step: int, rollouts: Rows) -> None:
+    def log_rollouts(self, step: int, rollouts: Iterable[Mapping[str, Any]]) -> None:
         """Write sampled responses of training step `step`, each a dict of JSON values."""
         _append(self._run.rollouts_file, step, rollouts)
 

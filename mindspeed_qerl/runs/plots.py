@@ -69,7 +69,7 @@ def write_plots(rows: Rows, evals: Rows, folder: Path, title: str) -> tuple[list
         try:
             with mpl.rc_context(STYLE):
                 figure = stack(drawn)
-                heading = "\n".join(textwrap.wrap(title, 120))
+                heading = textwrap.fill(title, 120)
                 figure.suptitle(heading, x=0.01, ha="left", fontsize=8, color="#666666")
                 figure.savefig(file, dpi=130)
             files.append(file)

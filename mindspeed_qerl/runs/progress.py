@@ -17,9 +17,9 @@ RECENT_STEPS = 20
 
 
 class Progress(Status):
-    """rich's line of what goes on now, around the training loop: a context manager that is told of each phase, step and evaluation; `metrics`
-    and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py), `earlier` those of
-    eval.jsonl that a resumed run has already.
+    """rich's line of what goes on now, around the training loop: a context manager that is told of
+    each phase, step and evaluation; `metrics` and `result` are rows of metrics.jsonl and eval.jsonl
+    (see metrics.py), `earlier` those of eval.jsonl that a resumed run has already.
     """
 
     def __init__(self, total_steps: int, title: str, earlier: Iterable[MetricsRow] = ()):

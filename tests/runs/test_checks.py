@@ -26,6 +26,7 @@ from mindspeed_qerl.recipe.types import (
 )
 from mindspeed_qerl.runs import checks
 from mindspeed_qerl.runs.checks import StepChecks
+from tests import numbers
 
 MOE = {"routed": True}
 BF16, NVFP4 = {"dtype": "bfloat16"}, {"format": "nvfp4"}
@@ -137,9 +138,7 @@ def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
     inputs = LossInputs(
         logprobs, old, old, torch.randn(4), torch.rand(4, 6) < 0.7, reference, -entropy
     )
-    values = {
-        name: metric.value() for name, metric in loss(inputs, algorithm, Correction())[1].items()
-    }
+    values = numbers(loss(inputs, algorithm, Correction())[1])
     fault = checks.loss_fault(
         values | {name: factor * values[name] for name, factor in changed.items()}, algorithm
     )
