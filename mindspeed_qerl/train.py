@@ -115,7 +115,8 @@ def _train(
     try:
         writer = MetricsWriter(directory, settings.tensorboard, settings.wandb_project, after)
         evaluations = read_jsonl(directory.eval_file)
-        with writer as metrics, Progress(settings.train_iters, name, evaluations) as progress:
+        progress = Progress(settings.train_iters, name, evaluations)
+        with writer as metrics, progress:
             progress.message(f"Run directory: {directory.path}")
             for warning in warnings:
                 progress.message(f"Warning: {warning}")

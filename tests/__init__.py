@@ -19,6 +19,11 @@ def put(config, key, value):
     config[last] = value
 
 
+def numbers(metrics):
+    """The values of a loss's metrics, by name."""
+    return {name: metric.value() for name, metric in metrics.items()}
+
+
 def checked(config):
     """(Recipe, Found) of a resolved config; ConfigError with all of its faults, its engine's too."""
     from mindspeed_qerl.engines import examine

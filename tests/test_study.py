@@ -1,8 +1,7 @@
-"""benchmarks/study.py with runs that are drawn: what it asks for, when it stops, and that its
+"""benchmarks/study.py and studies.py with runs that are drawn: what it asks for, when it stops, and that its
 tables are of its data alone.
 """
 
-import importlib
 import json
 import sys
 from types import SimpleNamespace
@@ -13,28 +12,24 @@ import pytest
 from mindspeed_qerl.runs.directory import RunDirectory
 from tests import ROOT
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import studies
+import study
+from sequential import pass_at
 
-@pytest.fixture
-def study(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    monkeypatch.delitem(sys.modules, "study", raising=False)
-    module = importlib.import_module("study")
-    monkeypatch.setitem(
-        module.STUDIES,
-        "two",
-        module.Study(
-            "Is one better?",
-            {"one": ("x=1",), "other": ("x=2",), "third": ("x=3",)},
-            (("one", "other", "accuracy"), ("third", "other", "pass@1")),
-            {"sixteen": ()},
-        ),
-    )
-    monkeypatch.setattr(module.Study, "weights", lambda _: "a model")
-    return module
+
+@pytest.fixture(autouse=True)
+def two(monkeypatch):
+    """A study of three cells, whose runs begin with "a model"."""
+    cells = {"one": ("x=1",), "other": ("x=2",), "third": ("x=3",)}
+    comparisons = (("one", "other", "accuracy"), ("third", "other", "pass@1"))
+    two = studies.Study("Is one better?", cells, comparisons, {"sixteen": ()})
+    monkeypatch.setitem(studies.STUDIES, "two", two)
+    monkeypatch.setattr(studies.Study, "weights", lambda _: "a model")
 
 
 @pytest.fixture
-def carry_out(study, tmp_path):
+def carry_out(tmp_path):
     def carry_out(data, most=30, hours=1.0):
         cores = study.OneRunACore(hours, [0])
         study.carry_out("two", data, cores, most, root=tmp_path)
@@ -67,13 +62,13 @@ def drawn(asked, effects, of_seed=0.01, questions=300, model="a model"):
 
 
 def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(
-    study, monkeypatch, tmp_path, carry_out
+    monkeypatch, tmp_path, carry_out
 ):
     asked = []
     monkeypatch.setattr(
         study, "run_cell", drawn(asked, {"one": 0.3, "other": 0.0, "third": 0.0}, 0.04)
     )
-    data = study.Data("two", tmp_path)
+    data = studies.Data("two", tmp_path)
     carry_out(data, hours=0.0)
     # no time, no run
     assert asked == []
@@ -82,7 +77,7 @@ def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(
         asked == [(seed, cell) for seed in (1, 2) for cell in ("one", "other", "third")]
         and data.most is None
     )
-    again = study.Data("two", tmp_path)
+    again = studies.Data("two", tmp_path)
     assert again.cells == data.cells
     asked.clear()
     carry_out(again)
@@ -93,19 +88,19 @@ def test_it_stops_when_everything_is_decided_and_goes_on_where_it_was(
     # what is decided needs no more runs
     assert counts["one"] < counts["third"] == counts["other"] <= again.most <= 30
     asked.clear()
-    carry_out(study.Data("two", tmp_path))
+    carry_out(studies.Data("two", tmp_path))
     assert asked == []
 
 
-def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_path, carry_out):
+def test_a_seed_begun_with_another_model_is_run_anew(monkeypatch, tmp_path, carry_out):
     """As on another machine, where the same recipe makes other weights."""
-    data = study.Data("two", tmp_path)
+    data = studies.Data("two", tmp_path)
     run = drawn([], dict.fromkeys(data.cells, 0.0))
     for seed, cells in (("1", ("one", "other", "third")), ("2", ("one", "other"))):
         for cell in cells:
             data.add(cell, int(seed), *run("two", cell, int(seed), 0, tmp_path))
     assert data.missing(2) == [(2, "third")]
-    monkeypatch.setattr(study.Study, "weights", lambda _: "another")
+    monkeypatch.setattr(studies.Study, "weights", lambda _: "another")
     assert data.missing(2) == [(2, "one"), (2, "other"), (2, "third")]
     data.cells["other"]["2"]["model"] = "another"
     # stopped half-way, no pair has two models
@@ -120,8 +115,8 @@ def test_a_seed_begun_with_another_model_is_run_anew(study, monkeypatch, tmp_pat
     assert data.missing(2) == [(1, "one"), (1, "other"), (1, "third")]
 
 
-def test_what_has_other_data_or_questions_or_cells_is_not_mixed_in(study, tmp_path):
-    data, run = study.Data("two", tmp_path), drawn([], {"one": 0.0, "other": 0.0})
+def test_what_has_other_data_or_questions_or_cells_is_not_mixed_in(tmp_path):
+    data, run = studies.Data("two", tmp_path), drawn([], {"one": 0.0, "other": 0.0})
     for seed in (1, 2):
         for cell in ("one", "other"):
             data.add(cell, seed, *run("two", cell, seed, 0, tmp_path))
@@ -132,24 +127,24 @@ def test_what_has_other_data_or_questions_or_cells_is_not_mixed_in(study, tmp_pa
         data.add("one", 3, *drawn([], {"one": 0.0}, questions=299)("two", "one", 3, 0, tmp_path))
     data.file.write_text(data.file.read_text().replace('"third"', '"renamed"'))
     with pytest.raises(SystemExit, match="cells that the study two has not: renamed"):
-        study.Data("two", tmp_path)
+        studies.Data("two", tmp_path)
 
 
-def test_pass_at_k_is_the_chance_over_all_subsets(study):
+def test_pass_at_k_is_the_chance_over_all_subsets():
     from itertools import combinations
 
     for samples, k in ((5, 1), (5, 3), (6, 6)):
         for right in range(samples + 1):
             answers = [True] * right + [False] * (samples - right)
             brute = np.mean([any(subset) for subset in combinations(answers, k)])
-            assert study.pass_at(k, np.array([right]), samples)[0] == pytest.approx(brute)
+            assert pass_at(k, np.array([right]), samples)[0] == pytest.approx(brute)
 
 
-def test_tables_say_what_was_found(study, monkeypatch, tmp_path, carry_out):
-    data = study.Data("two", tmp_path)
+def test_tables_say_what_was_found(monkeypatch, tmp_path, carry_out):
+    data = studies.Data("two", tmp_path)
     monkeypatch.setattr(study, "run_cell", drawn([], {"one": 0.2, "other": 0.0, "third": 0.0}))
     carry_out(data)
-    text = study.tables(study.Data("two", tmp_path))
+    text = study.tables(studies.Data("two", tmp_path))
     one = np.mean(
         [
             [int(digit) / 4 for digit in run["accuracy"]["right"]]
@@ -175,14 +170,14 @@ def test_tables_say_what_was_found(study, monkeypatch, tmp_path, carry_out):
     ],
     ids=lambda file: file.stem,
 )
-def test_the_tables_of_the_documents_are_those_of_their_data(study, file):
+def test_the_tables_of_the_documents_are_those_of_their_data(file):
     assert (
-        study.tables(study.Data(file.stem, file.parent))
+        study.tables(studies.Data(file.stem, file.parent))
         in (ROOT / "docs" / "results.md").read_text()
     )
 
 
-def test_a_cell_is_a_run_and_its_evaluations(study, monkeypatch, tmp_path):
+def test_a_cell_is_a_run_and_its_evaluations(monkeypatch, tmp_path):
     """What is called, by a stand-in that leaves what a run leaves; what is kept of it."""
     commands = []
 

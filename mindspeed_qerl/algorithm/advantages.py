@@ -4,29 +4,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.recipe.types import Algorithm
+from mindspeed_qerl.recipe.types import Algorithm, Selection
 
 from .metrics import kl_estimate
 
 
-def overlong_penalty(
-    lengths: np.ndarray, max_tokens: int, buffer: int, factor: float
-) -> np.ndarray:
-    """Returns what is added to the reward of an answer that nears `max_tokens`: 0 up to max_tokens
-    - buffer tokens, from there linearly down to -factor (DAPO's soft overlong punishment;
-    MindSpeed-RL models/rule_verifier.py:114-120).
+def overlong_penalty(lengths: np.ndarray, selection: Selection) -> np.ndarray:
+    """Returns what is added to the reward of an answer that nears `rollout_max_tokens`: 0 up to
+    `overlong_buffer` tokens before it, from there linearly down to -overlong_buffer_penalty_factor
+    (DAPO's soft overlong punishment; MindSpeed-RL models/rule_verifier.py:114-120).
 
     Args:
-        lengths: [answers], tokens. buffer: tokens, 1..max_tokens.
+        lengths: [answers], tokens. selection: its overlong_buffer is 1..rollout_max_tokens.
 
     Returns:
         float64 [answers], at most 0.
 
-    >>> overlong_penalty(np.array([60, 85, 100]), max_tokens=100, buffer=20, factor=1.0)
+    >>> selection = Selection(rollout_max_tokens=100, overlong_buffer=20)
+    >>> overlong_penalty(np.array([60, 85, 100]), selection)
     array([ 0.  , -0.25, -1.  ])
     """
-    beyond = np.clip(lengths - (max_tokens - buffer), 0, buffer)
-    return 0.0 - beyond / buffer * factor
+    buffer = selection.overlong_buffer
+    beyond = np.clip(lengths - (selection.rollout_max_tokens - buffer), 0, buffer)
+    return 0.0 - beyond / buffer * selection.overlong_buffer_penalty_factor
 
 
 def rewards_less_kl(
@@ -68,14 +68,13 @@ def rewards_less_kl(
     return rewards.double() - algorithm.kl_coefficient * kl, kl.mean()
 
 
-def group_advantages(
-    rewards: Tensor, group_size: int, estimator: str = "group_norm", divide_by_std: bool = True
-) -> Tensor:
-    """Returns how much better each answer is than those to the same prompt, computed in float64.
+def group_advantages(rewards: Tensor, group_size: int, algorithm: Algorithm) -> Tensor:
+    """Returns how much better each answer is than those to the same prompt, by the algorithm's
+    `adv_estimator`, computed in float64.
 
     group_norm: (r - mean) / (std + 1e-6), std unbiased (GRPO; MindSpeed-RL
     trainer/utils/compute_utils.py:152 `compute_group_norm_advantage_return`); with
-    divide_by_std=False r - mean (Dr. GRPO, arXiv 2503.20783). rloo: r - mean of the others' rewards
+    norm_adv_by_std_in_grpo=False r - mean (Dr. GRPO, arXiv 2503.20783). rloo: r - mean of the others' rewards
     (leave-one-out, arXiv 2402.14740).
 
     Args:
@@ -85,15 +84,15 @@ def group_advantages(
         float32 [prompts * group_size]; a group whose rewards are all equal gets zeros.
 
     >>> rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    >>> group_advantages(rewards, group_size=2)
+    >>> group_advantages(rewards, 2, Algorithm())
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
-    >>> group_advantages(rewards, group_size=2, estimator="rloo")
+    >>> group_advantages(rewards, 2, Algorithm(adv_estimator="rloo"))
     tensor([ 1., -1.,  0.,  0.])
     """
     groups = rewards.double().reshape(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
-    if estimator == "rloo":
+    if algorithm.adv_estimator == "rloo":
         advantages = advantages * (group_size / (group_size - 1))
-    elif divide_by_std:
+    elif algorithm.norm_adv_by_std_in_grpo:
         advantages = advantages / (groups.std(1, keepdim=True) + 1e-6)
     return advantages.reshape(-1).float()

@@ -318,7 +318,7 @@ def try_policy_loss(algorithm: Algorithm) -> None:
     drawn = torch.rand(5, 3, 3, generator=torch.Generator().manual_seed(0))
     policy, old, rollout, reference = -drawn[:4]
     policy.requires_grad_()
-    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False]])
+    mask = torch.ones(3, 3).tril().bool()  # answers of 1, 2 and 3 tokens
     advantages = torch.tensor([1.0, -1.0, 0.0])  # 0: a group of equal rewards
     known = reference if algorithm.loss_has_kl else None
     whole = LossInputs(policy, old, rollout, advantages, mask, known, drawn[4]).without_padding()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ FIRST_TOKENS = 8
 class Metric:
     """Sums, each one number, which are added up where two of a kind are joined."""
 
-    def join(self, other: Metric) -> Metric:
+    def join(self, other: Self) -> Self:
         pairs = zip(vars(self).values(), vars(other).values())
         return type(self)(*(mine + theirs for mine, theirs in pairs))
 
@@ -52,9 +52,8 @@ class Max(Metric):
 
     largest: Tensor
 
-    def join(self, other: Metric) -> Max:
-        values = (*vars(self).values(), *vars(other).values())
-        return Max(torch.maximum(*map(_float64, values)))
+    def join(self, other: Self) -> Self:
+        return type(self)(torch.maximum(_float64(self.largest), _float64(other.largest)))
 
     def value(self) -> float:
         return float(self.largest)
@@ -71,14 +70,10 @@ class EffectiveSampleSize(Metric):
     log_squares: Tensor
     count: Tensor
 
-    def join(self, other: Metric) -> EffectiveSampleSize:
-        total, squares, count = map(_float64, vars(self).values())
-        other_total, other_squares, other_count = map(_float64, vars(other).values())
-        return EffectiveSampleSize(
-            torch.logaddexp(total, other_total),
-            torch.logaddexp(squares, other_squares),
-            count + other_count,
-        )
+    def join(self, other: Self) -> Self:
+        log_total = torch.logaddexp(_float64(self.log_total), _float64(other.log_total))
+        log_squares = torch.logaddexp(_float64(self.log_squares), _float64(other.log_squares))
+        return type(self)(log_total, log_squares, self.count + other.count)
 
     def value(self) -> float:
         log_size = 2 * float(self.log_total) - float(self.log_squares)

@@ -147,9 +147,7 @@ class QeRLTrainer(RayGRPOTrainer):
         rewards = torch.from_numpy(self._rewards(answers))
         if algorithm.use_kl_in_reward:
             rewards = self._less_kl(rewards)
-        advantages = group_advantages(
-            rewards, n, algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo
-        )
+        advantages = group_advantages(rewards, n, algorithm)
         if fault := advantages_fault(advantages.numpy(), n):
             raise EngineError(fault)
         lengths = _numbers(answers["response_length"])
@@ -288,12 +286,7 @@ class QeRLTrainer(RayGRPOTrainer):
         rewards = _numbers(answers["rm_scores"])
         if not selection.overlong_buffer_enable:
             return rewards
-        return rewards + overlong_penalty(
-            _numbers(answers["response_length"]),
-            selection.rollout_max_tokens,
-            selection.overlong_buffer,
-            selection.overlong_buffer_penalty_factor,
-        )
+        return rewards + overlong_penalty(_numbers(answers["response_length"]), selection)
 
     def _values(self, answers: Answers, trained_groups: int) -> dict[str, float]:
         """Metrics of all answers of a step, trained or not."""

@@ -57,8 +57,7 @@ def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, s
     """A verdict in words; labels: what the groups are called, by name."""
     difference = verdict.difference
     seeds = len(verdict.seeds)
-    group, baseline = (labels[name] for name in (verdict.group, verdict.baseline))
-    groups = f"**{group}** beside {baseline}"
+    groups = f"**{labels[verdict.group]}** beside {labels[verdict.baseline]}"
     if difference is None or seeds < LEAST_SEEDS:
         return f"{groups}: no verdict, {seeds} seeds in common; it takes {LEAST_SEEDS}"
     if verdict.word == "no verdict":
@@ -155,7 +154,7 @@ def draw(comparison: Comparison, file: Path) -> None:
     in_legend = []
     for name, label in labels.items():
         words = name if name == label else f"{label}: {name}"
-        in_legend.append("\n".join(textwrap.wrap(words, 100)))
+        in_legend.append(textwrap.fill(words, 100))
     lines = "\n".join(in_legend).count("\n") + 1
     with mpl.rc_context(STYLE):
         figure = stack(panels, below=0.2 + 0.18 * lines)

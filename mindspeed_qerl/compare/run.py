@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError
-
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import CODE
 from mindspeed_qerl.recipe.reader import read
@@ -77,17 +75,16 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     """The run directories among `paths` and below them, in order, each once. ConfigError for a path
     that has none.
     """
-    runs: dict[Path, None] = {}
+    runs: list[Path] = []
     for path in paths:
-        files = sorted(path.rglob("status.json"))
-        if not files:
+        found = [file.parent.resolve() for file in sorted(path.rglob("status.json"))]
+        if not found:
             raise ConfigError(
                 f"{path} is no run directory and holds none. A run directory is named like "
                 "<root>/<name>/2025-11-21_14-03-59_seed1"
             )
-        for file in files:
-            runs[file.parent.resolve()] = None
-    return list(runs)
+        runs += found
+    return list(dict.fromkeys(runs))
 
 
 def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
@@ -97,7 +94,7 @@ def read_run(path: Path, evaluation: str | None = None) -> ComparedRun:
     """
     try:
         return _read_run(RunDirectory.open(path), evaluation)
-    except (KeyError, TypeError, ValueError, YAMLError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged, leave it out: {type(error).__name__}: {error}"
         ) from error

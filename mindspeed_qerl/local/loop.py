@@ -201,12 +201,8 @@ class LocalEngine:
             texts = self._decode(answers)
             rewards, scores = score(recipe.task.verifiers, texts, rows)
             if selection.overlong_buffer_enable:
-                rewards = rewards + overlong_penalty(
-                    np.array([len(answer.token_ids) for answer in answers]),
-                    selection.rollout_max_tokens,
-                    selection.overlong_buffer,
-                    selection.overlong_buffer_penalty_factor,
-                )
+                lengths = np.array([len(answer.token_ids) for answer in answers])
+                rewards = rewards + overlong_penalty(lengths, selection)
             for i, (answer, row) in enumerate(zip(answers, rows)):
                 answer.question = row.question
                 answer.text = texts[i]

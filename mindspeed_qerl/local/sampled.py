@@ -75,12 +75,8 @@ def select(
         mask = torch.from_numpy(batch.mask[:count])
         rewards, kl = rewards_less_kl(rewards, old, reference, mask, algorithm)
         metrics["reward/kl"] = float(kl)
-    batch.advantages[:count] = group_advantages(
-        rewards,
-        recipe.batch.samples_per_prompt,
-        algorithm.adv_estimator,
-        algorithm.norm_adv_by_std_in_grpo,
-    )
+    n = recipe.batch.samples_per_prompt
+    batch.advantages[:count] = group_advantages(rewards, n, algorithm)
     if algorithm.mask_truncated_completions:
         batch.mask[:count][[answer.is_truncated for answer in answers]] = False
     return batch, metrics

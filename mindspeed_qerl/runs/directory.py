@@ -50,12 +50,11 @@ class RunDirectory:
     one. The process that writes the run holds its `lock`.
     """
 
-    def __init__(self, path: Path | str, lock: IO | None = None):
+    def __init__(self, path: Path | str):
         self.path = Path(path)
-        self.lock = lock
-        # of this process, and seconds of those before it
+        self.lock: IO | None = None
+        # when it would have been opened, had one process written it without a pause
         self._opened = time.monotonic()
-        self._seconds_before = 0.0
         # a line for each that a resumed run was not started with
         self.other_versions: list[str] = []
         self.status_file = self.path / "status.json"
@@ -117,7 +116,8 @@ class RunDirectory:
             raise ConfigError(
                 f"run.root = {str(root)!r}: no folder can be made: {error}"
             ) from error
-        run = cls(path, hold(path))
+        run = cls(path)
+        run.lock = hold(path)
         for file, text in contents.items():
             write_whole(path / file, text)
         return run
@@ -171,7 +171,7 @@ class RunDirectory:
                 "model. Put the files back that it was started with, or start a new run.\n"
                 + "\n".join(lines)
             )
-        self._seconds_before = status.get("seconds", 0.0)
+        self._opened -= status.get("seconds", 0.0)
         self.summary_file.unlink(missing_ok=True)  # that of its failure
         write_whole(self.path / "config.yaml", _to_yaml(config))
         started_with = self.read_json("versions.json")
@@ -198,14 +198,11 @@ class RunDirectory:
         """
         before = self.read_json("data.json")
         after = describe_data(data_files)
-        model_is_given = any(label.startswith("model/") for label in after)
-        lines = []
-        for label in {**before, **after}:
-            is_given = label in after or model_is_given and label.startswith("model/")
-            was, now = (files.get(label, {}).get("sha256") for files in (before, after))
-            if is_given and was != now:
-                lines.append(f"{label}.sha256 was {was!r} and is {now!r}")
-        return lines
+        given = set(after)
+        if any(label.startswith("model/") for label in after):
+            given |= {label for label in before if label.startswith("model/")}
+        digests = {f"{label}.sha256" for label in given}
+        return [line for key, line in differences(before, after).items() if key in digests]
 
     @classmethod
     def unfinished(
@@ -343,8 +340,7 @@ class RunDirectory:
 
     def _note(self, **changes: Any) -> None:
         status = {**self.status(), **changes}
-        seconds = self._seconds_before + time.monotonic() - self._opened
-        status["seconds"] = max(status.get("seconds", 0.0), round(seconds, 1))
+        status["seconds"] = round(time.monotonic() - self._opened, 1)
         write_whole(self.status_file, json_text(status))
 
 

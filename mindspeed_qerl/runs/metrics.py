@@ -60,12 +60,14 @@ JSON has no NaN or infinity. Such a value is written as null and named:
 into the number.
 """
 
-import importlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +81,7 @@ Rows = list[dict[str, Any]]  # of a file
 WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
 
 
-class MetricsWriter:
+class MetricsWriter(ExitStack):
     """A context manager that writes the metrics of one run to its jsonl files, to TensorBoard, and
     to Weights & Biases when a project is named; W&B follows its own environment, WANDB_MODE=offline
     included.
@@ -102,6 +104,7 @@ class MetricsWriter:
         wandb: str | None = None,
         after: int | None = None,
     ):
+        super().__init__()
         self._run = run
         for file in (run.metrics_file, run.eval_file, run.eval_answers_file, run.rollouts_file):
             if after is not None:
@@ -110,52 +113,47 @@ class MetricsWriter:
                 raise FileExistsError(f"{file} exists: a run is written once. Start a new run")
             file.touch()
         self._wandb = _start_wandb(run, wandb) if wandb else None
-        self._tensorboard: Any = None  # until the first row: its torch takes seconds
-        self._starts_tensorboard = tensorboard
-        self._purge_step = None if after is None else after + 1
-        if tensorboard:
-            importlib.import_module("tensorboard")  # if there is none, an error now
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._tensorboard:
-            self._tensorboard.close()
         if self._wandb:
-            self._wandb.finish()
+            self.callback(self._wandb.finish)
+        self._purge_step = None if after is None else after + 1
+        self._has_tensorboard = tensorboard
+        if tensorboard:
+            import_module("tensorboard")  # if there is none, an error now
+
+    @cached_property
+    def _tensorboard(self) -> Any:
+        """Its writer; made for the first row, since its torch takes seconds."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._run.path / "tensorboard"
+        return self.enter_context(SummaryWriter(folder, purge_step=self._purge_step))
 
     def log(self, step: int, metrics: MetricsRow) -> None:
         """Write the metrics of training step `step` (1-based, increasing). Values are numbers or
         0-d arrays and tensors.
         """
         row = _as_numbers(metrics)
-        _append(self._run.metrics_file, step, row)
+        _append(self._run.metrics_file, step, [row])
         self._run.reached(step)
         self._log_scalars(step, row)
 
     def log_eval(
-        self, step: int, result: MetricsRow, answers: Sequence[dict[str, Any]] = ()
+        self, step: int, result: MetricsRow, answers: Iterable[Mapping[str, Any]] = ()
     ) -> None:
         """Write one evaluation made after `step` updates (0: before training), and its answers, one
         dict per problem.
         """
         row = _as_numbers(result)
-        _append(self._run.eval_answers_file, step, *answers)
-        _append(self._run.eval_file, step, row)
+        _append(self._run.eval_answers_file, step, answers)
+        _append(self._run.eval_file, step, [row])
         self._log_scalars(step, {f"eval/{name}": value for name, value in row.items()})
 
-    def log_rollouts(self, step: int, rollouts: Sequence[dict[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rollouts: Iterable[Mapping[str, Any]]) -> None:
         """Write sampled responses of training step `step`, each a dict of JSON values."""
-        _append(self._run.rollouts_file, step, *rollouts)
+        _append(self._run.rollouts_file, step, rollouts)
 
     def _log_scalars(self, step: int, row: dict[str, float]) -> None:
-        if self._starts_tensorboard and not self._tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            folder = self._run.path / "tensorboard"
-            self._tensorboard = SummaryWriter(folder, purge_step=self._purge_step)
-        if self._tensorboard:
+        if self._has_tensorboard:
             for name, value in row.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
@@ -203,7 +201,7 @@ def _as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value if type(value) is int else float(value) for name, value in values.items()}
 
 
-def _append(file: Path, step: int, *rows: Mapping[str, Any]) -> None:
+def _append(file: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
     with open(file, "a", encoding="utf-8") as lines:
         lines.writelines(_line({"step": step, **row}) for row in rows)
 
@@ -220,20 +218,13 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _discard_after(file: Path, step: int) -> None:
     """Move the rows of steps after `step` to discarded/, behind those of earlier resumptions."""
-    kept = ""
-    discarded = ""
-    for row in read_jsonl(file):
-        line = _line(row)
-        if row["step"] <= step:
-            kept += line
-        else:
-            discarded += line
-    if discarded:
+    rows = read_jsonl(file)
+    later = [row for row in rows if row["step"] > step]
+    if later:
         aside = file.parent / "discarded" / file.name
         aside.parent.mkdir(exist_ok=True)
-        with open(aside, "a", encoding="utf-8") as lines:
-            lines.write(discarded)
-    write_whole(file, kept)
+        _append(aside, step, later)  # each with its own step
+    write_whole(file, "".join(_line(row) for row in rows if row["step"] <= step))
 
 
 def _start_wandb(run: RunDirectory, project: str) -> Any:

@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def write_plots(rows: Rows, evals: Rows, folder: Path, title: str) -> tuple[list
         try:
             with mpl.rc_context(STYLE):
                 figure = stack(drawn)
-                heading = "\n".join(textwrap.wrap(title, 120))
+                heading = textwrap.fill(title, 120)
                 figure.suptitle(heading, x=0.01, ha="left", fontsize=8, color="#666666")
                 figure.savefig(file, dpi=130)
             files.append(file)
@@ -107,9 +108,8 @@ def _draw_panel(axes: Axes, rows: Rows, panel: Panel) -> None:
 
 
 def _draw_accuracy(axes: Axes, evals: Rows) -> None:
-    names = ("step", "accuracy", "interval_low", "interval_high")
-    values = [[row.get(name, math.nan) for name in names] for row in evals]
-    steps, accuracy, low, high = np.array(values, dtype=float).T
+    numbers = itemgetter("step", "accuracy", "interval_low", "interval_high")
+    steps, accuracy, low, high = np.array([numbers(row) for row in evals], dtype=float).T
     axes.set(title="Held-out accuracy (noise off; bars: 95% interval)", ylabel="accuracy")
     # rounding may leave an end on the wrong side of an accuracy of 0 or 1; NaN: of one question
     margins = np.clip(np.nan_to_num([accuracy - low, high - accuracy]), 0, None)
@@ -132,13 +132,10 @@ def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figur
             axes.set_ylim(middle - least / 2, middle + least / 2)
         if axes.get_ylabel() not in FRACTIONS:
             continue
-        values = [
-            line.get_ydata() for line in axes.lines if line.get_marker() != "_"
-        ]  # errors' ends
-        values = np.concatenate([*values, [0.0]])
+        lines = [line for line in axes.lines if line.get_marker() != "_"]  # errors' ends have it
+        values = np.concatenate([[0.0], *(line.get_ydata() for line in lines)])
         if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
-            low, high = axes.get_ylim()
-            axes.set_ylim(max(low, 0.0), min(high, 1.0))
+            axes.set_ylim(*np.clip(axes.get_ylim(), 0, 1))
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure

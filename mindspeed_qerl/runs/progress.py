@@ -5,10 +5,10 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from .metrics import MetricsRow
 
@@ -16,41 +16,33 @@ from .metrics import MetricsRow
 RECENT_STEPS = 20
 
 
-class Progress:
-    """Context manager around the training loop, told of each phase, step and evaluation; `metrics`
-    and `result` are rows of metrics.jsonl and eval.jsonl (see metrics.py), `earlier` those of
-    eval.jsonl that a resumed run has already.
+class Progress(Status):
+    """rich's line of what goes on now, around the training loop: a context manager that is told of
+    each phase, step and evaluation; `metrics` and `result` are rows of metrics.jsonl and eval.jsonl
+    (see metrics.py), `earlier` those of eval.jsonl that a resumed run has already.
     """
 
     def __init__(self, total_steps: int, title: str, earlier: Iterable[MetricsRow] = ()):
+        super().__init__("starting", console=Console())  # without a terminal nothing is shown
         self._total = total_steps
         self._title = title
-        self._console = Console()
-        self._status = self._console.status("starting")  # shows nothing where there is no terminal
-        self._step = 0
         self._accuracy = ""
         for result in earlier:
             self._accuracy = f"accuracy {accuracy_words(result)} at {result['step']:g}"
         self._stamps: deque[float] = deque(maxlen=RECENT_STEPS + 1)  # when the recent steps ended
 
-    def __enter__(self) -> Self:
-        self._status.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._status.stop()
-
     def message(self, text: str) -> None:
         """A line for the reader."""
-        self._console.out(text, highlight=False)
+        self.console.out(text, highlight=False)
 
     def phase(self, text: str) -> None:
         """Shows what is going on now: "starting engines", "rollout", "update", ... Without a
         terminal: only until step 1 is done.
         """
-        self._status.update(escape(f"{self._title} | {text} ..."))
-        if self._step == 0 and not self._console.is_terminal:
-            self.message(f"{self._title} | {text} ...")
+        words = f"{self._title} | {text} ..."
+        self.update(escape(words))
+        if not self._stamps and not self.console.is_terminal:
+            self.message(words)
 
     def step(self, step: int, metrics: MetricsRow) -> None:
         """Training step `step` (1-based) is done."""
@@ -59,7 +51,6 @@ class Progress:
         if not self._stamps:
             self._stamps.append(now - metrics.get("time/step", 0.0))
         self._stamps.append(now)
-        self._step = step
         words = [self._title, f"step {step:{len(str(total))}}/{total}"]
         if "reward/mean" in metrics:
             words.append(f"reward {metrics['reward/mean']:.3f}")
@@ -92,5 +83,5 @@ def accuracy_words(result: MetricsRow) -> str:
     error = result["standard_error"]
     if error > 0:
         return f"{accuracy} ± {error:.3f}"
-    low, high = (result.get(name, math.nan) for name in ("interval_low", "interval_high"))
-    return accuracy if math.isnan(low) else f"{accuracy} [{low:.3f}, {high:.3f}]"
+    low = result["interval_low"]
+    return accuracy if math.isnan(low) else f"{accuracy} [{low:.3f}, {result['interval_high']:.3f}]"

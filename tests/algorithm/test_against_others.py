@@ -260,7 +260,8 @@ def test_advantages_are_verls(estimator, by_std):
         expected, _ = verl.core.compute_grpo_outcome_advantage(
             rewards[:, None].clone(), mask, index, norm_adv_by_std_in_grpo=by_std
         )
-    advantages = group_advantages(rewards, 4, estimator, by_std).double()
+    algorithm = Algorithm(adv_estimator=estimator, norm_adv_by_std_in_grpo=by_std)
+    advantages = group_advantages(rewards, 4, algorithm).double()
     torch.testing.assert_close(advantages, expected[:, 0], rtol=1e-6, atol=1e-6)
 
 
@@ -290,10 +291,15 @@ def test_kl_in_the_reward_is_verls(kind, by_std):
     old, reference = (
         torch.where(inputs.mask, each, float("nan")) for each in (old, inputs.reference_logprobs)
     )
-    algorithm = Algorithm(kl_coefficient=0.3, kl_penalty=kind, use_kl_in_reward=True)
+    algorithm = Algorithm(
+        kl_coefficient=0.3,
+        kl_penalty=kind,
+        use_kl_in_reward=True,
+        norm_adv_by_std_in_grpo=by_std,
+    )
     rewards, kl = rewards_less_kl(scores, old, reference, inputs.mask, algorithm)
     torch.testing.assert_close(rewards, token_rewards.sum(1), rtol=1e-12, atol=1e-12)
-    advantages = group_advantages(rewards, 4, divide_by_std=by_std).double()
+    advantages = group_advantages(rewards, 4, algorithm).double()
     torch.testing.assert_close(advantages[:, None] * mask, expected, rtol=1e-6, atol=1e-6)
     assert kl.item() == pytest.approx((scores - rewards).mean().item() / 0.3)
     assert abs(kl.item()) > 0.05

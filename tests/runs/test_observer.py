@@ -20,29 +20,25 @@ RANK = {"linear_qkv": {"modules": 2, "parameters": 1200}}
 
 @pytest.fixture
 def observer(new_run):
-    """A function that makes the observer of a new run of 5 steps; what it says is in `said`."""
-
-    def make():
-        recipe = SimpleNamespace(
-            model=SimpleNamespace(path="qwen3_8b", dtype="float32"),
-            run=Run(train_iters=5, rollout_samples=3, prove_every=3),
-            lora=LoRA(targets=("linear_qkv",)),
-            evaluation=Evaluation(every=2, temperature=0.3),
-            quantization=Quantization("nvfp4"),
-        )
-        run, said = new_run(), []
-        ignored = lambda *_: None
-        progress = SimpleNamespace(message=said.append, step=ignored, evaluated=ignored)
-        made = RunObserver(recipe, run, MetricsWriter(run, tensorboard=False), progress)
-        made.said = said
-        return made
-
-    return make
+    """Of a new run of 5 steps; what it says is in `said`."""
+    recipe = SimpleNamespace(
+        model=SimpleNamespace(path="qwen3_8b", dtype="float32"),
+        run=Run(train_iters=5, rollout_samples=3, prove_every=3),
+        lora=LoRA(targets=("linear_qkv",)),
+        evaluation=Evaluation(every=2, temperature=0.3),
+        quantization=Quantization("nvfp4"),
+    )
+    run = new_run()
+    said = []
+    ignored = lambda *_: None
+    progress = SimpleNamespace(message=said.append, step=ignored, evaluated=ignored)
+    made = RunObserver(recipe, run, MetricsWriter(run, tensorboard=False), progress)
+    made.said = said
+    return made
 
 
 def test_what_a_failing_step_saw_is_written_before_it_fails(observer):
     """Its metrics, its answers, an evaluation with noise, and a sync that did not arrive."""
-    observer = observer()
     run = observer.run
 
     def refuse(*_):
@@ -66,7 +62,6 @@ def test_what_a_failing_step_saw_is_written_before_it_fails(observer):
 
 
 def test_batches_of_one_step_share_its_samples(observer):
-    observer = observer()
     for step in (1, 2):
         observer.sampled(step, ANSWERS[:2])
         observer.sampled(step, iter(ANSWERS[2:]))
@@ -78,7 +73,6 @@ def test_batches_of_one_step_share_its_samples(observer):
 
 
 def test_lora_is_counted_over_ranks_and_proved(observer):
-    observer = observer()
     observer.begin([RANK, {}, RANK], ["norm"])
     observer.end()
     assert observer.run.facts() == {
@@ -112,11 +106,10 @@ def test_lora_is_counted_over_ranks_and_proved(observer):
 
 def test_a_target_without_modules_is_refused(observer):
     with pytest.raises(EngineError, match="LoRA target linear_qkv has no module"):
-        observer().begin([{}])
+        observer.begin([{}])
 
 
 def test_what_is_due(observer):
-    observer = observer()
     assert [step for step in range(6) if observer.wants_evaluation(step)] == [0, 2, 4, 5]
     gradients = {1: 0.0, 2: 0.5, 3: 0.0, 4: 0.0, 5: 0.0}  # 0: all advantages of the step are 0
     due = [step for step, gradient in gradients.items() if observer.wants_proof(step, gradient)]
@@ -127,7 +120,6 @@ def test_what_is_due(observer):
 
 
 def test_warnings(observer):
-    observer = observer()
     observer.checks.check = lambda *_: ["uneven"]
     observer.stepped(1, {"reward/mean": 0.5}, tokens=0)
     observer.trains_nothing(1, groups=4, all_cut_off=False)
@@ -144,7 +136,7 @@ def test_warnings(observer):
 
 
 def test_a_resumed_run_knows_the_noise_of_its_steps(observer, tmp_path):
-    recipe = observer().recipe
+    recipe = observer.recipe
     recipe.run = Run(resume="it")
     rows = tmp_path / "rows.jsonl"
     noise = '{"step": 2, "aqn/expected_std": 0.05, "aqn/measured_std": 0.04}'

@@ -30,6 +30,14 @@ def report(run):
     )
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are to be saved, instead of their files."""
+    figures = []
+    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: figures.append(figure))
+    return figures
+
+
 def test_summary_is_what_the_files_say(made_run):
     run = made_run(20)
     run.record(
@@ -102,15 +110,18 @@ def test_a_picture_that_cannot_be_drawn_is_named_and_in_nobodys_way(made_run, mo
     assert not (run.plots_dir / "time.png").exists()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("steps, aqn", [(1, True), (2, True), (20, False), (130, True)])
-def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, monkeypatch, steps, aqn):
-    run, drawn = made_run(steps, aqn), []
-    _, _, pictures = report(run)
-    assert pictures == [name for name in ALL_PLOTS if aqn or name != "noise.png"]
-    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, drawn, steps, aqn):
+    run = made_run(steps, aqn)
     names = ("step", "accuracy", "interval_low", "interval_high")
     evals = [dict(zip(names, row)) for row in ((0, 0.0, 0.0, 0.1), (steps, 1.0, 0.7, 1.0))]
-    plots.write_plots(read_jsonl(run.metrics_file), evals, run.plots_dir, "a run " * 60)
+    rows = read_jsonl(run.metrics_file)
+    files, missing = plots.write_plots(rows, evals, run.plots_dir, "a run " * 60)
+    assert missing == []
+    assert sorted(file.name for file in files) == [
+        name for name in ALL_PLOTS if aqn or name != "noise.png"
+    ]
     assert drawn[0].axes[-1].get_ylim() == (0, 1)
     for figure in drawn:
         figure.draw_without_rendering()
@@ -122,9 +133,7 @@ def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, monkeypatch, 
         assert extent.x1 <= figure.bbox.x1
 
 
-def test_an_axis_does_not_show_rounding(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+def test_an_axis_does_not_show_rounding(tmp_path, drawn):
     shares = {1: 1 - 6e-8, 40: 1 + 7e-8}
     rows = [{"step": step, "sync/arrived/linear_qkv": share} for step, share in shares.items()]
     plots.write_plots(rows, [], tmp_path, "a run")
@@ -144,10 +153,8 @@ def test_a_run_that_did_not_finish_gets_its_report(new_run):
     assert reason in run.summary_file.read_text()
 
 
-def test_pictures_draw_the_values_of_the_files(made_run, monkeypatch):
+def test_pictures_draw_the_values_of_the_files(made_run, drawn):
     run = made_run(20)
-    drawn = []
-    monkeypatch.setattr(plots.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
     rows, evals = read_jsonl(run.metrics_file), read_jsonl(run.eval_file)
     plots.write_plots(rows, evals, run.plots_dir, "a run")
     (reward, accuracy), _, (std, _), (kl, _), (time,) = (figure.axes for figure in drawn)
