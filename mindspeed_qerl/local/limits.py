@@ -1,11 +1,7 @@
 """What the local engine cannot do. No torch here."""
 
-import ast
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +19,10 @@ from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = False
-# Of vLLM's backend for CPUs: file and name of what it says that its kernels take.
-HEAD_DIMS = ("v1/attention/backends/cpu_attn.py", "get_supported_head_sizes")
-EXPERT_STEP = ("model_executor/layers/fused_moe/experts/cpu_moe.py", "output_alignment")
+# What vLLM's kernels for CPUs take (v1/attention/backends/cpu_attn.py; model_executor/layers/
+# fused_moe/experts/cpu_moe.py). Not imported from there, which takes ten seconds.
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+EXPERT_STEP = 32
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not
 # here.
 LAYOUT_RULES = [
@@ -180,9 +177,7 @@ def refused(file: Path, shape: ModelShape) -> list[str]:
 
 
 def beyond_kernels(shape: ModelShape) -> list[str]:
-    """Which sizes of a model vLLM's kernels for CPUs do not take, by what its sources say."""
-    head_dims = _of_vllm(*HEAD_DIMS)
-    step = _of_vllm(*EXPERT_STEP)
+    """Which sizes of a model vLLM's kernels for CPUs do not take."""
     heads = shape.num_attention_heads
     groups = shape.num_key_value_heads
     reasons = []
@@ -190,34 +185,19 @@ def beyond_kernels(shape: ModelShape) -> list[str]:
         reasons.append(
             f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
         )
-    if head_dims and shape.head_dim not in head_dims:
+    if shape.head_dim not in HEAD_DIMS:
         reasons.append(
-            f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, head_dims))}: vLLM's "
+            f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}: vLLM's "
             "attention on CPUs takes no other"
         )
-    for key in ("hidden_size", "moe_intermediate_size") if shape.moe and step else ():
-        if getattr(shape, key) % step:
+    for key in ("hidden_size", "moe_intermediate_size") if shape.moe else ():
+        size = getattr(shape, key)
+        if size % EXPERT_STEP:
             reasons.append(
-                f"{key} = {getattr(shape, key)} must be a multiple of {step}: vLLM's experts on "
-                "CPUs take no other, or pad them, and what is padded cannot be updated in place"
+                f"{key} = {size} must be a multiple of {EXPERT_STEP}: vLLM's experts on CPUs take "
+                "no other, or pad them, and what is padded cannot be updated in place"
             )
     return reasons
-
-
-@cache
-def _of_vllm(file: str, name: str) -> Any:
-    """Returns the literal that vLLM gives a class's attribute or returns from its method: read from
-    the source, since an import takes ten seconds. None where this vLLM has no such.
-    """
-    spec = find_spec("vllm")
-    path = Path((spec and spec.submodule_search_locations or [""])[0], file)
-    with suppress(OSError, ValueError):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                return ast.literal_eval(node.body[-1].value)  # type: ignore[attr-defined]
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                return ast.literal_eval(node.value)
-    return None
 
 
 def data_files(recipe: Recipe) -> dict[str, Path | str]:

@@ -7,7 +7,7 @@ clean weights) -> sync (merged weights to the rollout engine) -> evaluate (noise
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -22,13 +22,13 @@ from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import end_tokens, read_shape
 from mindspeed_qerl.lora.proof import Movement, arrival_metrics
-from mindspeed_qerl.recipe.types import Layout, Recipe
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import score
 
 from . import arithmetic, checkpoint
-from .batch import Answer, PromptOrder, TrainBatch, deal
+from .batch import Answer, PromptOrder, TrainBatch
 from .data import Data
 from .processes import Processes, WorkerError, recorded_routers
 from .rank import TrainRank
@@ -40,13 +40,6 @@ from .sampled import (
     tokens_to_replay,
     tokens_to_train,
 )
-
-
-def data_rank(rank: int, layout: Layout) -> int:
-    """The data-parallel rank of a rank: tensor parallel ranks count first, stages last (Megatron
-    parallel_state).
-    """
-    return rank // layout.tp % layout.dp
 
 
 class LocalEngine:
@@ -221,16 +214,16 @@ class LocalEngine:
         """Before the update, by the policy and by the base model, float32 [2, N, L-1]."""
         logprobs = np.zeros((2, *batch.mask.shape), dtype=np.float32)
         with self._timed("logprobs"):
-            results = self._on_shards(TrainRank.logprobs_before, batch)
+            results = self.processes.on_ranks(TrainRank.logprobs_before, batch)
         # the last pipeline stage has them, whose ranks are the last
-        for share, shards in zip(self._shares(batch), results):
-            for index, shard in zip(share, shards):
-                logprobs[:, index, : shard.shape[2]] = shard
+        for found in results:
+            for rows, pair in found:
+                logprobs[:, rows, : pair.shape[2]] = pair
         return logprobs
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
-        metrics = self._on_shards(TrainRank.train, batch, self.recipe.batch.epochs)[0]
+        metrics = self.processes.on_ranks(TrainRank.train, batch)[0]
         for part in ("time/logprobs", "time/update"):
             self.seconds[part] += metrics.pop(part)
         self.updates += metrics.pop("updates")
@@ -254,9 +247,8 @@ class LocalEngine:
 
     def movement(self) -> Movement:
         """Returns what the rollout engine holds beside base + (alpha / r) B A: the proof of a sync."""
-        factors = {rank: rank.call(TrainRank.adapter_factors) for rank in self.processes.ranks}
-        self.processes.gather(factors)
-        return self.processes.on_rollout(RolloutEngine.movement, *factors.values())
+        factors = self.processes.on_ranks(TrainRank.adapter_factors)
+        return self.processes.on_rollout(RolloutEngine.movement, *factors)
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
@@ -339,18 +331,3 @@ class LocalEngine:
     def _decode(self, answers: Sequence[Answer]) -> list[str]:
         tokens = [answer.token_ids for answer in answers]
         return self.data.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-
-    def _shares(self, batch: TrainBatch) -> list[list[np.ndarray]]:
-        """Per rank, its rows of each mini-batch; ranks that share one data-parallel rank's layers
-        get the same.
-        """
-        layout = self.recipe.layout
-        shares = deal(batch.lengths, self.recipe.batch.mini_answers, layout.dp)
-        return [shares[data_rank(rank, layout)] for rank in range(layout.world)]
-
-    def _on_shards(self, method: Callable, batch: TrainBatch, *arguments: Any) -> list:
-        """`method` of each rank on its shard of each mini-batch."""
-        calls = {}
-        for rank, share in zip(self.processes.ranks, self._shares(batch)):
-            calls[rank] = rank.call(method, [batch.rows(index) for index in share], *arguments)
-        return self.processes.gather(calls)

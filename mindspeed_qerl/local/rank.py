@@ -2,12 +2,10 @@
 sends to vLLM.
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,16 +22,16 @@ from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
 
 from . import arithmetic
-from .batch import TrainBatch
+from .batch import TrainBatch, deal
 from .hardware_error import HardwareErrorMode
 from .passes import Passes
 from .place import join
 from .sharded import ShardedAdapters
 
 
-class TrainRank:
-    """A rank of the training world. Every method is called on all ranks at once; those of one
-    data-parallel rank get the same shard, and all shards are of equal size.
+class TrainRank(ShardedAdapters):
+    """A rank of the training world, which trains its part of the adapters. Every method is called
+    on all ranks at once, with the whole batch, of which each trains equally many rows.
 
     Args:
         shape: of the model in `recipe.model.path`.
@@ -47,7 +45,7 @@ class TrainRank:
         adam = recipe.optimizer
         self.recipe = recipe
         self.routers = shape.routers
-        self.place = place = join(recipe.layout, shape.moe, rank, rendezvous)
+        place = join(recipe.layout, shape.moe, rank, rendezvous)
         recompute = 0
         if adam.recompute_granularity:
             recompute = adam.recompute_num_layers or shape.num_hidden_layers
@@ -71,7 +69,7 @@ class TrainRank:
             add_dither(model, table, place.tp_rank, place.tp_size)
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             self.parameters,
             lr=adam.lr,
             betas=(adam.adam_beta1, adam.adam_beta2),
@@ -79,13 +77,13 @@ class TrainRank:
         )
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.state[parameter] = {
+            optimizer.state[parameter] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        self.adapters = ShardedAdapters(model, table, place, self.optimizer)
-        self.scheduler = _scheduler(self.optimizer, adam, recipe.run.train_iters)
+        super().__init__(model, table, place, optimizer)
+        self.scheduler = _scheduler(optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":
             self.replay = RouteReplay(model, shape.routers, place.tp_rank, place.tp_size)
@@ -96,30 +94,16 @@ class TrainRank:
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
-    def describe(self) -> dict[str, dict[str, int]]:
-        """Counts what this rank trains, by LoRA target."""
-        return self.adapters.describe()
-
-    def sync_parts(self) -> int:
-        """Returns how many parts of this rank's merged weights a sync takes."""
-        return len(self.adapters.parts)
-
-    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """Returns a part of a sync."""
-        return self.adapters.merged_weights(part)
-
-    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
-        """Returns what the proof of a sync compares with."""
-        return self.adapters.factors()
-
-    def save(self, folder: Path) -> None:
-        """Writes the adapters into a checkpoint's folder."""
-        self.adapters.save(folder)
-
     def restore(self, folder: str, updates: int, iteration: int) -> None:
         """Restores the adapters, and the learning rate after `iteration` iterations."""
-        self.adapters.restore(folder, updates)
+        self.read(folder, updates)
         self.scheduler.step(iteration)
+
+    def rows(self, batch: TrainBatch) -> list[np.ndarray]:
+        """This rank's rows of each mini-batch; ranks that share its layers have the same."""
+        data_group = self.place.data_group
+        shares = deal(batch.lengths, self.recipe.batch.mini_answers, data_group.size())
+        return shares[data_group.rank()]
 
     def logprobs(self, shard: TrainBatch, reference: bool = False) -> np.ndarray:
         """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included, its
@@ -131,31 +115,35 @@ class TrainRank:
             own = replace(shard, routes=None)
             return self.passes.logprobs(own, self.recipe.batch.ref_forward)
 
-    def logprobs_before(self, shards: list[TrainBatch]) -> list[np.ndarray]:
-        """Returns of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before
-        this iteration's first update.
+    def logprobs_before(self, batch: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each mini-batch this rank's rows, and `logprobs` of them and those of the base model,
+        float32 [2, n, L-1], before this iteration's first update.
         """
+        found = []
         with self._arithmetic("arithmetic before the update"):
-            return [np.stack([self.logprobs(s), self.logprobs(s, reference=True)]) for s in shards]
+            for rows in self.rows(batch):
+                shard = batch.rows(rows)
+                pair = [self.logprobs(shard), self.logprobs(shard, reference=True)]
+                found.append((rows, np.stack(pair)))
+        return found
 
     def skip(self) -> None:
         """An iteration without an update: the learning rate moves on."""
         self.scheduler.step(1)
 
-    def train(self, shards: list[TrainBatch], epochs: int = 1) -> dict[str, float]:
-        """One iteration: `epochs` passes over the mini-batches, one optimizer step for each.
-
-        Args:
-            shards: this rank's part of each mini-batch.
-
-        Returns:
-            Metrics, the same on every rank but for time/logprobs and time/update, seconds.
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """One iteration: passes over the mini-batches, one optimizer step for each. Returns
+        metrics, the same on every rank but for time/logprobs and time/update, seconds.
         """
         started = time.perf_counter()
+        epochs = self.recipe.batch.epochs
+        shards = [batch.rows(rows) for rows in self.rows(batch)]
         with self._arithmetic("arithmetic"):
             if self.recipe.algorithm.loss_has_kl:
-                references = [self.logprobs(shard, reference=True) for shard in shards]
-                shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
+                shards = [
+                    replace(shard, reference_logprobs=self.logprobs(shard, reference=True))
+                    for shard in shards
+                ]
             if len(shards) * epochs == 1:  # the policy that is trained is the policy before it
                 shards = [replace(shard, old_logprobs=None) for shard in shards]
             elif shards[0].old_logprobs is None:
@@ -178,13 +166,13 @@ class TrainRank:
             if not divisor:  # every answer was cut off, and those are not trained
                 continue
             self.optimizer.zero_grad(set_to_none=False)
-            with self.replay.training() if self.replay else contextlib.nullcontext():
+            with self.replay.training() if self.replay else nullcontext():
                 parts += self.passes.train(shard, float(divisor))
             if self.replay:
                 counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
-            self.adapters.changed()
+            self.changed()
         lr = self.optimizer.param_groups[0]["lr"]
         self.scheduler.step(1)
         merged: dict[str, Any] = on_host(merge(parts))
@@ -233,19 +221,16 @@ class TrainRank:
                 parameter.grad.mul_(limit / (norm + 1e-6))
         return norm
 
-    @contextlib.contextmanager
-    def _arithmetic(self, purpose: str) -> Iterator[None]:
+    def _arithmetic(self, purpose: str) -> AbstractContextManager:
         """With the errors of other hardware that training has (docs/quantization.md), drawn for
         this iteration and purpose.
         """
         arguments = self.recipe.hardware_error.arguments("training")
         if not arguments:
-            yield
-            return
+            return nullcontext()
         purpose = f"{purpose} of rank {dist.get_rank()}"
         seed = derived_seed(self.recipe.run.seed, purpose, self.scheduler.num_steps)
-        with HardwareErrorMode(**arguments, seed=seed):
-            yield
+        return HardwareErrorMode(**arguments, seed=seed)
 
 
 def _from_every_rank(value: Any, group: dist.ProcessGroup) -> list[Any]:

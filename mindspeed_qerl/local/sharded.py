@@ -22,8 +22,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by torch's names
 
 
 class ShardedAdapters:
-    """One rank's part of them. Data-parallel ranks hold the same; one of them hands it over. Every
-    method is called on all ranks at once.
+    """One rank's part of them (a `TrainRank` is one). Data-parallel ranks hold the same; one of
+    them hands it over. Every method is called on all ranks at once.
 
     Args:
         table: what the model's parameters are made of. optimizer: AdamW, of the adapters.
@@ -61,6 +61,10 @@ class ShardedAdapters:
         """Returns True if this rank is the first of those that share the layer."""
         return layer.tp_size == 1 or self.place.tp_rank == 0
 
+    def sync_parts(self) -> int:
+        """Returns how many parts of this rank's merged weights a sync takes."""
+        return len(self.parts)
+
     def merged_weights(self, part: int) -> dict[str, np.ndarray]:
         """HF name -> W + (alpha / r) B A, float32, of one part of a sync; nothing after the last."""
         merged = {}
@@ -72,7 +76,7 @@ class ShardedAdapters:
         return merged
 
     @torch.no_grad()
-    def factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
         """HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32: the proof of a sync uses
         them.
         """
@@ -108,7 +112,7 @@ class ShardedAdapters:
             (folder / f"shard-{dist.get_rank():05d}.safetensors").write_bytes(save(tensors))
 
     @torch.no_grad()
-    def restore(self, folder: str, updates: int) -> None:
+    def read(self, folder: str, updates: int) -> None:
         """Read what the ranks of any layout saved after `updates` steps of the optimizer."""
         whole = read_tensors(Path(folder))
         for state in self.optimizer.state.values():

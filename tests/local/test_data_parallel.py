@@ -120,7 +120,6 @@ def options_rank(rank, config, layouts, folder):
         watched,
         lambda: None,
     )  # both updates of the same weights
-    shares = deal(batch.lengths, MINI, config.layout.dp)[rank]
     results = {}
     for layout in layouts:
         for name, (algorithm, correction, truncated) in OPTIONS.items():
@@ -130,8 +129,7 @@ def options_rank(rank, config, layouts, folder):
                 correction=Correction(**correction),
                 batch=replace(config.batch, micro_batch_size=layout[1]),
             )
-            trained = cut_off(batch, truncated)
-            metrics = trainer.train([trained.rows(index) for index in shares])
+            metrics = trainer.train(cut_off(batch, truncated))
             results[layout, name] = (
                 {key: value for key, value in metrics.items() if "time/" not in key},
                 gradients.copy(),
@@ -151,7 +149,8 @@ def results(data_dir, tmp_path_factory):
             data_dir,
             rl_config__actor_resource__num_npus=ranks,
             megatron_training__global_batch_size=12,
-            rl_config__mini_batch_size=12,
+            rl_config__mini_batch_size=MINI // 2,
+            rl_config__n_samples_per_prompt=2,
             actor_config__expert_model_parallel_size=1,
             actor_config__clip_grad=0.0,
             rl_config__clip_ratio_low=0.15,

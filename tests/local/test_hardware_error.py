@@ -115,7 +115,7 @@ def megatron_rank(rank, config, batch, folder):
     with Scaled([]):
         found = trainer.logprobs(batch)
     module.HardwareErrorMode = start_mode
-    trainer.train([batch])
+    trainer.train(batch)
     [(mode, seed)] = modes
     at_first = torch.Generator().manual_seed(seed).get_state()
     has_drawn = not torch.equal(mode.generator.get_state(), at_first)

@@ -28,8 +28,11 @@ LOW, HIGH, KL, ENTROPY, CAP, TEMPERATURE, LR, CLIP_GRAD, ITERATIONS = (
 
 
 def batch_of_another_policy():
-    """Sampled by one that is far from any of ours, on both sides."""
+    """Sampled by one that is far from any of ours, on both sides; the longest answers first, as a
+    rank takes them.
+    """
     batch = random_batch()
+    batch = batch.rows(np.argsort(-batch.lengths, kind="stable"))
     logprobs = np.random.default_rng(1).uniform(-9, -4, batch.mask.shape).astype(np.float32)
     return replace(batch, rollout_logprobs=logprobs * batch.mask)
 
@@ -60,11 +63,12 @@ def joined_rank(rank, config, folder):
     for name in trained:
         setattr(passes, name, watched(name))
     trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
-    metrics = [trainer.train([batch], epochs=2)]
+    metrics = [trainer.train(batch)]
     trainer.skip()
-    metrics.append(trainer.train([batch], epochs=2))
+    metrics.append(trainer.train(batch))
     trainer.optimizer.step = lambda: None
-    metrics += [trainer.train([batch]) for _ in range(2)]
+    trainer.recipe = replace(config, batch=replace(config.batch, epochs=1))
+    metrics += [trainer.train(batch) for _ in range(2)]
     norm = math.sqrt(
         sum(parameter.grad.double().square().sum().item() for parameter in trainer.parameters)
     )
@@ -77,7 +81,7 @@ def joined_rank(rank, config, folder):
     with pytest.raises(
         RuntimeError, match=r"the trained model gave nan as the log probability of token 1 of"
     ):
-        trainer.train([batch])
+        trainer.train(batch)
     torch.save(result, f"{folder}/joined.pt")
 
 
@@ -95,6 +99,7 @@ def joined(model_dirs, data_dir, tmp_path_factory):
         rl_config__clip_ratio_high=HIGH,
         rl_config__init_kl_coef=KL,
         rl_config__entropy_coeff=ENTROPY,
+        rl_config__epochs=2,
         actor_config__lr=LR,
         actor_config__lr_decay_style="linear",
         actor_config__clip_grad=CLIP_GRAD,

@@ -15,8 +15,8 @@ from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local import loop as module
-from mindspeed_qerl.local.batch import Answer, PromptOrder, TrainBatch
-from mindspeed_qerl.local.loop import LocalEngine, data_rank
+from mindspeed_qerl.local.batch import Answer, PromptOrder, deal
+from mindspeed_qerl.local.loop import LocalEngine
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.recipe.types import (
@@ -206,51 +206,37 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
     ]
 
 
-def test_an_update_trains_all_epochs_and_its_times_are_of_the_iteration():
-    class Rank:
-        def call(self, method, shards, epochs):
-            assert (method, len(shards), epochs) == (TrainRank.train, 2, 3)
-            return {"time/logprobs": 1.0, "time/update": 2.0, "updates": 6, "loss/total": 0.5}
-
-    settings = Batch(samples_per_prompt=2, mini_batch_size=2, epochs=3)
-    engine = loop(processes=Processes([Rank()]), batch=settings)
-    batch = batch_of([[1]] * 8, [[number] for number in range(8)])
+def test_an_update_is_counted_and_its_times_are_of_the_iteration():
+    trained = {"time/logprobs": 1.0, "time/update": 2.0, "updates": 6, "loss/total": 0.5}
+    engine = loop(processes=Processes(results={"train": trained}))
+    batch = batch_of([[1]], [[2]])
     assert engine.update(batch) == {"loss/total": 0.5} and engine.updates == 6
+    assert engine.processes.calls == [(TrainRank.train, batch)]
     assert engine.seconds == {"time/logprobs": 1.0, "time/update": 2.0}
 
 
-@pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=8, tp=2, pp=2)])
-def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
-    """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage
-    only. Megatron counts tensor parallel ranks first, stages last.
+def test_log_probabilities_before_the_update_come_back_to_their_rows():
+    """From two data-parallel ranks, each with its share of each mini-batch, of two pipeline stages:
+    the first one's are zeros.
     """
-    places = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
-    for number, (_, data, _) in enumerate(places):
-        assert data_rank(number, layout) == data
-    lengths = np.array([9, 4, 7, 5, 6, 3, 8, 2])
-    tokens = 10 * np.arange(8)[:, None] + np.arange(9)
-    mask = np.arange(1, 9) < lengths[:, None]
-    batch = TrainBatch(
-        tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32)
-    )
+    prompts = [[10 * row] * (2 + row % 3) for row in range(8)]
+    batch = batch_of(prompts, [[row] * (5 - row // 2) for row in range(8)])
+    logprobs = batch.tokens[:, 1:] * batch.mask
 
-    class Rank:
-        def __init__(self, number):
-            self.is_last = number // (layout.world // layout.pp) == layout.pp - 1
+    class Ranks(Processes):
+        def on_ranks(self, method, given):
+            assert (method, given) == (TrainRank.logprobs_before, batch)
+            results = []
+            for stage in range(2):
+                for share in deal(batch.lengths, 4, 2):
+                    shards = [batch.rows(rows) for rows in share]
+                    values = [shard.tokens[:, 1:] * shard.mask * stage for shard in shards]
+                    results.append(list(zip(share, (np.stack([v, -v]) for v in values))))
+            return results
 
-        def call(self, method, shards):
-            assert method is TrainRank.logprobs_before
-            assert [len(shard) for shard in shards] == [4 // layout.dp] * 2
-            values = [shard.tokens[:, 1:] * shard.mask * self.is_last for shard in shards]
-            return [np.stack([value, -value]) for value in values]
-
-    engine = loop(
-        processes=Processes([Rank(number) for number in range(layout.world)]),
-        layout=layout,
-        batch=Batch(samples_per_prompt=2, mini_batch_size=2, global_batch_size=4),
-    )
+    engine = loop(processes=Ranks())
     policy, reference = engine.logprobs_before(batch)
-    assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
+    assert np.array_equal(policy, logprobs) and np.array_equal(reference, -logprobs)
     assert engine.seconds.keys() == {"time/logprobs"}
 
 

@@ -19,8 +19,6 @@ from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import mappings
 from mindspeed_qerl.local import checkpoint
-from mindspeed_qerl.local.batch import deal
-from mindspeed_qerl.local.loop import data_rank
 from mindspeed_qerl.local.model import check_tensors, load_weights
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.lora.rounding import dither_of, rounded
@@ -80,9 +78,9 @@ def random_batch(count=8, vocab=96):
     return batch_of(prompts, answers, logprobs, rng.normal(size=count))
 
 
-def share_of(rank, batch, layout):
+def share_of(trainer, batch):
     """A rank's rows: their places in the batch, and the batch of them."""
-    [rows] = deal(batch.lengths, len(batch), layout.dp)[data_rank(rank, layout)]
+    [rows] = trainer.rows(batch)
     return rows, batch.rows(rows)
 
 
@@ -96,21 +94,19 @@ def exported(trainer):
     }
     whole = {
         name: trainer.place.whole(parameters[name].detach(), mapping.shared)
-        for name, mapping in trainer.adapters.table.items()
+        for name, mapping in trainer.table.items()
     }
     return {
         hf: part.clone()
         for name, value in whole.items()
         if value is not None
-        for hf, part in zip(
-            trainer.adapters.table[name].hf, trainer.adapters.table[name].split(value)
-        )
+        for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))
     }
 
 
 def move_b(trainer):
     """B away from zero, so that A has a gradient as well; the same in each layout."""
-    for mapping, layer in trainer.adapters.layers:
+    for mapping, layer in trainer.layers:
         generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
         shape = (layer.base_layer.output_size, len(layer.lora_A))
         b = 0.02 * torch.randn(shape, generator=generator)
@@ -121,9 +117,9 @@ def move_b(trainer):
 
 def whole_gradients(trainer):
     """(mapping, gradients of A and B) of the layers that this rank hands over."""
-    for mapping, layer in trainer.adapters.owned:
-        a = trainer.adapters.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
-        b = trainer.adapters.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
+    for mapping, layer in trainer.owned:
+        a = trainer.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
+        b = trainer.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
         if a is not None:
             yield mapping, (a, b)
 
@@ -143,7 +139,7 @@ def train_rank(rank, configs, folder):
         trainer = TrainRank(
             config, read_shape(config.model.path), rank, f"file://{folder}/{family}"
         )
-        rows, shard = share_of(rank, batch, config.layout)
+        rows, shard = share_of(trainer, batch)
         result = {
             "rows": rows if parallel_state.is_pipeline_last_stage() else [],
             "report": trainer.describe(),
@@ -151,17 +147,17 @@ def train_rank(rank, configs, folder):
             "exported": exported(trainer),
         }
         move_b(trainer)
-        result["metrics"] = [trainer.train([shard])]
+        result["metrics"] = [trainer.train(batch)]
         result["gradients"] = {}
         for mapping, pair in whole_gradients(trainer):
             for part, gradient in zip("AB", pair):
                 result["gradients"][(*mapping.hf, part)] = gradient.clone()
-        result["metrics"] += [trainer.train([shard]) for _ in range(SAVED - 1)]
+        result["metrics"] += [trainer.train(batch) for _ in range(SAVED - 1)]
         saved = Path(folder, f"{family}_saved")
         saved.mkdir(exist_ok=True)
         trainer.save(saved)
         result["saved_logprobs"] = trainer.logprobs(shard)
-        result["metrics"] += [trainer.train([shard]) for _ in range(STEPS - SAVED)]
+        result["metrics"] += [trainer.train(batch) for _ in range(STEPS - SAVED)]
         result["adapters"] = {
             name: layer.lora_B.detach().norm().item() for name, layer in lora_layers(trainer.model)
         }
@@ -184,11 +180,10 @@ def resume_rank(rank, config, saved, folder):
 
     torch.set_num_threads(1)
     trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
-    _, shard = share_of(rank, random_batch(), config.layout)
     trainer.restore(saved, SAVED, SAVED)
     torch.save(
         {
-            "metrics": [trainer.train([shard]) for _ in range(STEPS - SAVED)],
+            "metrics": [trainer.train(random_batch()) for _ in range(STEPS - SAVED)],
             "factors": trainer.adapter_factors(),
         },
         f"{folder}/{rank}.pt",
@@ -424,10 +419,10 @@ def bfloat16_rank(rank, config, folder):
 
     torch.set_num_threads(1)
     trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
-    rows, shard = share_of(rank, random_batch(), config.layout)
+    rows, shard = share_of(trainer, random_batch())
     move_b(trainer)
-    trainer.train([shard])
-    trainer.train([shard])
+    trainer.train(random_batch())
+    trainer.train(random_batch())
     weights, factors = {}, trainer.adapter_factors()
     for part in range(trainer.sync_parts()):
         weights |= trainer.merged_weights(part)

@@ -487,6 +487,5 @@ def test_the_sizes_that_kernels_take_are_vllms_own():
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert limits._of_vllm(*limits.HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
-    assert limits._of_vllm(*limits.EXPERT_STEP) == CPUUnquantizedExperts.output_alignment
-    assert limits._of_vllm("gone.py", "gone") is None
+    assert [*limits.HEAD_DIMS] == CPUAttentionBackend.get_supported_head_sizes()
+    assert limits.EXPERT_STEP == CPUUnquantizedExperts.output_alignment

@@ -151,7 +151,7 @@ def replay_rank(rank, configs, folder):
         trainer = TrainRank(
             config, read_shape(config.model.path), rank, f"file://{folder}/{family}"
         )
-        rows, shard = share_of(rank, batch, config.layout)
+        rows, shard = share_of(trainer, batch)
         move_b(trainer)
         factors = deepcopy(trainer.adapter_factors())  # training changes what it names
         result = {
@@ -161,7 +161,7 @@ def replay_rank(rank, configs, folder):
             "own": trainer.logprobs(replace(shard, routes=None)),
             "reference": trainer.logprobs(shard, reference=True),
         }
-        result["metrics"] = trainer.train([shard])
+        result["metrics"] = trainer.train(batch)
         result["gradients"] = {}
         for mapping, (a, b) in whole_gradients(trainer):
             parts = [part.clone() for part in mapping.split(b)]
@@ -380,7 +380,7 @@ def agree_rank(rank, config, batch, folder):
     torch.set_num_threads(1)
     trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
     logprobs = trainer.logprobs(batch)
-    torch.save((logprobs, trainer.train([batch])), f"{folder}/found.pt")
+    torch.save((logprobs, trainer.train(batch)), f"{folder}/found.pt")
 
 
 def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(
@@ -400,6 +400,8 @@ def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers
         dirs["qwen3_moe"],
         data_dir,
         rl_config__actor_resource__num_npus=1,
+        rl_config__mini_batch_size=125,
+        megatron_training__global_batch_size=125,
         actor_config__expert_model_parallel_size=1,
         algorithm__routing_replay="rollout",
     )

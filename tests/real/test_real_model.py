@@ -153,7 +153,7 @@ def train_rank(rank, recipe, batch, folder):
     trainer = TrainRank(recipe, read_shape(recipe.model.path), rank, f"file://{folder}/rendezvous")
     before = trainer.logprobs(batch)
     for _ in range(2):  # the first moves B alone, which is zero before it
-        trainer.train([batch])
+        trainer.train(batch)
     trainer.save(Path(folder, "parts"))
     torch.save((before, trainer.logprobs(batch)), f"{folder}/{rank}.pt")
 
