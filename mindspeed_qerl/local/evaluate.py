@@ -93,8 +93,7 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
             )
         given["step"] = max(steps)
     recipe, _ = read(run.config())
-    upstream = recipe.engine == "mindspeed_rl"
-    if upstream and not recipe.model.load:
+    if recipe.engine == "mindspeed_rl" and not recipe.model.load:
         raise ConfigError(
             f"{path}/config.yaml has no actor_config.load: the base weights were random and are "
             "not kept, so its adapters fit no model"
@@ -117,9 +116,6 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         values = {"samples": settings.samples_per_problem, "temperature": settings.temperature}
     if recipe.quantization.enabled and recipe.quantization.evaluation:
         values["quantization"] = recipe.quantization
-    if upstream:
-        values["tensor_parallel_size"] = recipe.layout.infer_tp
-        values["emulate_npu"] = recipe.emulate_npu
     values |= dict(
         model=recipe.model.path,
         data=recipe.task.test_file,
@@ -132,6 +128,8 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         max_prompt_length=recipe.sampling.max_prompt_length,
         max_num_seqs=recipe.rollout.max_num_seqs,
         dtype=recipe.model.dtype,
+        tensor_parallel_size=recipe.layout.infer_tp,
+        emulate_npu=recipe.emulate_npu,
         seed=run.status()["seed"],
         hardware_error=recipe.hardware_error.arguments("evaluation"),
     )
@@ -171,7 +169,7 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
         model = _merged(job, Path(folder) / "model", tell)
         tell("starting vLLM")
         sample = _sampler(job, model, tokenizer)
-        summary: dict[str, Any] = asdict(job)
+        summary = asdict(job)
         written = {}
         for name, (n, temperature) in kinds.items():
             kind = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
@@ -260,7 +258,7 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
         if job.is_beside:  # the base is quantized, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
-            engine.load_tensors((name, merged.read(name)) for name in merged.files)
+            engine.load({name: merged.read(name).numpy() for name in merged.files})
             engine.finish_sync()
         return lambda prompts, n, temperature, seed: engine.generate(
             RolloutRequest(

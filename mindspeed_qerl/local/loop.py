@@ -29,7 +29,7 @@ from mindspeed_qerl.tasks.rewards import score
 
 from . import arithmetic, checkpoint
 from .batch import Answer, PromptOrder, TrainBatch
-from .data import Data
+from .engine import Data
 from .processes import Processes, WorkerError, recorded_routers
 from .rank import TrainRank
 from .rollout import RolloutEngine, RolloutRequest
@@ -56,6 +56,7 @@ class LocalEngine:
         self.data = data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.noise = controller_of(recipe, observer.earlier)
+        self.shape = read_shape(recipe.model.path)
         self.routers = recorded_routers(recipe)
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = defaultdict(float)  # of the parts of this iteration
@@ -206,7 +207,7 @@ class LocalEngine:
                 answer.expected = row.answer
                 answer.reward = float(rewards[i])
                 answer.scores = {name: values[i] for name, values in scores.items()}
-            self.observer.sampled(step, (answer.view() for answer in answers))
+            self.observer.sampled(step, map(_row, answers))
             check_answers(answers, self.routers)
         return answers, report
 
@@ -226,19 +227,16 @@ class LocalEngine:
         metrics = self.processes.on_ranks(TrainRank.train, batch)[0]
         for part in ("time/logprobs", "time/update"):
             self.seconds[part] += metrics.pop(part)
-        self.updates += metrics.pop("updates")
+        self.updates += int(metrics.pop("updates"))
         return metrics
 
     def sync(self) -> None:
-        """Merged weights to the rollout engine, a part of each rank's at a time, two parts under
-        way.
-        """
+        """Merged weights to the rollout engine, a layer at a time, two layers under way."""
         processes = self.processes
-        rollout = self.processes.rollout
-        parts = max(processes.on_ranks(TrainRank.sync_parts))
+        rollout = processes.rollout
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
-        for part in range(parts):
-            merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
+        for layer in range(self.shape.num_hidden_layers):
+            merged = {rank: rank.call(TrainRank.merged_weights, layer) for rank in processes.ranks}
             processes.gather(merged)
             processes.gather(loading)
             loading = {rollout: rollout.call(RolloutEngine.load, *merged.values())}
@@ -282,7 +280,7 @@ class LocalEngine:
             "updates": self.updates,
             "prompts_asked": self.order.position,
             **run.identity(),
-            **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora),
+            **checkpoint.describe(self.shape, self.recipe.lora),
         }
         write = partial(self.processes.on_ranks, TrainRank.save)
         try:
@@ -331,3 +329,13 @@ class LocalEngine:
     def _decode(self, answers: Sequence[Answer]) -> list[str]:
         tokens = [answer.token_ids for answer in answers]
         return self.data.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+
+def _row(answer: Answer) -> dict[str, Any]:
+    """Returns what the report keeps of it: a row of rollouts.jsonl."""
+    return {
+        "question": answer.question,
+        "response": answer.text,
+        "answer": answer.expected,
+        "reward": answer.reward,
+    }

@@ -25,7 +25,7 @@ from . import arithmetic
 from .batch import TrainBatch, deal
 from .hardware_error import HardwareErrorMode
 from .passes import Passes
-from .place import join
+from .place import Place
 from .sharded import ShardedAdapters
 
 
@@ -45,7 +45,7 @@ class TrainRank(ShardedAdapters):
         adam = recipe.optimizer
         self.recipe = recipe
         self.routers = shape.routers
-        place = join(recipe.layout, shape.moe, rank, rendezvous)
+        place = Place(recipe.layout, shape.moe, rank, rendezvous)
         recompute = 0
         if adam.recompute_granularity:
             recompute = adam.recompute_num_layers or shape.num_hidden_layers

@@ -81,27 +81,28 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    built: set[tuple[str, Any, Any]] = {
+    built: list[tuple[str, Any, Any]] = [
         ("architecture", type(model).__name__, family_of(shape).architecture)
-    }
+    ]
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            built |= {
+            built += [
                 ("rotary positions", type(module).__name__, "RotaryEmbedding"),
                 ("rope_theta", module.base, shape.rope_theta),
                 ("rotary width", module.rotary_dim, shape.head_dim),
-            }
+            ]
         elif isinstance(module, RMSNorm):
-            built.add(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
+            built.append(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
         elif isinstance(module, Attention):
-            built |= {
+            built += [
                 ("sliding_window", module.sliding_window, None),
                 ("head_dim", module.head_size, shape.head_dim),
-            }
-    faults = []
-    for name, theirs, ours in built:
-        if theirs != ours:
-            faults.append(f"{name} {theirs} in vLLM, {ours} in training")
+            ]
+    faults = {
+        f"{name} {theirs} in vLLM, {ours} in training"
+        for name, theirs, ours in built
+        if theirs != ours
+    }
     if faults:
         raise ConfigError(f"config.json is not read alike: {'; '.join(sorted(faults))}")
 

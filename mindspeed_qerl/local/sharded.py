@@ -3,7 +3,6 @@ rollout engine, factors for the proof of the sync, tensors of a checkpoint.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -42,9 +41,6 @@ class ShardedAdapters:
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
-        # merged weights travel a layer of the model at a time, the 3 of decoder.layers.3.mlp...
-        layers = groupby(self.owned, lambda pair: pair[0].megatron.split(".")[2])
-        self.parts = [list(part) for _, part in layers]
 
     def describe(self) -> dict[str, dict[str, int]]:
         """Per LoRA target the modules and parameters that this rank stands for."""
@@ -61,14 +57,14 @@ class ShardedAdapters:
         """Returns True if this rank is the first of those that share the layer."""
         return layer.tp_size == 1 or self.place.tp_rank == 0
 
-    def sync_parts(self) -> int:
-        """Returns how many parts of this rank's merged weights a sync takes."""
-        return len(self.parts)
-
-    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """HF name -> W + (alpha / r) B A, float32, of one part of a sync; nothing after the last."""
+    def merged_weights(self, number: int) -> dict[str, np.ndarray]:
+        """HF name -> W + (alpha / r) B A, float32, of the model's layer `number`; nothing where
+        another stage has it.
+        """
         merged = {}
-        for mapping, layer in self.parts[part] if part < len(self.parts) else ():
+        for mapping, layer in self.owned:
+            if not mapping.megatron.startswith(f"decoder.layers.{number}."):
+                continue
             weight = self.place.whole(layer.merged_weight().float(), mapping.shared)
             if weight is not None:
                 for name, tensor in zip(mapping.hf, mapping.split(weight)):

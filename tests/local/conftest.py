@@ -95,13 +95,15 @@ def batch_of(prompts, answers, logprobs=None, advantages=0.0, routes=None):
 
 def engine_logprobs(engine, sequences, **policy):
     """log p(token t | tokens before it) by a RolloutEngine, for every token but the first of each
-    sequence; policy: arguments of `RolloutEngine.policy`.
+    sequence; policy: of a RolloutRequest.
     """
     from vllm import SamplingParams, TokensPrompt
 
+    from mindspeed_qerl.local.rollout import RolloutRequest
+
     prompts = [TokensPrompt(prompt_token_ids=list(sequence)) for sequence in sequences]
     params = SamplingParams(detokenize=False, max_tokens=1, prompt_logprobs=0)
-    with engine.policy(**policy):
+    with engine.policy(RolloutRequest(prompts, 1, 0, {}, **policy)):
         outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     rows = []
     for output in outputs:

@@ -41,7 +41,11 @@ def test_every_function_that_torch_leaves_to_mkl_is_called_once_on_one_thread():
     "begin",
     [
         lambda: LocalEngine(
-            SimpleNamespace(run=SimpleNamespace(seed=1), noise=SimpleNamespace(enabled=False)),
+            SimpleNamespace(
+                run=SimpleNamespace(seed=1),
+                noise=SimpleNamespace(enabled=False),
+                model=SimpleNamespace(path="qwen3_30b_a3b"),
+            ),
             SimpleNamespace(earlier=()),
             None,
             SimpleNamespace(train=SimpleNamespace(rows=[1])),

@@ -123,6 +123,12 @@ TOKENIZER = SimpleNamespace(
 )
 
 
+@pytest.fixture(autouse=True)
+def shape(monkeypatch):
+    """Of the model: two layers."""
+    monkeypatch.setattr(module, "read_shape", lambda _: SimpleNamespace(num_hidden_layers=2))
+
+
 def loop(cls=LocalEngine, observer=None, processes=None, **parts):
     """A loop over four rows."""
     parts = {
@@ -139,6 +145,7 @@ def loop(cls=LocalEngine, observer=None, processes=None, **parts):
         "quantization": Quantization("nvfp4"),
         "hardware_error": HardwareError(rollout=("gaussian",), evaluation=("bf16_blocks",)),
         "local": Local(),
+        "model": SimpleNamespace(path=""),
         "noise": Noise(),
         **parts,
     }
@@ -240,20 +247,17 @@ def test_log_probabilities_before_the_update_come_back_to_their_rows():
     assert engine.seconds.keys() == {"time/logprobs"}
 
 
-def test_a_sync_asks_first_how_many_parts_it_takes():
-    """Whatever was called before."""
-
+def test_a_sync_brings_one_layer_after_the_other():
     class Rank:
-        def call(self, method, part):
-            return method.__name__, part
+        def call(self, method, layer):
+            return method.__name__, layer
 
     errors = {"quantization/weight_error": 0.1}
-    processes = Processes([Rank()], {"sync_parts": 2, "finish_sync": errors})
+    processes = Processes([Rank()], {"finish_sync": errors})
     engine = loop(processes=processes)
     engine.sync()
     assert engine.weight_errors == errors
     assert processes.calls == [
-        (TrainRank.sync_parts,),
         (RolloutEngine.start_sync,),
         (RolloutEngine.load, ("merged_weights", 0)),
         (RolloutEngine.load, ("merged_weights", 1)),
@@ -405,10 +409,9 @@ def test_a_checkpoint_that_cannot_be_written_says_how_to_go_on(tmp_path, monkeyp
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "read_shape", lambda _: None)
     monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
     monkeypatch.setattr(checkpoint, "save", fail)
-    engine = loop(model=SimpleNamespace(path=""), lora=None)
+    engine = loop(lora=None)
     engine.observer.run = SimpleNamespace(
         path=tmp_path, checkpoints_dir=tmp_path / "checkpoints", identity=dict
     )

@@ -50,7 +50,7 @@ def requantize(engine, *settings, **more):
     for module in engine.model.modules():
         if hasattr(module, "cpu_linear"):
             module.cpu_linear = PackedLinear()
-    checkpoint = Checkpoint(engine.model_dir)
+    checkpoint = engine.checkpoint
     engine.quantized = QuantizedLayers(engine.model, checkpoint, Quantization(*settings, **more))
     sync(engine, {name: checkpoint.read(name) for name in base})
 

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.local import evaluate as evaluate_module
-from mindspeed_qerl.local.data import load_data
+from mindspeed_qerl.local.engine import load_data
 from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.directory import RunDirectory
 
