@@ -140,16 +140,15 @@ def build_batch(answers: Sequence[Answer]) -> TrainBatch:
     return TrainBatch(tokens, lengths, mask, rollout_logprobs, advantages, routes=replayed)
 
 
-def deal(lengths: np.ndarray, size: int, ranks: int) -> list[list[np.ndarray]]:
-    """Row indices [rank][mini-batch]: of each `size` rows in turn, those of each data-parallel
-    rank: sorted by length and dealt in turn, so that micro-batches match.
+def deal(lengths: np.ndarray, size: int, ranks: int, rank: int) -> list[np.ndarray]:
+    """Row indices of each mini-batch: of each `size` rows in turn, those of data-parallel rank
+    `rank` of `ranks`: sorted by length and dealt in turn, so that micro-batches match.
 
-    >>> deal(np.array([5, 7, 6, 4]), size=2, ranks=2)
-    [[array([1]), array([2])], [array([0]), array([3])]]
+    >>> deal(np.array([5, 7, 6, 4]), size=2, ranks=2, rank=1)
+    [array([0]), array([3])]
     """
-    shares: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    share = []
     for start in range(0, len(lengths), size):
         order = start + np.argsort(-lengths[start : start + size], kind="stable")
-        for rank, share in enumerate(shares):
-            share.append(order[rank::ranks])
-    return shares
+        share.append(order[rank::ranks])
+    return share

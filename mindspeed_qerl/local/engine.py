@@ -5,6 +5,7 @@ what they need.
 from typing import Any, NamedTuple
 
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.families import end_tokens
 from mindspeed_qerl.families.checkpoint import Checkpoint, beside_single
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.directory import RunDirectory
@@ -48,11 +49,12 @@ def train(recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: P
 
 
 class Data(NamedTuple):
-    """A task as one tokenizer reads it."""
+    """A task as one tokenizer reads it. ends: ids of the tokens that end an answer."""
 
     tokenizer: Any
     train: Prompts
     test: Prompts
+    ends: set[int]
 
 
 def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
@@ -74,4 +76,5 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
             progress.message(f"Warning: {name}: {warning}")
         found.raise_faults()
     run.keep(prompts=train.digest(), evaluation_prompts=test.digest())
-    return Data(tokenizer, train, test)
+    ends = {tokenizer.eos_token_id} - {None} | end_tokens(recipe.model.path)
+    return Data(tokenizer, train, test, ends)

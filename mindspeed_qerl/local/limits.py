@@ -25,57 +25,32 @@ HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 EXPERT_STEP = 32
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not
 # here.
-LAYOUT_RULES = [
-    rule
-    for rule in RULES
-    if rule.name
-    in {
-        "ranks_fill_training_groups",
-        "ranks_fill_expert_groups",
-        "heads_by_tp",
-        "kv_heads_by_tp",
-        "width_by_tp",
-        "vocabulary_by_tp",
-        "layers_by_pp",
-        "layer_list_has_a_number_for_each_stage",
-        "layer_list_sums_to_the_layers",
-        "dense_model_without_ep",
-        "experts_by_training_ranks",
-        "mini_batch_by_training_dp",
-    }
-]
-# A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
-LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "num_layer_list",
-    "sequence_parallel",
-    "micro_batch_size",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-)
+OF_ANY_MEGATRON = """
+    ranks_fill_training_groups ranks_fill_expert_groups heads_by_tp kv_heads_by_tp width_by_tp
+    vocabulary_by_tp layers_by_pp layer_list_has_a_number_for_each_stage
+    layer_list_sums_to_the_layers dense_model_without_ep experts_by_training_ranks
+    mini_batch_by_training_dp
+""".split()
+LAYOUT_RULES = [rule for rule in RULES if rule.name in OF_ANY_MEGATRON]
 BESIDE_ROUNDED = (
     "the engine gets base and adapter as one weight of that dtype, and an adapter of a thousandth "
     "of the weight is 80 % off when it is taken out again."
 )
+# A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
+LAYOUT_KEYS = """
+    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+    num_layer_list sequence_parallel micro_batch_size
+    recompute_granularity recompute_method recompute_num_layers
+""".split()
+OTHER_KEYS = """
+    rl_config.actor_resource.num_npus rl_config.ref_forward_micro_batch_size
+    rl_config.actor_forward_micro_batch_size megatron_training.save_interval local.kv_cache_gib
+    local.keep_checkpoints run.prove_every run.min_arrived
+""".split()
 MAY_CHANGE = frozenset(
-    [
-        *(
-            f"{section}.{key}"
-            for section in ("megatron_training", "actor_config")
-            for key in LAYOUT_KEYS
-        ),
-        "rl_config.actor_resource.num_npus",
-        "rl_config.ref_forward_micro_batch_size",
-        "rl_config.actor_forward_micro_batch_size",
-        "megatron_training.save_interval",
-        "local.kv_cache_gib",
-        "local.keep_checkpoints",
-        "run.prove_every",
-        "run.min_arrived",
-    ]
+    [f"megatron_training.{key}" for key in LAYOUT_KEYS]
+    + [f"actor_config.{key}" for key in LAYOUT_KEYS]
+    + OTHER_KEYS
 )
 
 

@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.engines.noise import controller_of
-from mindspeed_qerl.families import end_tokens, read_shape
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.proof import Movement, arrival_metrics
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.observer import RunObserver
@@ -30,7 +30,7 @@ from mindspeed_qerl.tasks.rewards import score
 from . import arithmetic, checkpoint
 from .batch import Answer, PromptOrder, TrainBatch
 from .engine import Data
-from .processes import Processes, WorkerError, recorded_routers
+from .processes import Processes, WorkerError
 from .rank import TrainRank
 from .rollout import RolloutEngine, RolloutRequest
 from .sampled import (
@@ -57,16 +57,12 @@ class LocalEngine:
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.noise = controller_of(recipe, observer.earlier)
         self.shape = read_shape(recipe.model.path)
-        self.routers = recorded_routers(recipe)
+        replays = recipe.algorithm.routing_replay == "rollout"
+        self.routers = self.shape.routers if replays else None  # whose choices are recorded
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = defaultdict(float)  # of the parts of this iteration
         self.weight_errors: dict[str, float] = {}  # metrics of the last sync
         arithmetic.settle()
-
-    @cached_property
-    def ends(self) -> set[int]:
-        """Ids of the tokens that end an answer."""
-        return {self.data.tokenizer.eos_token_id} - {None} | end_tokens(self.recipe.model.path)
 
     def train(self) -> None:
         """All iterations."""
@@ -111,14 +107,14 @@ class LocalEngine:
         if kept:
             batch, kl_metrics = select(kept, recipe, self.logprobs_before)
             metrics |= kl_metrics
-            tokens = tokens_to_train(kept, recipe, batch, self.ends)
+            tokens = tokens_to_train(kept, recipe, batch, self.data.ends)
         metrics |= answer_metrics(answers)
         metrics["selection/sampled_groups"] = groups
         metrics["selection/trained_groups"] = len(kept) // n
         if self.routers:
             metrics["routing/captured_tokens"] = sum(len(answer.routes) for answer in answers)
         if batch is not None and tokens:
-            if recipe.algorithm.routing_replay != "none":
+            if self.routers:
                 routes = tokens_to_replay(batch, recipe)
             observer.progress.phase("update")
             metrics |= self.update(batch)
@@ -184,10 +180,9 @@ class LocalEngine:
                 [task.prompts[i] for i in chosen],
                 recipe.batch.samples_per_prompt,
                 derived_seed(recipe.run.seed, purpose, step),
-                self._sampling(recipe.sampling.temperature, logprobs=0),
+                self._sampling(recipe.sampling.temperature),
                 noise,
                 recipe.hardware_error.arguments("rollout"),
-                record_routes=True,
             )
             answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         with self._timed("reward"):
@@ -260,8 +255,9 @@ class LocalEngine:
             task.prompts,
             evaluation.samples_per_problem,
             derived_seed(recipe.run.seed, "evaluation", step),
-            self._sampling(evaluation.temperature, logprobs=None),
+            self._sampling(evaluation.temperature),
             hardware_error=recipe.hardware_error.arguments("evaluation"),
+            trained=False,
             quantized=recipe.quantization.evaluation,
         )
         answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
@@ -316,14 +312,13 @@ class LocalEngine:
         yield
         self.seconds[f"time/{part}"] += time.perf_counter() - started
 
-    def _sampling(self, temperature: float, logprobs: int | None) -> dict[str, Any]:
+    def _sampling(self, temperature: float) -> dict[str, Any]:
         """Keyword arguments of vLLM's SamplingParams."""
         end = self.data.tokenizer.eos_token_id
         return {
             "max_tokens": self.recipe.sampling.max_tokens,
             "stop_token_ids": [] if end is None else [end],
             "temperature": temperature,
-            "logprobs": logprobs,
         }
 
     def _decode(self, answers: Sequence[Answer]) -> list[str]:

@@ -122,7 +122,6 @@ def plain_linear(parameter: str, x: Tensor, weight: Tensor, expert: int) -> Tens
 def plain_experts(
     multiply: Callable[..., Tensor],
     weights: dict[str, Tensor],
-    /,
     *,
     output: Tensor,
     hidden_states: Tensor,

@@ -22,7 +22,6 @@ from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.runs.directory import RunDirectory
 
 LOOK = 2  # seconds of waiting after which Ray's own processes are looked at
@@ -165,13 +164,6 @@ class Processes:
             return True
 
 
-def recorded_routers(recipe: Recipe) -> Routers | None:
-    """The routers whose choices the rollout records; None if they are not replayed."""
-    if recipe.algorithm.routing_replay != "rollout":
-        return None
-    return read_shape(recipe.model.path).routers
-
-
 @contextlib.contextmanager
 def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     """A Ray of this run's own and its processes, which are being built (`wait_until_ready`). Main
@@ -204,7 +196,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             max_model_len=recipe.batch.max_model_len,
             max_num_seqs=recipe.rollout.max_num_seqs,
             kv_cache_gib=recipe.local.kv_cache_gib,
-            routers=recorded_routers(recipe),
+            records_routes=recipe.algorithm.routing_replay == "rollout",
             quantization=recipe.quantization if recipe.quantization.enabled else None,
             noise=recipe.noise_arguments,
         )

@@ -101,9 +101,9 @@ class TrainRank(ShardedAdapters):
 
     def rows(self, batch: TrainBatch) -> list[np.ndarray]:
         """This rank's rows of each mini-batch; ranks that share its layers have the same."""
-        data_group = self.place.data_group
-        shares = deal(batch.lengths, self.recipe.batch.mini_answers, data_group.size())
-        return shares[data_group.rank()]
+        group = self.place.data_group
+        size = self.recipe.batch.mini_answers
+        return deal(batch.lengths, size, group.size(), group.rank())
 
     def logprobs(self, shard: TrainBatch, reference: bool = False) -> np.ndarray:
         """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included, its
@@ -173,8 +173,6 @@ class TrainRank(ShardedAdapters):
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
             self.changed()
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.scheduler.step(1)
         merged: dict[str, Any] = on_host(merge(parts))
         # only the last pipeline stage has any
         for group in (self.place.data_group, self.place.pipeline_group):
@@ -185,8 +183,9 @@ class TrainRank(ShardedAdapters):
             metrics |= routing_metrics(total(counts_of_ranks), self.routers)
         metrics["selection/trained_tokens"] = int(merged["mismatch/k1"].count)
         metrics["grad_norm"] = sum(norms) / len(norms)
-        metrics["lr"] = lr
         metrics["updates"] = len(norms)
+        metrics["lr"] = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step(1)
         return metrics
 
     def _reduce_and_clip(self) -> float:

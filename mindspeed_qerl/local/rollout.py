@@ -22,7 +22,6 @@ from mindspeed_qerl.lora.held import kernel_tensors, take_apart
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
 from mindspeed_qerl.recipe.types import Quantization
-from mindspeed_qerl.routing.routes import Routers
 
 from . import serving
 from .batch import Answer
@@ -47,7 +46,7 @@ class RolloutRequest:
         noise: what is on, only inside this call; None: the synced weights.
         hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as
             it is.
-        record_routes: whether answers come with their routes, where the engine can record them.
+        trained: whether answers come with their log-probs, and their routes, if they are recorded.
         quantized: by the weights that are quantized, if some are; else by those that were synced.
     """
 
@@ -57,7 +56,7 @@ class RolloutRequest:
     sampling: dict[str, Any]
     noise: NoiseLevel | None = None
     hardware_error: dict[str, Any] | None = None
-    record_routes: bool = False
+    trained: bool = True
     quantized: bool = True
 
 
@@ -69,7 +68,7 @@ class RolloutEngine:
         dtype: "float32" or "bfloat16".
         max_model_len: prompt and completion together, tokens.
         kv_cache_gib: memory for the KV cache.
-        routers: those of the model, whose choices `generate` can record; None: it cannot.
+        records_routes: `generate` can record the choices of the model's routers.
         quantization: of the linear layers; None: they are what was synced.
         noise: keyword arguments of `NoiseInjector` besides the model; None: never any.
     """
@@ -81,7 +80,7 @@ class RolloutEngine:
         max_model_len: int,
         max_num_seqs: int,
         kv_cache_gib: int,
-        routers: Routers | None = None,
+        records_routes: bool = False,
         quantization: Quantization | None = None,
         noise: dict[str, Any] | None = None,
     ):
@@ -94,17 +93,18 @@ class RolloutEngine:
             max_model_len,
             max_num_seqs,
             kv_cache_gib,
-            share_prompts=routers is None,  # a prompt that is not computed has no routes
+            share_prompts=not records_routes,  # a prompt that is not computed has no routes
             logprobs_mode="processed_logprobs",
         )
         # vLLM reads the environment when it is imported
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         [model] = self.llm.apply_model(lambda model: model)
-        serving.check_built(model, read_shape(model_dir))
-        self.recorder = (
-            serving.route_recorder(self.llm, routers, max_model_len) if routers else None
-        )
+        shape = read_shape(model_dir)
+        serving.check_built(model, shape)
+        self.recorder = None
+        if records_routes:
+            self.recorder = serving.route_recorder(self.llm, shape.routers, max_model_len)
         self.model = model
         self.checkpoint = Checkpoint(model_dir)
         self.experts = [
@@ -129,11 +129,15 @@ class RolloutEngine:
         sampling = request.sampling
         if request.hardware_error:  # each answer has errors of its own
             sampling = sampling | {"skip_reading_prefix_cache": True}
-        recorder = self.recorder if request.record_routes else None
         with self.policy(request) as report:
             torch.manual_seed(request.seed)
             answers = serving.complete(
-                self.llm, request.prompts, recorder=recorder, n=request.n, **sampling
+                self.llm,
+                request.prompts,
+                recorder=self.recorder if request.trained else None,
+                logprobs=request.trained,
+                n=request.n,
+                **sampling,
             )
         return answers, report
 

@@ -136,19 +136,19 @@ def complete(
     prompts: Sequence[Sequence[int]],
     use_tqdm: bool = False,
     recorder: RouteRecorder | None = None,
-    logprobs: int | None = 0,
+    logprobs: bool = True,
     seed: int | None = None,
     **sampling: Any,
 ) -> list[Answer]:
     """The answers to prompts (token ids), those to one side by side, with the logprobs of the
-    sampled tokens, or without (None), and their routes if there is a recorder. With a `seed` each
+    sampled tokens, or without, and their routes if there is a recorder. With a `seed` each
     answer has one of its own: vLLM counts on from a prompt's for its further answers. sampling:
     more keyword arguments of vLLM's SamplingParams.
     """
     from vllm import SamplingParams, TokensPrompt
 
-    if logprobs is not None:  # one list of numbers, not a dictionary a token; 0.11 has none
-        sampling |= {"logprobs": logprobs, "flat_logprobs": True}
+    if logprobs:  # one list of numbers, not a dictionary a token; vLLM 0.11 has none
+        sampling |= {"logprobs": 0, "flat_logprobs": True}
     params = SamplingParams(detokenize=False, **sampling)
     if seed is not None:
         params = [

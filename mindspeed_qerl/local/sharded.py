@@ -2,6 +2,7 @@
 rollout engine, factors for the proof of the sync, tensors of a checkpoint.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -42,15 +43,14 @@ class ShardedAdapters:
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
 
-    def describe(self) -> dict[str, dict[str, int]]:
+    def describe(self) -> dict[str, Counter[str]]:
         """Per LoRA target the modules and parameters that this rank stands for."""
-        counts: dict[str, dict[str, int]] = {}
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
         for mapping, layer in self.owned:
             if self._is_first(layer):
-                count = counts.setdefault(_target(mapping), {"modules": 0, "parameters": 0})
                 base = layer.base_layer
-                count["modules"] += 1
-                count["parameters"] += len(layer.lora_A) * (base.input_size + base.output_size)
+                parameters = len(layer.lora_A) * (base.input_size + base.output_size)
+                counts[_target(mapping)].update(modules=1, parameters=parameters)
         return counts
 
     def _is_first(self, layer: LoRALinear) -> bool:

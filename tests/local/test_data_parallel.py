@@ -76,7 +76,7 @@ def cut_off(batch, which):
     if which == "an update":
         mask[MINI:] = False
     elif which:
-        mask[deal(batch.lengths[:MINI], MINI, 4)[1][0]] = False
+        mask[deal(batch.lengths[:MINI], MINI, 4, 1)[0]] = False
     return replace(batch, mask=mask)
 
 

@@ -149,7 +149,7 @@ def loop(cls=LocalEngine, observer=None, processes=None, **parts):
         "noise": Noise(),
         **parts,
     }
-    data = SimpleNamespace(tokenizer=TOKENIZER, train=PROMPTS, test=PROMPTS)
+    data = SimpleNamespace(tokenizer=TOKENIZER, train=PROMPTS, test=PROMPTS, ends={EOS})
     return cls(SimpleNamespace(**parts), observer or Told(), processes or Processes(), data)
 
 
@@ -174,8 +174,8 @@ def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
             noise=asdict(level),
             seed=derived_seed(5, "rollout", 4),
             hardware_error=("gaussian",),
-            sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
-            record_routes=True,
+            sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7},
+            trained=True,
             quantized=True,
         )
     ]
@@ -205,9 +205,8 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
                 "max_tokens": 3,
                 "stop_token_ids": [EOS],
                 "temperature": 0.3,
-                "logprobs": None,
             },
-            record_routes=False,
+            trained=False,
             quantized=False,
         )
     ]
@@ -235,7 +234,8 @@ def test_log_probabilities_before_the_update_come_back_to_their_rows():
             assert (method, given) == (TrainRank.logprobs_before, batch)
             results = []
             for stage in range(2):
-                for share in deal(batch.lengths, 4, 2):
+                for rank in range(2):
+                    share = deal(batch.lengths, 4, 2, rank)
                     shards = [batch.rows(rows) for rows in share]
                     values = [shard.tokens[:, 1:] * shard.mask * stage for shard in shards]
                     results.append(list(zip(share, (np.stack([v, -v]) for v in values))))
@@ -287,7 +287,6 @@ class Watched(LocalEngine):
 
 def test_an_iteration_trains_then_syncs_then_reports():
     engine = loop(Watched, noise=Noise(enabled=True, schedule="target", num_stages=3))
-    engine.ends = {EOS}
     engine.iteration(4)
     assert engine.parts == [("update", 10), "sync"]
     assert engine.observer.names() == ["sampled", "stepped"]
@@ -330,7 +329,6 @@ def observed(monkeypatch):
     run = SimpleNamespace(record=lambda **_: None, metrics_file=Path("none"))
     engine.observer = RunObserver(engine.recipe, run, files, Told())
     engine.observer.checks = SimpleNamespace(check=lambda *_: [])
-    engine.ends = {EOS}
     return engine, files.written
 
 
