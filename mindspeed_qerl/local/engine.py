@@ -64,10 +64,10 @@ def load_data(recipe: Recipe, run: RunDirectory, progress: Progress) -> Data:
     task = recipe.task
     longest = recipe.sampling.max_prompt_length
     tokenizer = load_tokenizer(recipe.model.path)
-    chat: dict[str, Any] = {"at": run.started, "template_kwargs": task.chat_template_kwargs}
-    train = Prompts(task.train_file, tokenizer, task.prompt, longest, **chat)
+    template = (run.started, task.chat_template_kwargs)
+    train = Prompts(task.train_file, tokenizer, task.prompt, longest, None, *template)
     limit = recipe.evaluation.n_problems
-    test = Prompts(task.test_file, tokenizer, task.prompt, longest, limit, **chat)
+    test = Prompts(task.test_file, tokenizer, task.prompt, longest, limit, *template)
     for name, prompts in (("training", train), ("evaluation", test)):
         if prompts.dropped:
             progress.message(prompts.left_out(name))

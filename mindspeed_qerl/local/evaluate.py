@@ -113,7 +113,7 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         given["quantization"] = replace(recipe.quantization, **given["quantization"])
     settings = recipe.evaluation
     quantization = recipe.quantization
-    values: dict[str, Any] = dict(
+    values: dict = dict(
         samples=settings.samples_per_problem if settings.temperature else 0,
         temperature=settings.temperature or 1.0,
         quantization=quantization if quantization.enabled and quantization.evaluation else None,
@@ -266,7 +266,7 @@ def _sampler(job: EvaluationJob, model: str) -> Callable:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     is_npu = current_platform.device_name == "npu"
     # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
-    more: dict[str, Any] = {
+    more: dict = {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, length),
     }

@@ -11,7 +11,6 @@ optimizer stay as they are. docs/quantization.md has the measured effects.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +37,7 @@ class HardwareErrorMode(TorchDispatchMode):
         self.block = block
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if operator in COMPOSITE:  # inference mode hands them over whole

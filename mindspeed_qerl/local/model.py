@@ -123,7 +123,7 @@ def build_model(
     return model, table, layers, experts
 
 
-def _gradient_in_memory_order(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
+def _gradient_in_memory_order(module, inputs, output) -> None:
     """The gradient of the logits [l, n, vocabulary] comes transposed (gpt_model.py:407), and
     torch's matmul would copy the whole output weight for each of the l positions instead of making
     one product.

@@ -173,7 +173,7 @@ class TrainRank(ShardedAdapters):
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
             self.changed()
-        merged: dict[str, Any] = on_host(merge(parts))
+        merged: dict = on_host(merge(parts))
         # only the last pipeline stage has any
         for group in (self.place.data_group, self.place.pipeline_group):
             merged = merge(_from_every_rank(merged, group))

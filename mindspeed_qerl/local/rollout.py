@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -53,9 +52,9 @@ class RolloutRequest:
     prompts: Sequence[Sequence[int]]
     n: int
     seed: int
-    sampling: dict[str, Any]
+    sampling: dict
     noise: NoiseLevel | None = None
-    hardware_error: dict[str, Any] | None = None
+    hardware_error: dict | None = None
     trained: bool = True
     quantized: bool = True
 
@@ -82,7 +81,7 @@ class RolloutEngine:
         kv_cache_gib: int,
         records_routes: bool = False,
         quantization: Quantization | None = None,
-        noise: dict[str, Any] | None = None,
+        noise: dict | None = None,
     ):
         keep_linear_weights()
         # in this process, where its weights can be reached

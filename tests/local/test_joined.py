@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.families import read_shape
-
 from .conftest import recipe_of, run_ranks
 from .test_megatron import random_batch
 
@@ -37,15 +35,13 @@ def batch_of_another_policy():
     return replace(batch, rollout_logprobs=logprobs * batch.mask)
 
 
-def joined_rank(rank, config, folder):
+def joined_rank(start, config):
     """Two iterations of two epochs, a skipped one between them; then two of one epoch in which
     nothing moves. Of each micro-batch that was trained, its log probabilities and entropies and the
     gradients that reached them.
     """
     from mindspeed_qerl.local import passes
-    from mindspeed_qerl.local.rank import TrainRank
 
-    torch.set_num_threads(1)
     batch, trained = batch_of_another_policy(), {"token_logprobs": [], "token_entropy": []}
 
     def watched(name):
@@ -62,7 +58,7 @@ def joined_rank(rank, config, folder):
 
     for name in trained:
         setattr(passes, name, watched(name))
-    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
+    trainer = start(config)
     metrics = [trainer.train(batch)]
     trainer.skip()
     metrics.append(trainer.train(batch))
@@ -82,11 +78,11 @@ def joined_rank(rank, config, folder):
         RuntimeError, match=r"the trained model gave nan as the log probability of token 1 of"
     ):
         trainer.train(batch)
-    torch.save(result, f"{folder}/joined.pt")
+    return result
 
 
 @pytest.fixture(scope="module")
-def joined(model_dirs, data_dir, tmp_path_factory):
+def joined(model_dirs, data_dir):
     """One micro-batch, KL > 0, an entropy bonus, unequal bounds of the clipping, weights against
     the policy that sampled, a temperature.
     """
@@ -108,9 +104,7 @@ def joined(model_dirs, data_dir, tmp_path_factory):
         rollout_correction__cap=CAP,
         generate_config__sampling_config__temperature=TEMPERATURE,
     )
-    folder = tmp_path_factory.mktemp("joined")
-    run_ranks(joined_rank, 1, config, str(folder))
-    result = torch.load(folder / "joined.pt", weights_only=False)
+    [result] = run_ranks(joined_rank, 1, config)
     width = random_batch().mask.shape[1]  # what precedes the first answer is not computed
     arrays = {
         name: [

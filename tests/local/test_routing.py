@@ -16,7 +16,7 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import build_batch
 
-from .conftest import make_model, recipe_of, run_ranks
+from .conftest import furthest, make_model, recipe_of, run_ranks
 from .test_megatron import (
     RECOMPUTE,
     assembled,
@@ -137,46 +137,37 @@ def forced_model(model_dir, batch):
 # ---- Megatron ----
 
 
-def replay_rank(rank, configs, folder):
+def replay_rank(start, config):
     """Log-probs and the gradients of one update with the routes of another run, and the same with
     its own routes.
     """
     from megatron.core import parallel_state
 
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
     batch = other_routes(random_batch())
-    for family, config in configs.items():
-        trainer = TrainRank(
-            config, read_shape(config.model.path), rank, f"file://{folder}/{family}"
-        )
-        rows, shard = share_of(trainer, batch)
-        move_b(trainer)
-        factors = deepcopy(trainer.adapter_factors())  # training changes what it names
-        result = {
-            "rows": rows if parallel_state.is_pipeline_last_stage() else [],
-            "factors": factors,
-            "logprobs": trainer.logprobs(shard),
-            "own": trainer.logprobs(replace(shard, routes=None)),
-            "reference": trainer.logprobs(shard, reference=True),
-        }
-        result["metrics"] = trainer.train(batch)
-        result["gradients"] = {}
-        for mapping, (a, b) in whole_gradients(trainer):
-            parts = [part.clone() for part in mapping.split(b)]
-            result["gradients"][mapping.hf] = (a.clone(), parts)
-        torch.save(result, f"{folder}/{family}{rank}.pt")
-        torch.distributed.destroy_process_group()
-        parallel_state.destroy_model_parallel()
+    trainer = start(config)
+    rows, shard = share_of(trainer, batch)
+    move_b(trainer)
+    factors = deepcopy(trainer.adapter_factors())  # training changes what it names
+    result = {
+        "rows": rows if parallel_state.is_pipeline_last_stage() else [],
+        "factors": factors,
+        "logprobs": trainer.logprobs(shard),
+        "own": trainer.logprobs(replace(shard, routes=None)),
+        "reference": trainer.logprobs(shard, reference=True),
+        "metrics": trainer.train(batch),
+        "gradients": {},
+    }
+    for mapping, (a, b) in whole_gradients(trainer):
+        parts = [part.clone() for part in mapping.split(b)]
+        result["gradients"][mapping.hf] = (a.clone(), parts)
+    return result
 
 
 @pytest.fixture(scope="module")
-def results(dirs, data_dir, tmp_path_factory):
+def results(dirs, data_dir):
     @cache
     def of(layout, family):
         ranks, tp, pp, ep, recompute = LAYOUTS[layout]
-        folder = tmp_path_factory.mktemp("ranks")
         again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute}
         config = recipe_of(
             dirs[family],
@@ -191,9 +182,7 @@ def results(dirs, data_dir, tmp_path_factory):
             actor_config__clip_grad=0.0,
             algorithm__routing_replay="rollout",
         )
-        run_ranks(replay_rank, ranks, {family: config}, str(folder))
-        files = (folder / f"{family}{rank}.pt" for rank in range(ranks))
-        return [torch.load(file, weights_only=False) for file in files]
+        return run_ranks(replay_rank, ranks, config)
 
     return of
 
@@ -260,19 +249,17 @@ def test_other_routes_give_the_logprobs_of_transformers_with_those_experts(
     results, oracle, dirs, layout, family
 ):
     ranks, expected, batch = results(layout, family), oracle(family), other_routes(random_batch())
-    assert np.abs(assembled(ranks, "logprobs", batch) - expected["logprobs"]).max() < 1e-5
+    assert furthest(assembled(ranks, "logprobs", batch), expected["logprobs"]) < 1e-5
     own = load(dirs[family])
     base = transformers_logprobs(own, batch) * batch.mask
-    assert np.abs(assembled(ranks, "reference", batch) - base).max() < 1e-5  # its own routes
+    assert furthest(assembled(ranks, "reference", batch), base) < 1e-5  # its own routes
     add_adapters(own, expected["factors"])
     assert (
-        np.abs(
-            assembled(ranks, "own", batch) - transformers_logprobs(own, batch) * batch.mask
-        ).max()
+        furthest(assembled(ranks, "own", batch), transformers_logprobs(own, batch) * batch.mask)
         < 1e-5
     )
     assert (
-        np.abs(expected["logprobs"] - assembled(ranks, "own", batch)).max() > 0.1
+        furthest(expected["logprobs"], assembled(ranks, "own", batch)) > 0.1
     )  # the routes were other ones
 
 
@@ -373,19 +360,13 @@ def test_recorded_routes_are_those_of_transformers(dirs, family):
     assert complete(llm, asked, n=1, max_tokens=2)[0].routes is None
 
 
-def agree_rank(rank, config, batch, folder):
+def agree_rank(start, config, batch):
     """Log-probs of answers along vLLM's routes, and what the trainer would choose otherwise."""
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
-    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
-    logprobs = trainer.logprobs(batch)
-    torch.save((logprobs, trainer.train(batch)), f"{folder}/found.pt")
+    trainer = start(config)
+    return trainer.logprobs(batch), trainer.train(batch)
 
 
-def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(
-    dirs, data_dir, tmp_path
-):
+def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(dirs, data_dir):
     from mindspeed_qerl.local.serving import complete
 
     llm, recorder = start(dirs["qwen3_moe"], max_num_seqs=64)
@@ -405,8 +386,7 @@ def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers
         actor_config__expert_model_parallel_size=1,
         algorithm__routing_replay="rollout",
     )
-    run_ranks(agree_rank, 1, config, batch, str(tmp_path))
-    logprobs, metrics = torch.load(tmp_path / "found.pt", weights_only=False)
+    [(logprobs, metrics)] = run_ranks(agree_rank, 1, config, batch)
     assert np.abs((logprobs - batch.rollout_logprobs)[batch.mask]).max() < 1e-5
     assert metrics["routing/replayed_tokens"] == (batch.lengths - 1).sum() > 20_000
     assert metrics["routing/flipped"] == 0
