@@ -136,6 +136,14 @@ def engine_logprobs(engine, sequences, **policy):
     return rows
 
 
+def logprobs_of(model, tokens, temperature=1.0, **arguments):
+    """log p(token t | tokens before it) by a model of transformers, for every token but the first
+    of each row.
+    """
+    logits = model(tokens, **arguments).logits[:, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
 def furthest(found, expected):
     """The largest difference of two arrays."""
     return np.abs(np.asarray(found) - expected).max()

@@ -22,7 +22,7 @@ from mindspeed_qerl.local.model import check_tensors, load_weights
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
-from .conftest import FAMILIES, batch_of, furthest, make_model, recipe_of, run_ranks
+from .conftest import FAMILIES, batch_of, furthest, logprobs_of, make_model, recipe_of, run_ranks
 from .test_rollout import reference_model
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
@@ -232,9 +232,7 @@ def transformers_logprobs(model, batch):
     with torch.no_grad():
         tokens = torch.from_numpy(batch.tokens)
         mask = torch.arange(tokens.shape[1]) < torch.from_numpy(batch.lengths).unsqueeze(1)
-        logits = model(tokens, attention_mask=mask.long()).logits[:, :-1].float()
-        logprobs = logits.log_softmax(-1)
-    return logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1).numpy()
+        return logprobs_of(model, tokens, attention_mask=mask.long()).numpy()
 
 
 def assembled(ranks, key, batch):

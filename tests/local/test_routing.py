@@ -16,7 +16,7 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import build_batch
 
-from .conftest import furthest, make_model, recipe_of, run_ranks
+from .conftest import furthest, logprobs_of, make_model, recipe_of, run_ranks
 from .test_megatron import (
     RECOMPUTE,
     assembled,
@@ -204,8 +204,7 @@ def oracle(dirs, results):
         }
         add_adapters(model, factors)
         tokens, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)
-        logits = model(tokens).logits[:, :-1]
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        logprobs = logprobs_of(model, tokens)
         gain = torch.from_numpy(batch.advantages)[:, None] * (logprobs - logprobs.detach()).exp()
         (-(gain * mask).sum() / mask.sum()).backward()
         return dict(
