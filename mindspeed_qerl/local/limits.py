@@ -66,13 +66,12 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yields what this engine cannot do with any model."""
     layout = recipe.layout
     optimizer = recipe.optimizer
-    granularity = optimizer.recompute_granularity
-    method = optimizer.recompute_method
-    if granularity and (granularity, method) != ("full", "block"):
+    # another method, and other granularities than "full", are refused by recipe/keys.yaml
+    if optimizer.recompute_granularity and not optimizer.recompute_method:
         yield _unsupported(
-            "megatron_training.recompute_granularity",
-            f"= {granularity!r} with recompute_method = {method!r}: the local engine has 'full' "
-            "with 'block'",
+            "megatron_training.recompute_method",
+            f"is left out with recompute_granularity = {optimizer.recompute_granularity!r}: set it "
+            "to block, the local engine has no other",
         )
     if not recipe.lora.targets:
         yield _unsupported(

@@ -118,3 +118,8 @@ def test_what_vllms_kernels_do_not_take_is_refused_before_anything_starts(
     (tmp_path / "config.json").write_text(json.dumps(SMALL | changed))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         recipe_of(tmp_path, data_dir)
+
+
+def test_layers_are_computed_again_by_one_method(tiny_model):
+    with pytest.raises(ConfigError, match="recompute_method is left out .* set it to block"):
+        recipe_of(tiny_model, tiny_model / "data", megatron_training__recompute_granularity="full")
