@@ -94,7 +94,8 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
             )
         given["step"] = max(steps)
     recipe, _ = read(run.config())
-    if recipe.engine == "mindspeed_rl" and not recipe.model.load:
+    upstream = recipe.engine == "mindspeed_rl"
+    if upstream and not recipe.model.load:
         raise ConfigError(
             f"{path}/config.yaml has no actor_config.load: the base weights were random and are "
             "not kept, so its adapters fit no model"
@@ -128,11 +129,12 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         max_prompt_length=recipe.sampling.max_prompt_length,
         max_num_seqs=recipe.rollout.max_num_seqs,
         dtype=recipe.model.dtype,
-        tensor_parallel_size=recipe.layout.infer_tp,
-        emulate_npu=recipe.emulate_npu,
         seed=run.status()["seed"],
         hardware_error=recipe.hardware_error.arguments("evaluation"),
     )
+    if upstream:
+        values["tensor_parallel_size"] = recipe.layout.infer_tp
+        values["emulate_npu"] = recipe.emulate_npu
     return EvaluationJob(**values | given)
 
 
