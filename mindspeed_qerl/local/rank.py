@@ -46,13 +46,7 @@ class TrainRank(ShardedAdapters):
         self.recipe = recipe
         self.routers = shape.routers
         place = Place(recipe.layout, shape.moe, rank, rendezvous)
-        recompute = 0
-        if adam.recompute_granularity:
-            recompute = adam.recompute_num_layers or shape.num_hidden_layers
-        dtype = getattr(torch, recipe.model.dtype)
-        model, table, layers, experts = build_model(
-            recipe.model.path, shape, dtype, recipe.layout, recompute
-        )
+        model, table, layers, experts = build_model(recipe, shape, place)
         apply_lora(
             model,
             recipe.lora.targets,
@@ -65,7 +59,7 @@ class TrainRank(ShardedAdapters):
             place.tp_size,
         )
         model.to(place.device)
-        if dtype == torch.bfloat16:
+        if recipe.model.dtype == "bfloat16":
             add_dither(model, table, place.tp_rank, place.tp_size)
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -90,7 +84,7 @@ class TrainRank(ShardedAdapters):
         # where tokens are shared in sequence, computed again, or counted by their routes, all
         # layers have all of them
         skip_prompts = None
-        if not (place.tp_size > 1 or recompute or self.replay):
+        if not (place.tp_size > 1 or adam.recompute_granularity or self.replay):
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
