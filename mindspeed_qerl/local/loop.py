@@ -226,7 +226,7 @@ class LocalEngine:
         return metrics
 
     def sync(self) -> None:
-        """Merged weights to the rollout engine, a layer at a time, two layers under way."""
+        """Merged weights to the rollout engine, a layer of each stage at a time, two under way."""
         processes = self.processes
         rollout = processes.rollout
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}

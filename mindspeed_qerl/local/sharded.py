@@ -58,12 +58,13 @@ class ShardedAdapters:
         return layer.tp_size == 1 or self.place.tp_rank == 0
 
     def merged_weights(self, number: int) -> dict[str, np.ndarray]:
-        """HF name -> W + (alpha / r) B A, float32, of the model's layer `number`; nothing where
-        another stage has it.
+        """HF name -> W + (alpha / r) B A, float32, of layer `number` of this stage; nothing after
+        its last one.
         """
         merged = {}
+        place = f"decoder.layers.{number}."
         for mapping, layer in self.owned:
-            if not mapping.megatron.startswith(f"decoder.layers.{number}."):
+            if not mapping.megatron.startswith(place):
                 continue
             weight = self.place.whole(layer.merged_weight().float(), mapping.shared)
             if weight is not None:
