@@ -260,7 +260,7 @@ def _sampler(job: EvaluationJob, model: str) -> Callable:
         if job.is_beside:  # the base is quantized, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
-            engine.load({name: merged.read(name).numpy() for name in merged.files})
+            engine.load({name: merged.read(name).float().numpy() for name in merged.files})
             engine.finish_sync()
         request = partial(RolloutRequest, hardware_error=job.hardware_error, trained=False)
         return lambda *asked: engine.generate(request(*asked))[0]
