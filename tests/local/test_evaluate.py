@@ -131,6 +131,25 @@ def test_prompts_fill_more_than_a_batch_of_tokens(tiny_model, tmp_path):
     assert evaluate(what, tmp_path / "out", print)["sampled"]["n_problems"] == 300
 
 
+def test_without_adapters_nothing_is_beside_a_rounded_base(tiny_model, tmp_path):
+    """Of a model whose files are in bfloat16."""
+    import torch
+    import transformers
+
+    half = tmp_path / "half"
+    shutil.copytree(tiny_model, half)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    model.save_pretrained(half)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2 + 1 = ?", "answer": "3"}))
+    answers = []
+    for lora in ("merged", "beside"):
+        rounded = Quantization("nvfp4", lora)
+        what = job(half, tmp_path, "gsm8k", samples=3, max_tokens=12, quantization=rounded)
+        evaluate(what, tmp_path / lora, print)
+        answers.append(read_jsonl(tmp_path / lora / "answers.jsonl"))
+    assert answers[0] == answers[1]
+
+
 @pytest.fixture
 def create(tmp_path, tiny_model):
     """A run directory of a config, with the model's files as every run records them."""
