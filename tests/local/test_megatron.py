@@ -181,13 +181,10 @@ def resume_rank(start, config, saved):
     }
 
 
-def layout_config(layout, model_dir, data_dir):
-    ranks, tp, pp, ep, sequence, recompute = LAYOUTS[layout]
-    again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute} if recompute else {}
-    return recipe_of(
-        model_dir,
-        data_dir,
-        **again,
+def layout_config(layout, model_dir, data_dir, **changed):
+    """layout: of LAYOUTS, or such numbers; changed: as in `recipe_of`."""
+    ranks, tp, pp, ep, sequence, recompute = LAYOUTS.get(layout, layout)
+    options = dict(
         rl_config__actor_resource__num_npus=ranks,
         rl_config__init_kl_coef=0.1,
         megatron_training__sequence_parallel=sequence,
@@ -198,6 +195,9 @@ def layout_config(layout, model_dir, data_dir):
         actor_config__lr=1e-3,
         actor_config__clip_grad=0.05,
     )
+    if recompute:
+        options |= RECOMPUTE | {"megatron_training__recompute_num_layers": recompute}
+    return recipe_of(model_dir, data_dir, **options | changed)
 
 
 @pytest.fixture(scope="module")

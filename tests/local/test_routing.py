@@ -18,8 +18,8 @@ from mindspeed_qerl.local.batch import build_batch
 
 from .conftest import furthest, logprobs_of, make_model, recipe_of, run_ranks
 from .test_megatron import (
-    RECOMPUTE,
     assembled,
+    layout_config,
     move_b,
     random_batch,
     share_of,
@@ -28,14 +28,14 @@ from .test_megatron import (
 )
 
 FAMILIES = ("qwen3_moe", "qwen2_moe")
-LAYOUTS = {  # name: (ranks, TP, PP, EP, layers computed again for their gradient)
-    "one rank": (1, 1, 1, 1, 0),
-    "one rank, recompute": (1, 1, 1, 1, 3),
-    "EP 2": (2, 1, 1, 2, 0),
-    "DP 2": (2, 1, 1, 1, 2),
-    "PP 2": (2, 1, 2, 1, 1),
-    "TP 2, EP 2": (4, 2, 1, 2, 1),
-    "TP 2, PP 2, EP 2": (8, 2, 2, 2, 2),
+LAYOUTS = {  # as in test_megatron
+    "one rank": (1, 1, 1, 1, False, 0),
+    "one rank, recompute": (1, 1, 1, 1, False, 3),
+    "EP 2": (2, 1, 1, 2, False, 0),
+    "DP 2": (2, 1, 1, 1, False, 2),
+    "PP 2": (2, 1, 2, 1, False, 1),
+    "TP 2, EP 2": (4, 2, 1, 2, False, 1),
+    "TP 2, PP 2, EP 2": (8, 2, 2, 2, False, 2),
 }
 DEFAULT = {("one rank", "qwen3_moe"), ("PP 2", "qwen2_moe"), ("TP 2, EP 2", "qwen3_moe")}
 CASES = [
@@ -167,22 +167,15 @@ def replay_rank(start, config):
 def results(dirs, data_dir):
     @cache
     def of(layout, family):
-        ranks, tp, pp, ep, recompute = LAYOUTS[layout]
-        again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute}
-        config = recipe_of(
+        config = layout_config(
+            LAYOUTS[layout],
             dirs[family],
             data_dir,
-            **(again if recompute else {}),
-            rl_config__actor_resource__num_npus=ranks,
             rl_config__init_kl_coef=0.0,
-            actor_config__tensor_model_parallel_size=tp,
-            actor_config__pipeline_model_parallel_size=pp,
-            actor_config__expert_model_parallel_size=ep,
-            actor_config__micro_batch_size=2,
             actor_config__clip_grad=0.0,
             algorithm__routing_replay="rollout",
         )
-        return run_ranks(replay_rank, ranks, config)
+        return run_ranks(replay_rank, config.layout.world, config)
 
     return of
 
