@@ -118,12 +118,7 @@ class Passes:
         return token_logprobs(logits, tokens, self.recipe.sampling.temperature)
 
     def _trained(
-        self,
-        micro: TrainBatch,
-        tokens: Tensor,
-        first: int,
-        divisor: float,
-        output: Tensor,
+        self, micro: TrainBatch, tokens: Tensor, first: int, divisor: float, output: Tensor
     ) -> tuple[Tensor, Tensor, tuple[dict[str, Metric], Tensor]]:
         """(loss for `backward`, number of tokens that nothing is divided by, the result: metrics
         and float32 [n, l - 1], on the device, since a copy to the host would wait for it).

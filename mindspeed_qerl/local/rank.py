@@ -110,8 +110,8 @@ class TrainRank(ShardedAdapters):
             return self.passes.logprobs(own, self.recipe.batch.ref_forward)
 
     def logprobs_before(self, batch: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each mini-batch this rank's rows, and `logprobs` of them and those of the base model,
-        float32 [2, n, L-1], before this iteration's first update.
+        """Returns of each mini-batch this rank's rows, and `logprobs` of them and those of the base
+        model, float32 [2, n, L-1], before this iteration's first update.
         """
         found = []
         with self._arithmetic("arithmetic before the update"):
