@@ -47,7 +47,8 @@ def measure(model: Path, dtype: str) -> None:
     params = SamplingParams(detokenize=False, max_tokens=1, prompt_logprobs=0)
 
     def scored(hardware_error: dict | None) -> np.ndarray:
-        with engine.policy(hardware_error=hardware_error):
+        request = RolloutRequest(prompts, 1, 0, sampling, hardware_error=hardware_error)
+        with engine.policy(request):
             outputs = engine.llm.generate(sequences, params, use_tqdm=False)
         logprobs = []
         for prompt, output in zip(prompts, outputs):

@@ -99,7 +99,7 @@ class Watch:
 
 def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, float]:
     from mindspeed_qerl.demo.tiny_model import build_tokenizer
-    from mindspeed_qerl.local.data import Data
+    from mindspeed_qerl.local.engine import Data
     from mindspeed_qerl.local.loop import LocalEngine
     from mindspeed_qerl.local.processes import launch
     from mindspeed_qerl.recipe.compose import compose
@@ -131,7 +131,7 @@ def measure(folder: Path, hidden: int, experts: int, ranks: int) -> dict[str, fl
     )
     with Progress(1, "sync") as progress, launch(recipe, run) as processes:
         observer = RunObserver(recipe, run, None, progress)
-        engine = LocalEngine(recipe, observer, processes, Data(tokenizer, prompts, prompts))
+        engine = LocalEngine(recipe, observer, processes, Data(tokenizer, prompts, prompts, set()))
         processes.wait_until_ready()
         seconds = []
         with Watch(processes.pids) as watch:

@@ -3,24 +3,7 @@
 import torch
 
 # torch's functions that call MKL's vector library: IMPLEMENT_VML_MKL in its ATen/cpu/vml.h
-OF_MKL = (
-    torch.acos,
-    torch.asin,
-    torch.atan,
-    torch.cos,
-    torch.erf,
-    torch.erfc,
-    torch.erfinv,
-    torch.exp,
-    torch.log,
-    torch.log10,
-    torch.log2,
-    torch.sin,
-    torch.sqrt,
-    torch.tan,
-    torch.tanh,
-    torch.trunc,
-)
+OF_MKL = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc".split()
 
 
 def settle() -> None:
@@ -31,5 +14,5 @@ def settle() -> None:
     """
     for dtype in (torch.float32, torch.float64):
         half = torch.tensor([0.5], dtype=dtype)
-        for function in OF_MKL:
-            function(half)
+        for name in OF_MKL:
+            getattr(torch, name)(half)

@@ -30,16 +30,13 @@ class PromptOrder:
 
     def take(self, rows: int) -> list[int]:
         """The next `rows` row numbers; a row comes again in each pass."""
-        chosen = []
-        current = None
-        for position in range(self.position, self.position + rows):
-            number, place = divmod(position, self.count)
-            if number != current:
-                current = number
-                order = np.random.default_rng([self.seed, number]).permutation(self.count)
-            chosen.append(int(order[place]))
+        first, place = divmod(self.position, self.count)
+        order: list[int] = []  # of this pass, and of those that it takes to have enough
+        while len(order) < place + rows:
+            generator = np.random.default_rng([self.seed, first + len(order) // self.count])
+            order += generator.permutation(self.count).tolist()
         self.position += rows
-        return chosen
+        return order[place : place + rows]
 
 
 @dataclass
@@ -67,15 +64,6 @@ class Answer:
     expected: str = ""
     reward: float = math.nan
     scores: dict[str, float] = field(default_factory=dict)
-
-    def view(self) -> dict[str, Any]:
-        """Returns what the report keeps of it: a row of rollouts.jsonl."""
-        return {
-            "question": self.question,
-            "response": self.text,
-            "answer": self.expected,
-            "reward": self.reward,
-        }
 
 
 @dataclass(frozen=True)
@@ -119,15 +107,13 @@ class TrainBatch:
         assert self.routes is not None, "the rollout recorded them"
         known = (np.arange(length)[:, None] < self.lengths - 1).flatten()
         routes = self.routes.swapaxes(0, 1)
-        routes = np.pad(routes, [(0, length - len(routes)), (0, 0), (0, 0), (0, 0)])
+        routes = np.pad(routes, [(0, length - len(routes))] + 3 * [(0, 0)])
         return routes.reshape(-1, *routes.shape[2:]), known
 
     def padded(self, count: int) -> "TrainBatch":
         """With `count` more rows that have no token to train: copies of the first one, so that
         ranks share equally.
         """
-        if not count:
-            return self
         batch = self.rows(np.r_[np.arange(len(self)), np.zeros(count, dtype=np.int64)])
         batch.mask[len(self) :] = False
         return batch
@@ -154,16 +140,15 @@ def build_batch(answers: Sequence[Answer]) -> TrainBatch:
     return TrainBatch(tokens, lengths, mask, rollout_logprobs, advantages, routes=replayed)
 
 
-def deal(lengths: np.ndarray, size: int, ranks: int) -> list[list[np.ndarray]]:
-    """Row indices [rank][mini-batch]: of each `size` rows in turn, those of each data-parallel
-    rank: sorted by length and dealt in turn, so that micro-batches match.
+def deal(lengths: np.ndarray, size: int, ranks: int, rank: int) -> list[np.ndarray]:
+    """Row indices of each mini-batch: of each `size` rows in turn, those of data-parallel rank
+    `rank` of `ranks`: sorted by length and dealt in turn, so that micro-batches match.
 
-    >>> deal(np.array([5, 7, 6, 4]), size=2, ranks=2)
-    [[array([1]), array([2])], [array([0]), array([3])]]
+    >>> deal(np.array([5, 7, 6, 4]), size=2, ranks=2, rank=1)
+    [array([0]), array([3])]
     """
-    shares: list[list[np.ndarray]] = [[] for _ in range(ranks)]
+    share = []
     for start in range(0, len(lengths), size):
         order = start + np.argsort(-lengths[start : start + size], kind="stable")
-        for rank, share in enumerate(shares):
-            share.append(order[rank::ranks])
-    return shares
+        share.append(order[rank::ranks])
+    return share

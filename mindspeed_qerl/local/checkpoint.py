@@ -110,7 +110,7 @@ def read_tensors(directory: Path) -> dict[str, Any]:
     """All tensors of a checkpoint's folder, by their names there."""
     from safetensors.torch import load_file
 
-    tensors: dict[str, Any] = {}
+    tensors: dict = {}
     for file in directory.glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors

@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -112,15 +113,11 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
     if given.get("quantization"):
         given["quantization"] = replace(recipe.quantization, **given["quantization"])
     settings = recipe.evaluation
-    values: dict[str, Any] = {"samples": 0}
-    if settings.temperature:
-        values = {"samples": settings.samples_per_problem, "temperature": settings.temperature}
-    if recipe.quantization.enabled and recipe.quantization.evaluation:
-        values["quantization"] = recipe.quantization
-    if upstream:
-        values["tensor_parallel_size"] = recipe.layout.infer_tp
-        values["emulate_npu"] = recipe.emulate_npu
-    values |= dict(
+    quantization = recipe.quantization
+    values: dict = dict(
+        samples=settings.samples_per_problem if settings.temperature else 0,
+        temperature=settings.temperature or 1.0,
+        quantization=quantization if quantization.enabled and quantization.evaluation else None,
         model=recipe.model.path,
         data=recipe.task.test_file,
         run=str(path),
@@ -135,6 +132,9 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
         seed=run.status()["seed"],
         hardware_error=recipe.hardware_error.arguments("evaluation"),
     )
+    if upstream:
+        values["tensor_parallel_size"] = recipe.layout.infer_tp
+        values["emulate_npu"] = recipe.emulate_npu
     return EvaluationJob(**values | given)
 
 
@@ -170,14 +170,16 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     with tempfile.TemporaryDirectory(prefix="qerl_merged_") as folder:
         model = _merged(job, Path(folder) / "model", tell)
         tell("starting vLLM")
-        sample = _sampler(job, model, tokenizer)
-        summary: dict[str, Any] = asdict(job)
+        sample = _sampler(job, model)
+        stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        sampling = dict(max_tokens=job.max_tokens, stop_token_ids=stop)
+        summary = asdict(job)
         written = {}
         for name, (n, temperature) in kinds.items():
             kind = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
             tell(f"{len(task.rows)} questions, {kind}")
             seed = derived_seed(job.seed, f"evaluation {name}", step)
-            answers = sample(task.prompts, n, temperature, seed)
+            answers = sample(task.prompts, n, seed, sampling | {"temperature": temperature})
             tokens = [answer.token_ids for answer in answers]
             texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
             truncated = [answer.is_truncated for answer in answers]
@@ -241,8 +243,8 @@ def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> st
     return str(folder)
 
 
-def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
-    """(prompts, n, temperature, seed) -> n answers to each prompt."""
+def _sampler(job: EvaluationJob, model: str) -> Callable:
+    """(prompts, n, seed, keyword arguments of vLLM's SamplingParams) -> n answers to each prompt."""
     from vllm.platforms import current_platform
 
     from mindspeed_qerl.families.checkpoint import Checkpoint
@@ -250,8 +252,6 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
     from .rollout import RolloutEngine, RolloutRequest
     from .serving import complete, start_vllm
 
-    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    common: dict[str, Any] = dict(max_tokens=job.max_tokens, stop_token_ids=stop, logprobs=None)
     length = job.max_prompt_length + job.max_tokens
     sizes = (job.dtype, length, job.max_num_seqs, job.kv_cache_gib)
     if job.is_modelled:
@@ -260,22 +260,15 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
         if job.is_beside:  # the base is quantized, and what is merged is synced
             merged = Checkpoint(model)
             engine.start_sync()
-            engine.load_tensors((name, merged.read(name)) for name in merged.files)
+            engine.load({name: merged.read(name).float().numpy() for name in merged.files})
             engine.finish_sync()
-        return lambda prompts, n, temperature, seed: engine.generate(
-            RolloutRequest(
-                prompts,
-                n,
-                seed,
-                common | {"temperature": temperature},
-                hardware_error=job.hardware_error,
-            )
-        )[0]
+        request = partial(RolloutRequest, hardware_error=job.hardware_error, trained=False)
+        return lambda *asked: engine.generate(request(*asked))[0]
     if job.tensor_parallel_size == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     is_npu = current_platform.device_name == "npu"
     # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
-    more: dict[str, Any] = {
+    more: dict = {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(8192, length),
     }
@@ -290,6 +283,6 @@ def _sampler(job: EvaluationJob, model: str, tokenizer: Any) -> Callable:
         seed=job.seed,
         **more,
     )
-    return lambda prompts, n, temperature, seed: complete(
-        llm, prompts, use_tqdm=True, n=n, seed=seed, temperature=temperature, **common
+    return lambda prompts, n, seed, sampling: complete(
+        llm, prompts, use_tqdm=True, logprobs=False, n=n, seed=seed, **sampling
     )

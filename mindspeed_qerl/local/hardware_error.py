@@ -10,15 +10,13 @@ adapters, and in training their gradients. Attention's own products, norms, soft
 optimizer stay as they are. docs/quantization.md has the measured effects.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COMPOSITE = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
-Layer = Callable[[int, Tensor], Tensor]
 
 
 class HardwareErrorMode(TorchDispatchMode):
@@ -39,9 +37,7 @@ class HardwareErrorMode(TorchDispatchMode):
         self.block = block
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if operator in COMPOSITE:  # inference mode hands them over whole
@@ -58,10 +54,10 @@ class HardwareErrorMode(TorchDispatchMode):
     def _product(self, a: Tensor, b: Tensor) -> Tensor:
         """[..., m, k] @ [..., k, n]."""
         if "bf16_blocks" in self.kinds:
-            y = torch.zeros((), device=a.device)
+            y = torch.zeros((), dtype=torch.bfloat16, device=a.device)
             parts = zip(a.float().split(self.block, -1), b.float().split(self.block, -2))
             for part_a, part_b in parts:
-                y = (y + (part_a @ part_b).bfloat16().float()).bfloat16().float()
+                y = y + (part_a @ part_b).bfloat16()  # summed in float32, and rounded
             y = y.to(a.dtype)
         else:
             y = a @ b
@@ -69,28 +65,3 @@ class HardwareErrorMode(TorchDispatchMode):
             z = torch.randn(y.shape, generator=self.generator, dtype=torch.float32)
             y = (y * (1 + self.gaussian_std * z.to(y.device))).to(a.dtype)
         return y
-
-
-def plain_experts(
-    gate_up: Layer,
-    down: Layer,
-    /,
-    *,
-    output: Tensor,
-    hidden_states: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    **_: Any,
-) -> None:
-    """Computes what vLLM's fused CPU kernel does for SwiGLU experts, by torch's operators.
-
-    gate_up: an expert's layer with the gate above up, (number of the expert, [n, h]) -> [n, 2 f].
-    down: (number, [n, f]) -> [n, h]. output, hidden_states: [tokens, h]. topk_*: [tokens, k].
-    """
-    output.zero_()
-    for expert in topk_ids.unique().tolist():
-        rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = gate_up(expert, hidden_states[rows]).chunk(2, -1)
-        weights = topk_weights[rows, slots].unsqueeze(1)
-        weighted = down(expert, torch.nn.functional.silu(gate) * up) * weights
-        output.index_add_(0, rows, weighted.to(output.dtype))

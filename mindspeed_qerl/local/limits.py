@@ -1,11 +1,7 @@
 """What the local engine cannot do. No torch here."""
 
-import ast
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,62 +19,38 @@ from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
 
 UPSTREAM = False
-# Of vLLM's backend for CPUs: file and name of what it says that its kernels take.
-HEAD_DIMS = ("v1/attention/backends/cpu_attn.py", "get_supported_head_sizes")
-EXPERT_STEP = ("model_executor/layers/fused_moe/experts/cpu_moe.py", "output_alignment")
+# What vLLM's kernels for CPUs take (v1/attention/backends/cpu_attn.py; model_executor/layers/
+# fused_moe/experts/cpu_moe.py). Not imported from there, which takes ten seconds.
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+EXPERT_STEP = 32
 # Of upstream's rules those that hold for any Megatron; its rollout, its nodes and its vLLM are not
 # here.
-LAYOUT_RULES = [
-    rule
-    for rule in RULES
-    if rule.name
-    in {
-        "ranks_fill_training_groups",
-        "ranks_fill_expert_groups",
-        "heads_by_tp",
-        "kv_heads_by_tp",
-        "width_by_tp",
-        "vocabulary_by_tp",
-        "layers_by_pp",
-        "layer_list_has_a_number_for_each_stage",
-        "layer_list_sums_to_the_layers",
-        "dense_model_without_ep",
-        "experts_by_training_ranks",
-        "mini_batch_by_training_dp",
-    }
-]
-# A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
-LAYOUT_KEYS = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "num_layer_list",
-    "sequence_parallel",
-    "micro_batch_size",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-)
+OF_ANY_MEGATRON = """
+    ranks_fill_training_groups ranks_fill_expert_groups heads_by_tp kv_heads_by_tp width_by_tp
+    vocabulary_by_tp layers_by_pp layer_list_has_a_number_for_each_stage
+    layer_list_sums_to_the_layers dense_model_without_ep experts_by_training_ranks
+    mini_batch_by_training_dp
+""".split()
+LAYOUT_RULES = [rule for rule in RULES if rule.name in OF_ANY_MEGATRON]
 BESIDE_ROUNDED = (
     "the engine gets base and adapter as one weight of that dtype, and an adapter of a thousandth "
     "of the weight is 80 % off when it is taken out again."
 )
+# A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
+LAYOUT_KEYS = """
+    tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
+    num_layer_list sequence_parallel micro_batch_size
+    recompute_granularity recompute_method recompute_num_layers
+""".split()
+OTHER_KEYS = """
+    rl_config.actor_resource.num_npus rl_config.ref_forward_micro_batch_size
+    rl_config.actor_forward_micro_batch_size megatron_training.save_interval local.kv_cache_gib
+    local.keep_checkpoints run.prove_every run.min_arrived
+""".split()
 MAY_CHANGE = frozenset(
-    [
-        *(
-            f"{section}.{key}"
-            for section in ("megatron_training", "actor_config")
-            for key in LAYOUT_KEYS
-        ),
-        "rl_config.actor_resource.num_npus",
-        "rl_config.ref_forward_micro_batch_size",
-        "rl_config.actor_forward_micro_batch_size",
-        "megatron_training.save_interval",
-        "local.kv_cache_gib",
-        "local.keep_checkpoints",
-        "run.prove_every",
-        "run.min_arrived",
-    ]
+    [f"megatron_training.{key}" for key in LAYOUT_KEYS]
+    + [f"actor_config.{key}" for key in LAYOUT_KEYS]
+    + OTHER_KEYS
 )
 
 
@@ -94,13 +66,12 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yields what this engine cannot do with any model."""
     layout = recipe.layout
     optimizer = recipe.optimizer
-    granularity = optimizer.recompute_granularity
-    method = optimizer.recompute_method
-    if granularity and (granularity, method) != ("full", "block"):
+    # another method, and other granularities than "full", are refused by recipe/keys.yaml
+    if optimizer.recompute_granularity and not optimizer.recompute_method:
         yield _unsupported(
-            "megatron_training.recompute_granularity",
-            f"= {granularity!r} with recompute_method = {method!r}: the local engine has 'full' "
-            "with 'block'",
+            "megatron_training.recompute_method",
+            f"is left out with recompute_granularity = {optimizer.recompute_granularity!r}: set it "
+            "to block, the local engine has no other",
         )
     if not recipe.lora.targets:
         yield _unsupported(
@@ -180,9 +151,7 @@ def refused(file: Path, shape: ModelShape) -> list[str]:
 
 
 def beyond_kernels(shape: ModelShape) -> list[str]:
-    """Which sizes of a model vLLM's kernels for CPUs do not take, by what its sources say."""
-    head_dims = _of_vllm(*HEAD_DIMS)
-    step = _of_vllm(*EXPERT_STEP)
+    """Which sizes of a model vLLM's kernels for CPUs do not take."""
     heads = shape.num_attention_heads
     groups = shape.num_key_value_heads
     reasons = []
@@ -190,34 +159,19 @@ def beyond_kernels(shape: ModelShape) -> list[str]:
         reasons.append(
             f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
         )
-    if head_dims and shape.head_dim not in head_dims:
+    if shape.head_dim not in HEAD_DIMS:
         reasons.append(
-            f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, head_dims))}: vLLM's "
+            f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}: vLLM's "
             "attention on CPUs takes no other"
         )
-    for key in ("hidden_size", "moe_intermediate_size") if shape.moe and step else ():
-        if getattr(shape, key) % step:
+    for key in ("hidden_size", "moe_intermediate_size") if shape.moe else ():
+        size = getattr(shape, key)
+        if size % EXPERT_STEP:
             reasons.append(
-                f"{key} = {getattr(shape, key)} must be a multiple of {step}: vLLM's experts on "
-                "CPUs take no other, or pad them, and what is padded cannot be updated in place"
+                f"{key} = {size} must be a multiple of {EXPERT_STEP}: vLLM's experts on CPUs take "
+                "no other, or pad them, and what is padded cannot be updated in place"
             )
     return reasons
-
-
-@cache
-def _of_vllm(file: str, name: str) -> Any:
-    """Returns the literal that vLLM gives a class's attribute or returns from its method: read from
-    the source, since an import takes ten seconds. None where this vLLM has no such.
-    """
-    spec = find_spec("vllm")
-    path = Path((spec and spec.submodule_search_locations or [""])[0], file)
-    with suppress(OSError, ValueError):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                return ast.literal_eval(node.body[-1].value)  # type: ignore[attr-defined]
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                return ast.literal_eval(node.value)
-    return None
 
 
 def data_files(recipe: Recipe) -> dict[str, Path | str]:

@@ -7,9 +7,9 @@ clean weights) -> sync (merged weights to the rollout engine) -> evaluate (noise
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,17 @@ from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.engines.noise import controller_of
-from mindspeed_qerl.families import end_tokens, read_shape
+from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.lora.proof import Movement, arrival_metrics
-from mindspeed_qerl.recipe.types import Layout, Recipe
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.observer import RunObserver
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import score
 
 from . import arithmetic, checkpoint
-from .batch import Answer, PromptOrder, TrainBatch, deal
-from .data import Data
-from .processes import Processes, WorkerError, recorded_routers
+from .batch import Answer, PromptOrder, TrainBatch
+from .engine import Data
+from .processes import Processes, WorkerError
 from .rank import TrainRank
 from .rollout import RolloutEngine, RolloutRequest
 from .sampled import (
@@ -40,13 +40,6 @@ from .sampled import (
     tokens_to_replay,
     tokens_to_train,
 )
-
-
-def data_rank(rank: int, layout: Layout) -> int:
-    """The data-parallel rank of a rank: tensor parallel ranks count first, stages last (Megatron
-    parallel_state).
-    """
-    return rank // layout.tp % layout.dp
 
 
 class LocalEngine:
@@ -63,16 +56,13 @@ class LocalEngine:
         self.data = data
         self.order = PromptOrder(len(data.train.rows), recipe.run.seed)
         self.noise = controller_of(recipe, observer.earlier)
-        self.routers = recorded_routers(recipe)
+        self.shape = read_shape(recipe.model.path)
+        replays = recipe.algorithm.routing_replay == "rollout"
+        self.routers = self.shape.routers if replays else None  # whose choices are recorded
         self.updates = 0  # of the optimizer
         self.seconds: dict[str, float] = defaultdict(float)  # of the parts of this iteration
         self.weight_errors: dict[str, float] = {}  # metrics of the last sync
         arithmetic.settle()
-
-    @cached_property
-    def ends(self) -> set[int]:
-        """Ids of the tokens that end an answer."""
-        return end_tokens(self.recipe.model.path, self.data.tokenizer)
 
     def train(self) -> None:
         """All iterations."""
@@ -117,14 +107,14 @@ class LocalEngine:
         if kept:
             batch, kl_metrics = select(kept, recipe, self.logprobs_before)
             metrics |= kl_metrics
-            tokens = tokens_to_train(kept, recipe, batch, self.ends)
+            tokens = tokens_to_train(kept, recipe, batch, self.data.ends)
         metrics |= answer_metrics(answers)
         metrics["selection/sampled_groups"] = groups
         metrics["selection/trained_groups"] = len(kept) // n
         if self.routers:
             metrics["routing/captured_tokens"] = sum(len(answer.routes) for answer in answers)
         if batch is not None and tokens:
-            if recipe.algorithm.routing_replay != "none":
+            if self.routers:
                 routes = tokens_to_replay(batch, recipe)
             observer.progress.phase("update")
             metrics |= self.update(batch)
@@ -190,10 +180,9 @@ class LocalEngine:
                 [task.prompts[i] for i in chosen],
                 recipe.batch.samples_per_prompt,
                 derived_seed(recipe.run.seed, purpose, step),
-                self._sampling(recipe.sampling.temperature, logprobs=0),
+                self._sampling(recipe.sampling.temperature),
                 noise,
                 recipe.hardware_error.arguments("rollout"),
-                record_routes=True,
             )
             answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         with self._timed("reward"):
@@ -209,7 +198,7 @@ class LocalEngine:
                 answer.expected = row.answer
                 answer.reward = float(rewards[i])
                 answer.scores = {name: values[i] for name, values in scores.items()}
-            self.observer.sampled(step, (answer.view() for answer in answers))
+            self.observer.sampled(step, map(_row, answers))
             check_answers(answers, self.routers)
         return answers, report
 
@@ -217,31 +206,28 @@ class LocalEngine:
         """Before the update, by the policy and by the base model, float32 [2, N, L-1]."""
         logprobs = np.zeros((2, *batch.mask.shape), dtype=np.float32)
         with self._timed("logprobs"):
-            results = self._on_shards(TrainRank.logprobs_before, batch)
+            results = self.processes.on_ranks(TrainRank.logprobs_before, batch)
         # the last pipeline stage has them, whose ranks are the last
-        for share, shards in zip(self._shares(batch), results):
-            for index, shard in zip(share, shards):
-                logprobs[:, index, : shard.shape[2]] = shard
+        for found in results:
+            for rows, pair in found:
+                logprobs[:, rows, : pair.shape[2]] = pair
         return logprobs
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
         """Train the ranks on `batch`; returns their metrics."""
-        metrics = self._on_shards(TrainRank.train, batch, self.recipe.batch.epochs)[0]
+        metrics = self.processes.on_ranks(TrainRank.train, batch)[0]
         for part in ("time/logprobs", "time/update"):
             self.seconds[part] += metrics.pop(part)
-        self.updates += metrics.pop("updates")
+        self.updates += int(metrics.pop("updates"))
         return metrics
 
     def sync(self) -> None:
-        """Merged weights to the rollout engine, a part of each rank's at a time, two parts under
-        way.
-        """
+        """Merged weights to the rollout engine, a layer of each stage at a time, two under way."""
         processes = self.processes
-        rollout = self.processes.rollout
-        parts = max(processes.on_ranks(TrainRank.sync_parts))
+        rollout = processes.rollout
         loading = {rollout: rollout.call(RolloutEngine.start_sync)}
-        for part in range(parts):
-            merged = {rank: rank.call(TrainRank.merged_weights, part) for rank in processes.ranks}
+        for layer in range(self.shape.num_hidden_layers):
+            merged = {rank: rank.call(TrainRank.merged_weights, layer) for rank in processes.ranks}
             processes.gather(merged)
             processes.gather(loading)
             loading = {rollout: rollout.call(RolloutEngine.load, *merged.values())}
@@ -250,9 +236,8 @@ class LocalEngine:
 
     def movement(self) -> Movement:
         """Returns what the rollout engine holds beside base + (alpha / r) B A: the proof of a sync."""
-        factors = {rank: rank.call(TrainRank.adapter_factors) for rank in self.processes.ranks}
-        self.processes.gather(factors)
-        return self.processes.on_rollout(RolloutEngine.movement, *factors.values())
+        factors = self.processes.on_ranks(TrainRank.adapter_factors)
+        return self.processes.on_rollout(RolloutEngine.movement, *factors)
 
     def evaluate(self, step: int) -> None:
         """Accuracy after `step` updates on the held-out rows, noise off, by the first verifier."""
@@ -266,8 +251,9 @@ class LocalEngine:
             task.prompts,
             evaluation.samples_per_problem,
             derived_seed(recipe.run.seed, "evaluation", step),
-            self._sampling(evaluation.temperature, logprobs=None),
+            self._sampling(evaluation.temperature),
             hardware_error=recipe.hardware_error.arguments("evaluation"),
+            trained=False,
             quantized=recipe.quantization.evaluation,
         )
         answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
@@ -286,7 +272,7 @@ class LocalEngine:
             "updates": self.updates,
             "prompts_asked": self.order.position,
             **run.identity(),
-            **checkpoint.describe(read_shape(self.recipe.model.path), self.recipe.lora),
+            **checkpoint.describe(self.shape, self.recipe.lora),
         }
         write = partial(self.processes.on_ranks, TrainRank.save)
         try:
@@ -322,31 +308,25 @@ class LocalEngine:
         yield
         self.seconds[f"time/{part}"] += time.perf_counter() - started
 
-    def _sampling(self, temperature: float, logprobs: int | None) -> dict[str, Any]:
+    def _sampling(self, temperature: float) -> dict[str, Any]:
         """Keyword arguments of vLLM's SamplingParams."""
         end = self.data.tokenizer.eos_token_id
         return {
             "max_tokens": self.recipe.sampling.max_tokens,
             "stop_token_ids": [] if end is None else [end],
             "temperature": temperature,
-            "logprobs": logprobs,
         }
 
     def _decode(self, answers: Sequence[Answer]) -> list[str]:
         tokens = [answer.token_ids for answer in answers]
         return self.data.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
-    def _shares(self, batch: TrainBatch) -> list[list[np.ndarray]]:
-        """Per rank, its rows of each mini-batch; ranks that share one data-parallel rank's layers
-        get the same.
-        """
-        layout = self.recipe.layout
-        shares = deal(batch.lengths, self.recipe.batch.mini_answers, layout.dp)
-        return [shares[data_rank(rank, layout)] for rank in range(layout.world)]
 
-    def _on_shards(self, method: Callable, batch: TrainBatch, *arguments: Any) -> list:
-        """`method` of each rank on its shard of each mini-batch."""
-        calls = {}
-        for rank, share in zip(self.processes.ranks, self._shares(batch)):
-            calls[rank] = rank.call(method, [batch.rows(index) for index in share], *arguments)
-        return self.processes.gather(calls)
+def _row(answer: Answer) -> dict[str, Any]:
+    """Returns what the report keeps of it: a row of rollouts.jsonl."""
+    return {
+        "question": answer.question,
+        "response": answer.text,
+        "answer": answer.expected,
+        "reward": answer.reward,
+    }

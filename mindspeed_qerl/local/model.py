@@ -3,7 +3,6 @@ rank's part.
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ from mindspeed_qerl.families import ModelShape, family_of
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.families.tensors import ParameterMapping, mappings
 from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.recipe.types import Layout
+from mindspeed_qerl.recipe.types import Recipe
+
+from .place import Place
 
 
 class CausalAttention(nn.Module):
@@ -62,18 +63,9 @@ class SkipPrompts(nn.Module):
 
 
 def build_model(
-    model_dir: str | Path,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    layout: Layout,
-    recompute_layers: int,
+    recipe: Recipe, shape: ModelShape, place: Place
 ) -> tuple[nn.Module, list[ParameterMapping], range, range]:
-    """Build this rank's part of the model in `model_dir`, of `shape`, and load its weights.
-    megatron-core's parallel state must be that of `layout`.
-
-    Args:
-        recompute_layers: this many layers of the stage keep their input only, and are computed
-            again for their gradient.
+    """Build this rank's part of the model of a recipe, of `shape`, and load its weights.
 
     Returns:
         it, the table that names its parameters, and its layers and its experts by their global
@@ -85,7 +77,8 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    stage = parallel_state.get_pipeline_model_parallel_rank()
+    layout = recipe.layout
+    stage = place.pipeline_group.rank()
     first = stage == 0
     last = stage == layout.pp - 1
     counts = Plan(shape, layout).layers
@@ -98,7 +91,7 @@ def build_model(
     if last:
         specs[-1].submodules.pre_cross_attn_layernorm = SkipPrompts
     model = GPTModel(
-        config=_transformer_config(shape, dtype, layout, min(recompute_layers, len(layers))),
+        config=_transformer_config(recipe, shape, len(layers)),
         transformer_layer_spec=TransformerBlockSubmodules(specs, RMSNorm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_position_embeddings,
@@ -107,23 +100,22 @@ def build_model(
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
-    ).to(dtype)
+    ).to(getattr(torch, recipe.model.dtype))
     # a layer that is computed again passes a gradient on only to an input that needs one
-    if recompute_layers and first:
+    if recipe.optimizer.recompute_granularity and first:
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_()
         )
     if last:
         model.output_layer.register_forward_hook(_gradient_in_memory_order)
     table = mappings(shape, layers, experts, first, last)
-    checkpoint = Checkpoint(model_dir)
+    checkpoint = Checkpoint(recipe.model.path)
     check_tensors(checkpoint, shape)
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
-    load_weights(model, table, checkpoint, tp_rank, layout.tp)
+    load_weights(model, table, checkpoint, place.tp_rank, place.tp_size)
     return model, table, layers, experts
 
 
-def _gradient_in_memory_order(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> None:
+def _gradient_in_memory_order(module, inputs, output) -> None:
     """The gradient of the logits [l, n, vocabulary] comes transposed (gpt_model.py:407), and
     torch's matmul would copy the whole output weight for each of the l positions instead of making
     one product.
@@ -132,21 +124,22 @@ def _gradient_in_memory_order(module: nn.Module, inputs: Any, output: tuple[Tens
         output[0].register_hook(Tensor.contiguous)
 
 
-def _transformer_config(
-    shape: ModelShape, dtype: torch.dtype, layout: Layout, recompute_layers: int
-) -> Any:
-    """megatron-core's TransformerConfig of one rank."""
+def _transformer_config(recipe: Recipe, shape: ModelShape, layers: int) -> Any:
+    """megatron-core's TransformerConfig of one rank, whose stage has so many layers."""
     from megatron.core.transformer import TransformerConfig
 
+    layout = recipe.layout
+    dtype = getattr(torch, recipe.model.dtype)
     return TransformerConfig(
         **family_of(shape).transformer_config(shape),
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.tp * layout.ep if shape.moe else 1,
         expert_tensor_parallel_size=1,
-        recompute_granularity="full" if recompute_layers else None,
+        # they keep their input only, and are computed again for their gradient
+        recompute_granularity=recipe.optimizer.recompute_granularity,
         recompute_method="block",
-        recompute_num_layers=recompute_layers,
+        recompute_num_layers=min(recipe.optimizer.recompute_num_layers or layers, layers),
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,

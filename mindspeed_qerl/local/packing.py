@@ -6,11 +6,12 @@ change nothing. `keep_linear_weights` stops that before the engine is built. Exp
 packed in place.
 """
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 
 
 class PackedLinear:
@@ -47,7 +48,6 @@ def keep_linear_weights() -> None:
     """
     from vllm.model_executor.layers import utils
 
-    @wraps(utils.dispatch_cpu_unquantized_gemm)
     def dispatch(layer, remove_weight):
         layer.cpu_linear = PackedLinear()
 
@@ -112,3 +112,35 @@ def _permutation(weight: Tensor, isa: str) -> Tensor:
         digit = ((index >> shift) & 255).to(weight.dtype).reshape(1, *weight.shape[1:])
         source += cpu_prepack_moe_weight(digit, isa).flatten().long() << shift
     return source
+
+
+def plain_linear(parameter: str, x: Tensor, weight: Tensor, expert: int) -> Tensor:
+    """One expert's layer of vLLM's `parameter` as it is, for `plain_experts`."""
+    return linear(x, weight)
+
+
+def plain_experts(
+    multiply: Callable[..., Tensor],
+    weights: dict[str, Tensor],
+    *,
+    output: Tensor,
+    hidden_states: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    **_: Any,
+) -> None:
+    """Computes what vLLM's fused CPU kernel does for SwiGLU experts, by torch's operators.
+
+    multiply: (vLLM's parameter, x [n, in], weight [out, in], expert) -> [n, out]. weights: of all
+    experts, as `PackedExperts.unpacked` has them. output, hidden_states: [tokens, h]. topk_*:
+    [tokens, k].
+    """
+    (gate_up, w13), (down, w2) = weights.items()
+    output.zero_()
+    for expert in topk_ids.unique().tolist():
+        rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
+        both = multiply(gate_up, hidden_states[rows], w13[expert], expert=expert)
+        gate, up = both.chunk(2, -1)
+        y = multiply(down, silu(gate) * up, w2[expert], expert=expert)
+        weighted = y * topk_weights[rows, slots].unsqueeze(1)
+        output.index_add_(0, rows, weighted.to(output.dtype))

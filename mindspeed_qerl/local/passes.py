@@ -93,15 +93,14 @@ class Passes:
                 first = int(micro.mask.any(0).argmax())
             self.skip_prompts.first = first
         padding = -length % self.place.tp_size  # tensor parallel ranks share the sequence
-        tokens = self._tensor(np.pad(micro.tokens, ((0, 0), (0, padding))))
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        tokens = pad(self._tensor(micro.tokens), (0, padding))
         replaying: AbstractContextManager = nullcontext()
         if micro.routes is not None:
             assert self.replay, "without it there are no routes"
             routes, known = micro.routes_by_position(tokens.shape[1])
             replaying = self.replay.forward(MicroBatch(self._tensor(routes), self._tensor(known)))
         with replaying:
-            output = model(tokens, positions, None)
+            output = model(tokens, None, None)  # rotary positions count by themselves
         tokens = tokens[:, first + 1 : length]
         if divisor is None:
             return output, partial(self._logprobs, tokens)
@@ -119,12 +118,7 @@ class Passes:
         return token_logprobs(logits, tokens, self.recipe.sampling.temperature)
 
     def _trained(
-        self,
-        micro: TrainBatch,
-        tokens: Tensor,
-        first: int,
-        divisor: float,
-        output: Tensor,
+        self, micro: TrainBatch, tokens: Tensor, first: int, divisor: float, output: Tensor
     ) -> tuple[Tensor, Tensor, tuple[dict[str, Metric], Tensor]]:
         """(loss for `backward`, number of tokens that nothing is divided by, the result: metrics
         and float32 [n, l - 1], on the device, since a copy to the host would wait for it).
@@ -136,13 +130,14 @@ class Passes:
         before = logprobs.detach()
         with torch.set_grad_enabled(algorithm.entropy_coefficient > 0):
             entropy = pad(token_entropy(logits, temperature), (first, 0))
+        old = self._tensor(micro.old_logprobs)
         inputs = LossInputs(
             logprobs,
-            before if micro.old_logprobs is None else self._tensor(micro.old_logprobs),
+            before if old is None else old,
             self._tensor(micro.rollout_logprobs),
             self._tensor(micro.advantages),
             self._tensor(micro.mask),
-            None if micro.reference_logprobs is None else self._tensor(micro.reference_logprobs),
+            self._tensor(micro.reference_logprobs),
             entropy,
         )
         total, metrics = loss(inputs, algorithm, self.recipe.correction)
@@ -165,5 +160,6 @@ class Passes:
             raise RuntimeError(fault)
         return whole
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.place.device)
+    def _tensor(self, array: np.ndarray | None) -> Any:
+        """On the device; None: there is none."""
+        return None if array is None else torch.from_numpy(array).to(self.place.device)

@@ -1,7 +1,6 @@
 """Where a rank stands among the others: its device, and Megatron's groups around it."""
 
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -10,17 +9,43 @@ from mindspeed_qerl.families.tensors import Split
 from mindspeed_qerl.recipe.types import Layout
 
 
-@dataclass(frozen=True)
 class Place:
-    """A rank's device and groups."""
+    """A rank's device and groups: meets the other ranks, and sets up torch.distributed and
+    Megatron's parallel state in this process.
 
-    device: torch.device
-    tp_rank: int
-    tp_size: int
-    tp_group: dist.ProcessGroup
-    pipeline_group: dist.ProcessGroup
-    data_group: dist.ProcessGroup
-    expert_data_group: dist.ProcessGroup  # ranks that hold the same experts
+    Args:
+        rendezvous: init_method, for example file:///some/new/file.
+
+    Attributes:
+        expert_data_group: ranks that hold the same experts.
+    """
+
+    def __init__(self, layout: Layout, moe: bool, rank: int, rendezvous: str):
+        os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", GLOO_SOCKET_IFNAME="lo")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        self.device = accelerator or torch.device("cpu")
+        if self.device.type == "cpu":
+            from mindspeed_qerl.emulation import cuda_on_cpu
+
+            cuda_on_cpu.install()
+        else:
+            torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
+        from megatron.core import parallel_state
+
+        backend = dist.get_default_backend_for_device(self.device)  # gloo, nccl; torch_npu: hccl
+        dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=layout.world)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=layout.tp * layout.ep if moe else 1,
+            expert_tensor_parallel_size=1,
+        )
+        self.tp_size = layout.tp
+        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        self.pipeline_group = parallel_state.get_pipeline_model_parallel_group()
+        self.data_group = parallel_state.get_data_parallel_group()
+        self.expert_data_group = parallel_state.get_expert_data_parallel_group()
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Returns True if this rank's copy of `parameter` stands for those of the data-parallel
@@ -41,36 +66,3 @@ class Place:
             shards = [torch.empty_like(shard) for _ in range(self.tp_size)]
         dist.gather(shard, shards, group=self.tp_group, group_dst=0)
         return split.join(shards) if shards else None
-
-
-def join(layout: Layout, moe: bool, rank: int, rendezvous: str) -> Place:
-    """Meet the other ranks, and set up torch.distributed and Megatron's parallel state in this
-    process. rendezvous: init_method, for example file:///some/new/file.
-    """
-    os.environ.update(CUDA_DEVICE_MAX_CONNECTIONS="1", GLOO_SOCKET_IFNAME="lo")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type == "cpu":
-        from mindspeed_qerl.emulation import cuda_on_cpu
-
-        cuda_on_cpu.install()
-    else:
-        torch.accelerator.set_device_index(rank % torch.accelerator.device_count())
-    from megatron.core import parallel_state
-
-    backend = dist.get_default_backend_for_device(device)  # gloo, nccl; torch_npu adds hccl
-    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=layout.world)
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        expert_model_parallel_size=layout.tp * layout.ep if moe else 1,
-        expert_tensor_parallel_size=1,
-    )
-    return Place(
-        device,
-        parallel_state.get_tensor_model_parallel_rank(),
-        layout.tp,
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_data_parallel_group(),
-        parallel_state.get_expert_data_parallel_group(),
-    )

@@ -4,8 +4,8 @@ and writes to a log file of its own; a failed call names the process that died.
 
 import contextlib
 import gc
-import importlib
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -22,7 +22,6 @@ from mindspeed_qerl.common.errors import ConfigError, EngineError
 from mindspeed_qerl.engines import private_ray
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.routing.routes import Routers
 from mindspeed_qerl.runs.directory import RunDirectory
 
 LOOK = 2  # seconds of waiting after which Ray's own processes are looked at
@@ -44,26 +43,26 @@ def _errors_in_log() -> Iterator[None]:
     """
     try:
         yield
-    except (RuntimeError, ConfigError) as error:
+    except Exception as error:  # noqa: BLE001  any may come
         traceback.print_exc()
-        raise RuntimeError(str(error)) from None
-    except Exception as error:  # noqa: BLE001  any may come, and a KeyError's message is a key
-        traceback.print_exc()
-        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        words = str(error)
+        if not isinstance(error, (RuntimeError, ConfigError)):  # a KeyError's message is a key
+            words = f"{type(error).__name__}: {words}"
+        raise RuntimeError(words) from None
 
 
 @ray.remote
 class _Host:
     """An object in a process of its own, and calls forwarded to it."""
 
-    def build(self, module: str, name: str, log_file: str, arguments: dict) -> int:
+    def build(self, cls: str, log_file: str, arguments: dict) -> int:
         """Make the object; returns the process id."""
         log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
         gc.disable()  # what imports make stays, and to look through it takes a second
         with _errors_in_log():
-            self.target = getattr(importlib.import_module(module), name)(**arguments)
+            self.target = pkgutil.resolve_name(cls)(**arguments)
         gc.freeze()
         gc.enable()
         return os.getpid()
@@ -75,14 +74,13 @@ class _Host:
 
 class Worker:
     """A handle on one process, started in `environment` (OpenMP reads it when it is loaded), in
-    which the class `cls` of `module` is built; only names travel, so imports happen there. name:
-    what messages call it.
+    which the class `cls`, "module:Class", is built; only names travel, so imports happen there.
+    name: what messages call it.
     """
 
     def __init__(
         self,
         name: str,
-        module: str,
         cls: str,
         log_file: Path,
         environment: dict[str, str],
@@ -93,7 +91,7 @@ class Worker:
         self.actor = _Host.options(  # type: ignore[attr-defined]  # Ray's decorator makes it
             num_cpus=1, runtime_env={"env_vars": environment}
         ).remote()
-        self.built = self.actor.build.remote(module, cls, str(log_file), arguments)
+        self.built = self.actor.build.remote(cls, str(log_file), arguments)
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> "ray.ObjectRef[Result]":
         """Start `method`, of the object's class, in the process. References among the arguments are
@@ -106,7 +104,9 @@ class Processes:
     """The processes of one run: the ranks that train (`TrainRank`), and the `RolloutEngine`."""
 
     def __init__(self, ranks: Sequence[Worker], rollout: Worker):
-        self.ranks, self.rollout, self.started = ranks, rollout, time.perf_counter()
+        self.ranks = ranks
+        self.rollout = rollout
+        self.started = time.perf_counter()
         self.workers = [*ranks, rollout]
         self.pids: dict[str, int] = {}
 
@@ -164,13 +164,6 @@ class Processes:
             return True
 
 
-def recorded_routers(recipe: Recipe) -> Routers | None:
-    """The routers whose choices the rollout records; None if they are not replayed."""
-    if recipe.algorithm.routing_replay != "rollout":
-        return None
-    return read_shape(recipe.model.path).routers
-
-
 @contextlib.contextmanager
 def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
     """A Ray of this run's own and its processes, which are being built (`wait_until_ready`). Main
@@ -195,8 +188,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
         # the first of them, since it takes longest
         rollout = Worker(
             "rollout engine",
-            "mindspeed_qerl.local.rollout",
-            "RolloutEngine",
+            "mindspeed_qerl.local.rollout:RolloutEngine",
             logs / "rollout.log",
             _environment(scratch, 1),
             model_dir=recipe.model.path,
@@ -204,7 +196,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             max_model_len=recipe.batch.max_model_len,
             max_num_seqs=recipe.rollout.max_num_seqs,
             kv_cache_gib=recipe.local.kv_cache_gib,
-            routers=recorded_routers(recipe),
+            records_routes=recipe.algorithm.routing_replay == "rollout",
             quantization=recipe.quantization if recipe.quantization.enabled else None,
             noise=recipe.noise_arguments,
         )
@@ -213,8 +205,7 @@ def launch(recipe: Recipe, run: RunDirectory) -> Iterator[Processes]:
             ranks.append(
                 Worker(
                     f"rank {rank}",
-                    "mindspeed_qerl.local.rank",
-                    "TrainRank",
+                    "mindspeed_qerl.local.rank:TrainRank",
                     logs / f"rank{rank}.log",
                     _environment(scratch, world),
                     recipe=recipe,

@@ -2,10 +2,10 @@
 sends to vLLM.
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,16 @@ from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
 
 from . import arithmetic
-from .batch import TrainBatch
+from .batch import TrainBatch, deal
 from .hardware_error import HardwareErrorMode
 from .passes import Passes
-from .place import join
+from .place import Place
 from .sharded import ShardedAdapters
 
 
 class TrainRank:
-    """A rank of the training world. Every method is called on all ranks at once; those of one
-    data-parallel rank get the same shard, and all shards are of equal size.
+    """A rank of the training world, which trains its part of the adapters. Every method is called
+    on all ranks at once, with the whole batch, of which each trains equally many rows.
 
     Args:
         shape: of the model in `recipe.model.path`.
@@ -47,14 +47,9 @@ class TrainRank:
         adam = recipe.optimizer
         self.recipe = recipe
         self.routers = shape.routers
-        self.place = place = join(recipe.layout, shape.moe, rank, rendezvous)
-        recompute = 0
-        if adam.recompute_granularity:
-            recompute = adam.recompute_num_layers or shape.num_hidden_layers
-        dtype = getattr(torch, recipe.model.dtype)
-        model, table, layers, experts = build_model(
-            recipe.model.path, shape, dtype, recipe.layout, recompute
-        )
+        place = Place(recipe.layout, shape.moe, rank, rendezvous)
+        self.place = place
+        model, table, layers, experts = build_model(recipe, shape, place)
         apply_lora(
             model,
             recipe.lora.targets,
@@ -69,7 +64,7 @@ class TrainRank:
         model.to(place.device)
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             self.parameters,
             lr=adam.lr,
             betas=(adam.adam_beta1, adam.adam_beta2),
@@ -77,37 +72,34 @@ class TrainRank:
         )
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-            self.optimizer.state[parameter] = {
+            optimizer.state[parameter] = {
                 "step": torch.zeros(()),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        self.adapters = ShardedAdapters(model, table, place, self.optimizer)
-        if dtype == torch.bfloat16:
+        self.optimizer = optimizer
+        self.adapters = ShardedAdapters(model, table, place, optimizer)
+        if recipe.model.dtype == "bfloat16":
             for mapping, layer in self.adapters.layers:
                 layer.add_dither(mapping, place.tp_rank, place.tp_size)
-        self.scheduler = _scheduler(self.optimizer, adam, recipe.run.train_iters)
+        self.scheduler = _scheduler(optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":
             self.replay = RouteReplay(model, shape.routers, place.tp_rank, place.tp_size)
         # where tokens are shared in sequence, computed again, or counted by their routes, all
         # layers have all of them
         skip_prompts = None
-        if not (place.tp_size > 1 or recompute or self.replay):
+        if not (place.tp_size > 1 or adam.recompute_granularity or self.replay):
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
-    def describe(self) -> dict[str, dict[str, int]]:
+    def describe(self) -> dict[str, Counter[str]]:
         """Counts what this rank trains, by LoRA target."""
         return self.adapters.describe()
 
-    def sync_parts(self) -> int:
-        """Returns how many parts of this rank's merged weights a sync takes."""
-        return len(self.adapters.parts)
-
-    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """Returns a part of a sync."""
-        return self.adapters.merged_weights(part)
+    def merged_weights(self, layer: int) -> dict[str, np.ndarray]:
+        """Returns what a sync takes of a layer of this stage."""
+        return self.adapters.merged_weights(layer)
 
     def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
         """Returns what the proof of a sync compares with."""
@@ -122,6 +114,12 @@ class TrainRank:
         self.adapters.restore(folder, updates)
         self.scheduler.step(iteration)
 
+    def rows(self, batch: TrainBatch) -> list[np.ndarray]:
+        """This rank's rows of each mini-batch; ranks that share its layers have the same."""
+        group = self.place.data_group
+        size = self.recipe.batch.mini_answers
+        return deal(batch.lengths, size, group.size(), group.rank())
+
     def logprobs(self, shard: TrainBatch, reference: bool = False) -> np.ndarray:
         """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included, its
         own routes) with `reference`; zeros but on the last pipeline stage.
@@ -132,31 +130,35 @@ class TrainRank:
             own = replace(shard, routes=None)
             return self.passes.logprobs(own, self.recipe.batch.ref_forward)
 
-    def logprobs_before(self, shards: list[TrainBatch]) -> list[np.ndarray]:
-        """Returns of each shard `logprobs` and those of the base model, float32 [2, N, L-1], before
-        this iteration's first update.
+    def logprobs_before(self, batch: TrainBatch) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns of each mini-batch this rank's rows, and `logprobs` of them and those of the base
+        model, float32 [2, n, L-1], before this iteration's first update.
         """
+        found = []
         with self._arithmetic("arithmetic before the update"):
-            return [np.stack([self.logprobs(s), self.logprobs(s, reference=True)]) for s in shards]
+            for rows in self.rows(batch):
+                shard = batch.rows(rows)
+                pair = [self.logprobs(shard), self.logprobs(shard, reference=True)]
+                found.append((rows, np.stack(pair)))
+        return found
 
     def skip(self) -> None:
         """An iteration without an update: the learning rate moves on."""
         self.scheduler.step(1)
 
-    def train(self, shards: list[TrainBatch], epochs: int = 1) -> dict[str, float]:
-        """One iteration: `epochs` passes over the mini-batches, one optimizer step for each.
-
-        Args:
-            shards: this rank's part of each mini-batch.
-
-        Returns:
-            Metrics, the same on every rank but for time/logprobs and time/update, seconds.
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """One iteration: passes over the mini-batches, one optimizer step for each. Returns
+        metrics, the same on every rank but for time/logprobs and time/update, seconds.
         """
         started = time.perf_counter()
+        epochs = self.recipe.batch.epochs
+        shards = [batch.rows(rows) for rows in self.rows(batch)]
         with self._arithmetic("arithmetic"):
             if self.recipe.algorithm.loss_has_kl:
-                references = [self.logprobs(shard, reference=True) for shard in shards]
-                shards = [replace(s, reference_logprobs=r) for s, r in zip(shards, references)]
+                shards = [
+                    replace(shard, reference_logprobs=self.logprobs(shard, reference=True))
+                    for shard in shards
+                ]
             if len(shards) * epochs == 1:  # the policy that is trained is the policy before it
                 shards = [replace(shard, old_logprobs=None) for shard in shards]
             elif shards[0].old_logprobs is None:
@@ -179,16 +181,14 @@ class TrainRank:
             if not divisor:  # every answer was cut off, and those are not trained
                 continue
             self.optimizer.zero_grad(set_to_none=False)
-            with self.replay.training() if self.replay else contextlib.nullcontext():
+            with self.replay.training() if self.replay else nullcontext():
                 parts += self.passes.train(shard, float(divisor))
             if self.replay:
                 counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
             self.adapters.changed()
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.scheduler.step(1)
-        merged: dict[str, Any] = on_host(merge(parts))
+        merged: dict = on_host(merge(parts))
         # only the last pipeline stage has any
         for group in (self.place.data_group, self.place.pipeline_group):
             merged = merge(_from_every_rank(merged, group))
@@ -198,8 +198,9 @@ class TrainRank:
             metrics |= routing_metrics(total(counts_of_ranks), self.routers)
         metrics["selection/trained_tokens"] = int(merged["mismatch/k1"].count)
         metrics["grad_norm"] = sum(norms) / len(norms)
-        metrics["lr"] = lr
         metrics["updates"] = len(norms)
+        metrics["lr"] = self.optimizer.param_groups[0]["lr"]
+        self.scheduler.step(1)
         return metrics
 
     def _reduce_and_clip(self) -> float:
@@ -234,19 +235,16 @@ class TrainRank:
                 parameter.grad.mul_(limit / (norm + 1e-6))
         return norm
 
-    @contextlib.contextmanager
-    def _arithmetic(self, purpose: str) -> Iterator[None]:
+    def _arithmetic(self, purpose: str) -> AbstractContextManager:
         """With the errors of other hardware that training has (docs/quantization.md), drawn for
         this iteration and purpose.
         """
         arguments = self.recipe.hardware_error.arguments("training")
         if not arguments:
-            yield
-            return
+            return nullcontext()
         purpose = f"{purpose} of rank {dist.get_rank()}"
         seed = derived_seed(self.recipe.run.seed, purpose, self.scheduler.num_steps)
-        with HardwareErrorMode(**arguments, seed=seed):
-            yield
+        return HardwareErrorMode(**arguments, seed=seed)
 
 
 def _from_every_rank(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -4,10 +4,9 @@ read back for the proof that a sync arrived; noise on for rollouts and off for e
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +21,17 @@ from mindspeed_qerl.lora.held import kernel_tensors, take_apart
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
 from mindspeed_qerl.recipe.types import Quantization
-from mindspeed_qerl.routing.routes import Routers
 
 from . import serving
 from .batch import Answer
-from .hardware_error import HardwareErrorMode, plain_experts
-from .packing import PackedExperts, keep_linear_weights, packed_linears
+from .hardware_error import HardwareErrorMode
+from .packing import (
+    PackedExperts,
+    keep_linear_weights,
+    packed_linears,
+    plain_experts,
+    plain_linear,
+)
 from .quantized import QuantizedLayers
 
 
@@ -41,17 +45,17 @@ class RolloutRequest:
         noise: what is on, only inside this call; None: the synced weights.
         hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as
             it is.
-        record_routes: whether answers come with their routes, where the engine can record them.
+        trained: whether answers come with their log-probs, and their routes, if they are recorded.
         quantized: by the weights that are quantized, if some are; else by those that were synced.
     """
 
     prompts: Sequence[Sequence[int]]
     n: int
     seed: int
-    sampling: dict[str, Any]
+    sampling: dict
     noise: NoiseLevel | None = None
-    hardware_error: dict[str, Any] | None = None
-    record_routes: bool = False
+    hardware_error: dict | None = None
+    trained: bool = True
     quantized: bool = True
 
 
@@ -63,7 +67,7 @@ class RolloutEngine:
         dtype: "float32" or "bfloat16".
         max_model_len: prompt and completion together, tokens.
         kv_cache_gib: memory for the KV cache.
-        routers: those of the model, whose choices `generate` can record; None: it cannot.
+        records_routes: `generate` can record the choices of the model's routers.
         quantization: of the linear layers; None: they are what was synced.
         noise: keyword arguments of `NoiseInjector` besides the model; None: never any.
     """
@@ -75,9 +79,9 @@ class RolloutEngine:
         max_model_len: int,
         max_num_seqs: int,
         kv_cache_gib: int,
-        routers: Routers | None = None,
+        records_routes: bool = False,
         quantization: Quantization | None = None,
-        noise: dict[str, Any] | None = None,
+        noise: dict | None = None,
     ):
         keep_linear_weights()
         # in this process, where its weights can be reached
@@ -88,19 +92,20 @@ class RolloutEngine:
             max_model_len,
             max_num_seqs,
             kv_cache_gib,
-            share_prompts=routers is None,  # a prompt that is not computed has no routes
+            share_prompts=not records_routes,  # a prompt that is not computed has no routes
             logprobs_mode="processed_logprobs",
         )
         # vLLM reads the environment when it is imported
         from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
         [model] = self.llm.apply_model(lambda model: model)
-        serving.check_built(model, read_shape(model_dir))
-        self.recorder = (
-            serving.route_recorder(self.llm, routers, max_model_len) if routers else None
-        )
+        shape = read_shape(model_dir)
+        serving.check_built(model, shape)
+        self.recorder = None
+        if records_routes:
+            self.recorder = serving.route_recorder(self.llm, shape.routers, max_model_len)
         self.model = model
-        self.model_dir = model_dir
+        self.checkpoint = Checkpoint(model_dir)
         self.experts = [
             PackedExperts(name, module)
             for name, module in model.named_modules()
@@ -109,7 +114,7 @@ class RolloutEngine:
         self.injector = NoiseInjector(model, **noise) if noise else None
         self.quantized: QuantizedLayers | None = None
         if quantization:
-            self.quantized = QuantizedLayers(model, Checkpoint(model_dir), quantization)
+            self.quantized = QuantizedLayers(model, self.checkpoint, quantization)
             self._put(quantized=True)
 
     def noisy_norms(self) -> list[str]:
@@ -121,27 +126,23 @@ class RolloutEngine:
         without noise). The same request on the same weights gives the same answers.
         """
         sampling = request.sampling
-        hardware_error = request.hardware_error
-        if hardware_error:
-            hardware_error = hardware_error | {"seed": request.seed}
-            # each answer has errors of its own
+        if request.hardware_error:  # each answer has errors of its own
             sampling = sampling | {"skip_reading_prefix_cache": True}
-        recorder = self.recorder if request.record_routes else None
-        with self.policy(request.noise, hardware_error, request.quantized) as report:
+        with self.policy(request) as report:
             torch.manual_seed(request.seed)
             answers = serving.complete(
-                self.llm, request.prompts, recorder=recorder, n=request.n, **sampling
+                self.llm,
+                request.prompts,
+                recorder=self.recorder if request.trained else None,
+                logprobs=request.trained,
+                n=request.n,
+                **sampling,
             )
         return answers, report
 
     @contextlib.contextmanager
-    def policy(
-        self,
-        noise: NoiseLevel | None = None,
-        hardware_error: dict | None = None,
-        quantized: bool = True,
-    ) -> Iterator[NoiseReport | None]:
-        """Inside, vLLM's model has the weights, quantized or not, with the noise of a step, and
+    def policy(self, request: RolloutRequest) -> Iterator[NoiseReport | None]:
+        """Inside, vLLM's model has the weights of a request, quantized or not, with its noise, and
         computes as other hardware would; where more than weights change the experts' fused kernel
         gives way to torch's operators meanwhile.
         """
@@ -153,31 +154,26 @@ class RolloutEngine:
             )
         with contextlib.ExitStack() as undo:
             report = None
-            if self.injector and noise:
-                report = self.injector.apply(noise)
+            if self.injector and request.noise:
+                report = self.injector.apply(request.noise)
                 undo.callback(self.injector.remove)
-            if self.quantized and not quantized:
+            if self.quantized and not request.quantized:
                 self._put(quantized=False)
                 undo.callback(self._put, quantized=True)
             rounds = self.quantized and self.quantized.is_on and self.quantized.activation
-            if hardware_error or rounds:
+            if request.hardware_error or rounds:
+                multiply = self.quantized.linear if self.quantized else plain_linear
                 for experts in self.experts:
-                    gate_up, down = (self._expert(*pair) for pair in experts.unpacked().items())
-                    experts.kernel.apply = partial(plain_experts, gate_up, down)
+                    experts.kernel.apply = partial(plain_experts, multiply, experts.unpacked())
                     # the class's own is there again
                     undo.callback(delattr, experts.kernel, "apply")
-            if hardware_error:
+            if request.hardware_error:
                 for layer in packed_linears(self.model):
                     undo.callback(setattr, layer, "cpu_linear", layer.cpu_linear)
                     layer.cpu_linear = linear
-                undo.enter_context(HardwareErrorMode(**hardware_error))
+                mode = HardwareErrorMode(**request.hardware_error, seed=request.seed)
+                undo.enter_context(mode)
             yield report
-
-    def _expert(self, parameter: str, weights: Tensor) -> Callable[[int, Tensor], Tensor]:
-        """One linear layer of an expert, for `plain_experts`; weights: unpacked, of all experts."""
-        if quantized := self.quantized:
-            return lambda expert, x: quantized.linear(parameter, x, weights[expert], expert=expert)
-        return lambda expert, x: linear(x, weights[expert])
 
     @torch.no_grad()
     def start_sync(self) -> None:
@@ -185,39 +181,33 @@ class RolloutEngine:
         for experts in self.experts:
             experts.unpack()
 
+    @torch.no_grad()
     def load(self, *parts: dict[str, np.ndarray]) -> None:
         """HF-named tensors from several ranks, into the weights in place; those left out stay as
         they are.
         """
         for part in parts:
-            self.load_tensors((name, torch.from_numpy(array)) for name, array in part.items())
+            named = ((name, torch.from_numpy(array)) for name, array in part.items())
+            self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
 
     @torch.no_grad()
-    def load_tensors(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads weights given as (name, tensor)."""
-        self.model.load_weights(self.quantized.receive(named) if self.quantized else named)
-
-    @torch.no_grad()
-    def finish_sync(self) -> dict[str, float]:
-        """Pack the weights again; returns the relative error that quantization made of the linear
-        weights, of all and by layer (empty: nothing is quantized).
+    def finish_sync(self, quantized: bool = True) -> dict[str, float]:
+        """Pack the weights again, the quantized ones, if some are, or those that were synced;
+        returns the relative error that quantization made of the linear weights, of all and by layer
+        (empty: nothing is quantized).
         """
-        self._pack(quantized=True)
-        return self.quantized.weights.errors() if self.quantized else {}
-
-    @torch.no_grad()
-    def _put(self, quantized: bool) -> None:
-        """Compute with the quantized weights, or with those that were synced."""
-        self.start_sync()
-        self._pack(quantized)
-
-    def _pack(self, quantized: bool) -> None:
         if self.quantized:
             self.quantized.put(quantized)
         for layer in packed_linears(self.model):
             layer.cpu_linear.forget()
         for experts in self.experts:
             experts.pack()
+        return self.quantized.weights.errors() if self.quantized else {}
+
+    def _put(self, quantized: bool) -> None:
+        """Compute with the quantized weights, or with those that were synced."""
+        self.start_sync()
+        self.finish_sync(quantized)
 
     @torch.no_grad()
     def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> Movement:
@@ -238,15 +228,14 @@ class RolloutEngine:
                 there = adapters.get(name, adapter)
                 multiplied[name] = held[name] + there
                 held[name] = synced + (held[name] - used) + (there - adapter)
-        checkpoint = Checkpoint(self.model_dir)
         moved = []
         for part in factors:
             for name, (target, b, a) in part.items():
                 weight = held[name]
                 update = torch.from_numpy(b) @ torch.from_numpy(a)
-                base = checkpoint.read(name).to(weight.dtype)
+                base = self.checkpoint.read(name).to(weight.dtype)
                 pair = None
-                if self.quantized and name in multiplied:
+                if self.quantized:
                     pair = multiplied[name], self.quantized.weights.rounded(base)
                 dither = dither_of(name, weight.shape)
                 moved.append({target: movement(weight, base, update, dither, pair)})

@@ -81,27 +81,28 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    built: set[tuple[str, Any, Any]] = {
+    built: list[tuple[str, Any, Any]] = [
         ("architecture", type(model).__name__, family_of(shape).architecture)
-    }
+    ]
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            built |= {
+            built += [
                 ("rotary positions", type(module).__name__, "RotaryEmbedding"),
                 ("rope_theta", module.base, shape.rope_theta),
                 ("rotary width", module.rotary_dim, shape.head_dim),
-            }
+            ]
         elif isinstance(module, RMSNorm):
-            built.add(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
+            built.append(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
         elif isinstance(module, Attention):
-            built |= {
+            built += [
                 ("sliding_window", module.sliding_window, None),
                 ("head_dim", module.head_size, shape.head_dim),
-            }
-    faults = []
-    for name, theirs, ours in built:
-        if theirs != ours:
-            faults.append(f"{name} {theirs} in vLLM, {ours} in training")
+            ]
+    faults = {
+        f"{name} {theirs} in vLLM, {ours} in training"
+        for name, theirs, ours in built
+        if theirs != ours
+    }
     if faults:
         raise ConfigError(f"config.json is not read alike: {'; '.join(sorted(faults))}")
 
@@ -135,19 +136,19 @@ def complete(
     prompts: Sequence[Sequence[int]],
     use_tqdm: bool = False,
     recorder: RouteRecorder | None = None,
-    logprobs: int | None = 0,
+    logprobs: bool = True,
     seed: int | None = None,
     **sampling: Any,
 ) -> list[Answer]:
     """The answers to prompts (token ids), those to one side by side, with the logprobs of the
-    sampled tokens, or without (None), and their routes if there is a recorder. With a `seed` each
+    sampled tokens, or without, and their routes if there is a recorder. With a `seed` each
     answer has one of its own: vLLM counts on from a prompt's for its further answers. sampling:
     more keyword arguments of vLLM's SamplingParams.
     """
     from vllm import SamplingParams, TokensPrompt
 
-    if logprobs is not None:  # one list of numbers, not a dictionary a token; 0.11 has none
-        sampling |= {"logprobs": logprobs, "flat_logprobs": True}
+    if logprobs:  # one list of numbers, not a dictionary a token; vLLM 0.11 has none
+        sampling |= {"logprobs": 0, "flat_logprobs": True}
     params = SamplingParams(detokenize=False, **sampling)
     if seed is not None:
         params = [

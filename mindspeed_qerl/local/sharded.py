@@ -2,8 +2,8 @@
 rollout engine, factors for the proof of the sync, tensors of a checkpoint.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -42,29 +42,30 @@ class ShardedAdapters:
         self.layers = [(self.table[f"{name}.weight"], layer) for name, layer in lora_layers(model)]
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
-        # merged weights travel a layer of the model at a time, the 3 of decoder.layers.3.mlp...
-        layers = groupby(self.owned, lambda pair: pair[0].megatron.split(".")[2])
-        self.parts = [list(part) for _, part in layers]
 
-    def describe(self) -> dict[str, dict[str, int]]:
+    def describe(self) -> dict[str, Counter[str]]:
         """Per LoRA target the modules and parameters that this rank stands for."""
-        counts: dict[str, dict[str, int]] = {}
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
         for mapping, layer in self.owned:
             if self._is_first(layer):
-                count = counts.setdefault(_target(mapping), {"modules": 0, "parameters": 0})
                 base = layer.base_layer
-                count["modules"] += 1
-                count["parameters"] += len(layer.lora_A) * (base.input_size + base.output_size)
+                parameters = len(layer.lora_A) * (base.input_size + base.output_size)
+                counts[_target(mapping)].update(modules=1, parameters=parameters)
         return counts
 
     def _is_first(self, layer: LoRALinear) -> bool:
         """Returns True if this rank is the first of those that share the layer."""
         return layer.tp_size == 1 or self.place.tp_rank == 0
 
-    def merged_weights(self, part: int) -> dict[str, np.ndarray]:
-        """HF name -> W + (alpha / r) B A, float32, of one part of a sync; nothing after the last."""
+    def merged_weights(self, number: int) -> dict[str, np.ndarray]:
+        """HF name -> W + (alpha / r) B A, float32, of layer `number` of this stage; nothing after
+        its last one.
+        """
         merged = {}
-        for mapping, layer in self.parts[part] if part < len(self.parts) else ():
+        place = f"decoder.layers.{number}."
+        for mapping, layer in self.owned:
+            if not mapping.megatron.startswith(place):
+                continue
             weight = self.place.whole(layer.merged_weight().float(), mapping.shared)
             if weight is not None:
                 for name, tensor in zip(mapping.hf, mapping.split(weight)):

@@ -2,9 +2,12 @@
 weight can be mistaken for another.
 """
 
+import itertools
 import multiprocessing
 import os
+import tempfile
 
+import numpy as np
 import pytest
 
 from tests import ROOT, checked, put
@@ -63,11 +66,12 @@ def make_model(family, directory, **changes):
 
 
 def run_ranks(function, ranks, *args):
-    """`function(rank, *args)` in as many processes, forked from one that has imported Megatron,
-    which takes longer than most of what they do. They end at once: a spawned one tears the
-    interpreter down first, and gloo's threads, still waiting for a peer, may abort it meanwhile.
+    """What `function(start, *args)` returns in each of as many processes; `start` makes the
+    TrainRank of a recipe there. They are forked from one that has imported Megatron, which takes
+    longer than most of what they do. They end at once: a spawned one tears the interpreter down
+    first, and gloo's threads, still waiting for a peer, may abort it meanwhile.
     """
-    import torch.multiprocessing as mp
+    import torch
 
     multiprocessing.set_forkserver_preload(
         [
@@ -79,7 +83,27 @@ def run_ranks(function, ranks, *args):
             "peft",
         ]
     )
-    mp.start_processes(function, args, ranks, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            run_rank, (function, folder, args), ranks, start_method="forkserver"
+        )
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def run_rank(rank, function, folder, args):
+    import torch
+
+    from mindspeed_qerl.families import read_shape
+    from mindspeed_qerl.local.rank import TrainRank
+
+    torch.set_num_threads(1)
+    number = itertools.count()
+
+    def start(recipe):
+        rendezvous = f"file://{folder}/rendezvous{next(number)}"
+        return TrainRank(recipe, read_shape(recipe.model.path), rank, rendezvous)
+
+    torch.save(function(start, *args), f"{folder}/{rank}.pt")
 
 
 def batch_of(prompts, answers, logprobs=None, advantages=0.0, routes=None):
@@ -95,19 +119,34 @@ def batch_of(prompts, answers, logprobs=None, advantages=0.0, routes=None):
 
 def engine_logprobs(engine, sequences, **policy):
     """log p(token t | tokens before it) by a RolloutEngine, for every token but the first of each
-    sequence; policy: arguments of `RolloutEngine.policy`.
+    sequence; policy: of a RolloutRequest.
     """
     from vllm import SamplingParams, TokensPrompt
 
+    from mindspeed_qerl.local.rollout import RolloutRequest
+
     prompts = [TokensPrompt(prompt_token_ids=list(sequence)) for sequence in sequences]
     params = SamplingParams(detokenize=False, max_tokens=1, prompt_logprobs=0)
-    with engine.policy(**policy):
+    with engine.policy(RolloutRequest(prompts, 1, 0, {}, **policy)):
         outputs = engine.llm.generate(prompts, params, use_tqdm=False)
     rows = []
     for output in outputs:
         pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:])
         rows.append([entry[token].logprob for token, entry in pairs])
     return rows
+
+
+def logprobs_of(model, tokens, temperature=1.0, **arguments):
+    """log p(token t | tokens before it) by a model of transformers, for every token but the first
+    of each row.
+    """
+    logits = model(tokens, **arguments).logits[:, :-1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
+
+def furthest(found, expected):
+    """The largest difference of two arrays."""
+    return np.abs(np.asarray(found) - expected).max()
 
 
 @pytest.fixture(scope="session")

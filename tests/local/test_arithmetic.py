@@ -41,7 +41,12 @@ def test_every_function_that_torch_leaves_to_mkl_is_called_once_on_one_thread():
     "begin",
     [
         lambda: LocalEngine(
-            SimpleNamespace(run=SimpleNamespace(seed=1), noise=SimpleNamespace(enabled=False)),
+            SimpleNamespace(
+                run=SimpleNamespace(seed=1),
+                noise=SimpleNamespace(enabled=False),
+                algorithm=SimpleNamespace(routing_replay="none"),
+                model=SimpleNamespace(path="qwen3_30b_a3b"),
+            ),
             SimpleNamespace(earlier=()),
             None,
             SimpleNamespace(train=SimpleNamespace(rows=[1])),
@@ -59,6 +64,5 @@ def test_each_process_does_that_before_it_computes(monkeypatch, begin):
         raise Settled
 
     monkeypatch.setattr(arithmetic, "settle", settled)
-    monkeypatch.setattr("mindspeed_qerl.local.loop.recorded_routers", lambda recipe: None)
     with pytest.raises(Settled):
         begin()

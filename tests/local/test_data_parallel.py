@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import deal
 from mindspeed_qerl.recipe.types import Correction
 
@@ -76,38 +75,25 @@ def cut_off(batch, which):
     if which == "an update":
         mask[MINI:] = False
     elif which:
-        mask[deal(batch.lengths[:MINI], MINI, 4)[1][0]] = False
+        mask[deal(batch.lengths[:MINI], MINI, 4, 1)[0]] = False
     return replace(batch, mask=mask)
 
 
-def options_rank(rank, config, layouts, folder):
+def options_rank(start, config, layouts, folder):
     """One start: every option with each size of micro-batch; the metrics, and the gradients of each
     update.
     """
-    from mindspeed_qerl.local.rank import TrainRank
-    from mindspeed_qerl.lora.adapters import lora_layers
-
     faulthandler.dump_traceback_later(300, exit=True)  # ranks that wait for each other for ever
-    torch.set_num_threads(1)
-    trainer, gradients = (
-        TrainRank(
-            config,
-            read_shape(config.model.path),
-            rank,
-            f"file://{folder}/rendezvous{config.layout.world}",
-        ),
-        [],
-    )
+    trainer = start(config)
+    gradients = []
     for number, (_, layer) in enumerate(
-        lora_layers(trainer.model)
-    ):  # B away from zero, so that A has a gradient
+        trainer.adapters.layers
+    ):  # B away from 0, so that A has a gradient
         layer.lora_B.data.normal_(std=0.02, generator=torch.Generator().manual_seed(number))
     if layouts[0] == ONE:
         np.save(f"{folder}/logprobs.npy", trainer.logprobs(batch_of_two_updates()))
-    batch, reduce_and_clip = (
-        batch_of_two_updates(np.load(f"{folder}/logprobs.npy")),
-        trainer._reduce_and_clip,
-    )
+    batch = batch_of_two_updates(np.load(f"{folder}/logprobs.npy"))
+    reduce_and_clip = trainer._reduce_and_clip
 
     def watched():
         norm = reduce_and_clip()
@@ -116,11 +102,8 @@ def options_rank(rank, config, layouts, folder):
         )
         return norm
 
-    trainer._reduce_and_clip, trainer.optimizer.step = (
-        watched,
-        lambda: None,
-    )  # both updates of the same weights
-    shares = deal(batch.lengths, MINI, config.layout.dp)[rank]
+    trainer._reduce_and_clip = watched
+    trainer.optimizer.step = lambda: None  # both updates of the same weights
     results = {}
     for layout in layouts:
         for name, (algorithm, correction, truncated) in OPTIONS.items():
@@ -130,14 +113,13 @@ def options_rank(rank, config, layouts, folder):
                 correction=Correction(**correction),
                 batch=replace(config.batch, micro_batch_size=layout[1]),
             )
-            trained = cut_off(batch, truncated)
-            metrics = trainer.train([trained.rows(index) for index in shares])
+            metrics = trainer.train(cut_off(batch, truncated))
             results[layout, name] = (
                 {key: value for key, value in metrics.items() if "time/" not in key},
                 gradients.copy(),
             )
             gradients.clear()
-    torch.save(results, f"{folder}/{config.layout.world}_{rank}.pt")
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -151,18 +133,16 @@ def results(data_dir, tmp_path_factory):
             data_dir,
             rl_config__actor_resource__num_npus=ranks,
             megatron_training__global_batch_size=12,
-            rl_config__mini_batch_size=12,
+            rl_config__mini_batch_size=MINI // 2,
+            rl_config__n_samples_per_prompt=2,
             actor_config__expert_model_parallel_size=1,
             actor_config__clip_grad=0.0,
             rl_config__clip_ratio_low=0.15,
             rl_config__clip_ratio_high=0.2,
         )
         layouts = [layout for layout in (ONE, *LAYOUTS) if layout[0] == ranks]
-        run_ranks(options_rank, ranks, config, layouts, str(folder))
-        for rank in range(ranks):
-            for key, result in torch.load(
-                folder / f"{ranks}_{rank}.pt", weights_only=False
-            ).items():
+        for of_rank in run_ranks(options_rank, ranks, config, layouts, folder):
+            for key, result in of_rank.items():
                 found.setdefault(key, []).append(result)
     return found
 

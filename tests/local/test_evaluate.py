@@ -78,6 +78,12 @@ def test_answers_are_those_of_transformers_and_numbers_those_of_the_answers(tiny
     )
 
 
+def job(model, folder, verifier, **more):
+    rows = folder / "rows.jsonl"
+    given = dict(prompt="plain", verifier=verifier, dtype="float32", kv_cache_gib=1, **more)
+    return EvaluationJob(str(model), str(rows), **given)
+
+
 def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
     """Again with other answers beside them: the same. Of two equal questions, and of another seed:
     others.
@@ -89,17 +95,7 @@ def test_every_sampled_answer_has_a_seed_of_its_own(tiny_model, tmp_path):
         "def longer(responses, answers, rows):\n    return list(map(len, responses))\n"
     )
     sys.path.append(str(tmp_path))
-    what = EvaluationJob(
-        str(tiny_model),
-        str(tmp_path / "rows.jsonl"),
-        prompt="plain",
-        verifier="longer:longer",
-        samples=3,
-        max_tokens=12,
-        dtype="float32",
-        kv_cache_gib=1,
-        max_num_seqs=12,
-    )
+    what = job(tiny_model, tmp_path, "longer:longer", samples=3, max_tokens=12, max_num_seqs=12)
     asked = {"once": what, "again": replace(what, max_num_seqs=5), "other": replace(what, seed=2)}
     numbers = {
         name: evaluate(one, tmp_path / name, print)["sampled"] for name, one in asked.items()
@@ -131,18 +127,27 @@ def test_prompts_fill_more_than_a_batch_of_tokens(tiny_model, tmp_path):
         for number in range(100, 400)
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    what = EvaluationJob(
-        str(tiny_model),
-        str(tmp_path / "rows.jsonl"),
-        prompt="plain",
-        verifier="gsm8k",
-        samples=2,
-        max_tokens=2,
-        dtype="float32",
-        kv_cache_gib=1,
-        max_num_seqs=600,
-    )
+    what = job(tiny_model, tmp_path, "gsm8k", samples=2, max_tokens=2, max_num_seqs=600)
     assert evaluate(what, tmp_path / "out", print)["sampled"]["n_problems"] == 300
+
+
+def test_without_adapters_nothing_is_beside_a_rounded_base(tiny_model, tmp_path):
+    """Of a model whose files are in bfloat16."""
+    import torch
+    import transformers
+
+    half = tmp_path / "half"
+    shutil.copytree(tiny_model, half)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    model.save_pretrained(half)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2 + 1 = ?", "answer": "3"}))
+    answers = []
+    for lora in ("merged", "beside"):
+        rounded = Quantization("nvfp4", lora)
+        what = job(half, tmp_path, "gsm8k", samples=3, max_tokens=12, quantization=rounded)
+        evaluate(what, tmp_path / lora, print)
+        answers.append(read_jsonl(tmp_path / lora / "answers.jsonl"))
+    assert answers[0] == answers[1]
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.families import read_shape
-
 from .conftest import recipe_of, run_ranks
 from .test_megatron import random_batch
 
@@ -28,21 +26,22 @@ LOW, HIGH, KL, ENTROPY, CAP, TEMPERATURE, LR, CLIP_GRAD, ITERATIONS = (
 
 
 def batch_of_another_policy():
-    """Sampled by one that is far from any of ours, on both sides."""
+    """Sampled by one that is far from any of ours, on both sides; the longest answers first, as a
+    rank takes them.
+    """
     batch = random_batch()
+    batch = batch.rows(np.argsort(-batch.lengths, kind="stable"))
     logprobs = np.random.default_rng(1).uniform(-9, -4, batch.mask.shape).astype(np.float32)
     return replace(batch, rollout_logprobs=logprobs * batch.mask)
 
 
-def joined_rank(rank, config, folder):
+def joined_rank(start, config):
     """Two iterations of two epochs, a skipped one between them; then two of one epoch in which
     nothing moves. Of each micro-batch that was trained, its log probabilities and entropies and the
     gradients that reached them.
     """
     from mindspeed_qerl.local import passes
-    from mindspeed_qerl.local.rank import TrainRank
 
-    torch.set_num_threads(1)
     batch, trained = batch_of_another_policy(), {"token_logprobs": [], "token_entropy": []}
 
     def watched(name):
@@ -59,12 +58,13 @@ def joined_rank(rank, config, folder):
 
     for name in trained:
         setattr(passes, name, watched(name))
-    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
-    metrics = [trainer.train([batch], epochs=2)]
+    trainer = start(config)
+    metrics = [trainer.train(batch)]
     trainer.skip()
-    metrics.append(trainer.train([batch], epochs=2))
+    metrics.append(trainer.train(batch))
     trainer.optimizer.step = lambda: None
-    metrics += [trainer.train([batch]) for _ in range(2)]
+    trainer.recipe = replace(config, batch=replace(config.batch, epochs=1))
+    metrics += [trainer.train(batch) for _ in range(2)]
     norm = math.sqrt(
         sum(parameter.grad.double().square().sum().item() for parameter in trainer.parameters)
     )
@@ -77,12 +77,12 @@ def joined_rank(rank, config, folder):
     with pytest.raises(
         RuntimeError, match=r"the trained model gave nan as the log probability of token 1 of"
     ):
-        trainer.train([batch])
-    torch.save(result, f"{folder}/joined.pt")
+        trainer.train(batch)
+    return result
 
 
 @pytest.fixture(scope="module")
-def joined(model_dirs, data_dir, tmp_path_factory):
+def joined(model_dirs, data_dir):
     """One micro-batch, KL > 0, an entropy bonus, unequal bounds of the clipping, weights against
     the policy that sampled, a temperature.
     """
@@ -95,6 +95,7 @@ def joined(model_dirs, data_dir, tmp_path_factory):
         rl_config__clip_ratio_high=HIGH,
         rl_config__init_kl_coef=KL,
         rl_config__entropy_coeff=ENTROPY,
+        rl_config__epochs=2,
         actor_config__lr=LR,
         actor_config__lr_decay_style="linear",
         actor_config__clip_grad=CLIP_GRAD,
@@ -103,9 +104,7 @@ def joined(model_dirs, data_dir, tmp_path_factory):
         rollout_correction__cap=CAP,
         generate_config__sampling_config__temperature=TEMPERATURE,
     )
-    folder = tmp_path_factory.mktemp("joined")
-    run_ranks(joined_rank, 1, config, str(folder))
-    result = torch.load(folder / "joined.pt", weights_only=False)
+    [result] = run_ranks(joined_rank, 1, config)
     width = random_batch().mask.shape[1]  # what precedes the first answer is not computed
     arrays = {
         name: [

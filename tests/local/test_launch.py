@@ -30,9 +30,7 @@ def failing_later(environment):
 
 def of_another_class(worker):
     """Workers of a class that is not there: they raise where they are built."""
-    return lambda name, module, cls, *places, **arguments: worker(
-        name, "json", "NoSuchClass", *places
-    )
+    return lambda name, cls, *places, **arguments: worker(name, "json:NoSuchClass", *places)
 
 
 @pytest.mark.parametrize(

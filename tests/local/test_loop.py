@@ -15,8 +15,8 @@ from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.local import checkpoint
 from mindspeed_qerl.local import loop as module
-from mindspeed_qerl.local.batch import Answer, PromptOrder, TrainBatch
-from mindspeed_qerl.local.loop import LocalEngine, data_rank
+from mindspeed_qerl.local.batch import Answer, PromptOrder, deal
+from mindspeed_qerl.local.loop import LocalEngine
 from mindspeed_qerl.local.rank import TrainRank
 from mindspeed_qerl.local.rollout import RolloutEngine
 from mindspeed_qerl.recipe.types import (
@@ -123,6 +123,12 @@ TOKENIZER = SimpleNamespace(
 )
 
 
+@pytest.fixture(autouse=True)
+def shape(monkeypatch):
+    """Of the model: two layers."""
+    monkeypatch.setattr(module, "read_shape", lambda _: SimpleNamespace(num_hidden_layers=2))
+
+
 def loop(cls=LocalEngine, observer=None, processes=None, **parts):
     """A loop over four rows."""
     parts = {
@@ -139,10 +145,11 @@ def loop(cls=LocalEngine, observer=None, processes=None, **parts):
         "quantization": Quantization("nvfp4"),
         "hardware_error": HardwareError(rollout=("gaussian",), evaluation=("bf16_blocks",)),
         "local": Local(),
+        "model": SimpleNamespace(path=""),
         "noise": Noise(),
         **parts,
     }
-    data = SimpleNamespace(tokenizer=TOKENIZER, train=PROMPTS, test=PROMPTS)
+    data = SimpleNamespace(tokenizer=TOKENIZER, train=PROMPTS, test=PROMPTS, ends={EOS})
     return cls(SimpleNamespace(**parts), observer or Told(), processes or Processes(), data)
 
 
@@ -167,8 +174,8 @@ def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
             noise=asdict(level),
             seed=derived_seed(5, "rollout", 4),
             hardware_error=("gaussian",),
-            sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7, "logprobs": 0},
-            record_routes=True,
+            sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7},
+            trained=True,
             quantized=True,
         )
     ]
@@ -198,76 +205,59 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
                 "max_tokens": 3,
                 "stop_token_ids": [EOS],
                 "temperature": 0.3,
-                "logprobs": None,
             },
-            record_routes=False,
+            trained=False,
             quantized=False,
         )
     ]
 
 
-def test_an_update_trains_all_epochs_and_its_times_are_of_the_iteration():
-    class Rank:
-        def call(self, method, shards, epochs):
-            assert (method, len(shards), epochs) == (TrainRank.train, 2, 3)
-            return {"time/logprobs": 1.0, "time/update": 2.0, "updates": 6, "loss/total": 0.5}
-
-    settings = Batch(samples_per_prompt=2, mini_batch_size=2, epochs=3)
-    engine = loop(processes=Processes([Rank()]), batch=settings)
-    batch = batch_of([[1]] * 8, [[number] for number in range(8)])
+def test_an_update_is_counted_and_its_times_are_of_the_iteration():
+    trained = {"time/logprobs": 1.0, "time/update": 2.0, "updates": 6, "loss/total": 0.5}
+    engine = loop(processes=Processes(results={"train": trained}))
+    batch = batch_of([[1]], [[2]])
     assert engine.update(batch) == {"loss/total": 0.5} and engine.updates == 6
+    assert engine.processes.calls == [(TrainRank.train, batch)]
     assert engine.seconds == {"time/logprobs": 1.0, "time/update": 2.0}
 
 
-@pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=8, tp=2, pp=2)])
-def test_log_probabilities_before_the_update_come_back_to_their_rows(layout):
-    """From data-parallel ranks, each with its share of each mini-batch, the last pipeline stage
-    only. Megatron counts tensor parallel ranks first, stages last.
+def test_log_probabilities_before_the_update_come_back_to_their_rows():
+    """From two data-parallel ranks, each with its share of each mini-batch, of two pipeline stages:
+    the first one's are zeros.
     """
-    places = itertools.product(range(layout.pp), range(layout.dp), range(layout.tp))
-    for number, (_, data, _) in enumerate(places):
-        assert data_rank(number, layout) == data
-    lengths = np.array([9, 4, 7, 5, 6, 3, 8, 2])
-    tokens = 10 * np.arange(8)[:, None] + np.arange(9)
-    mask = np.arange(1, 9) < lengths[:, None]
-    batch = TrainBatch(
-        tokens, lengths, mask, np.zeros(mask.shape, np.float32), np.zeros(8, np.float32)
-    )
+    prompts = [[10 * row] * (2 + row % 3) for row in range(8)]
+    batch = batch_of(prompts, [[row] * (5 - row // 2) for row in range(8)])
+    logprobs = batch.tokens[:, 1:] * batch.mask
 
-    class Rank:
-        def __init__(self, number):
-            self.is_last = number // (layout.world // layout.pp) == layout.pp - 1
+    class Ranks(Processes):
+        def on_ranks(self, method, given):
+            assert (method, given) == (TrainRank.logprobs_before, batch)
+            results = []
+            for stage in range(2):
+                for rank in range(2):
+                    share = deal(batch.lengths, 4, 2, rank)
+                    shards = [batch.rows(rows) for rows in share]
+                    values = [shard.tokens[:, 1:] * shard.mask * stage for shard in shards]
+                    results.append(list(zip(share, (np.stack([v, -v]) for v in values))))
+            return results
 
-        def call(self, method, shards):
-            assert method is TrainRank.logprobs_before
-            assert [len(shard) for shard in shards] == [4 // layout.dp] * 2
-            values = [shard.tokens[:, 1:] * shard.mask * self.is_last for shard in shards]
-            return [np.stack([value, -value]) for value in values]
-
-    engine = loop(
-        processes=Processes([Rank(number) for number in range(layout.world)]),
-        layout=layout,
-        batch=Batch(samples_per_prompt=2, mini_batch_size=2, global_batch_size=4),
-    )
+    engine = loop(processes=Ranks())
     policy, reference = engine.logprobs_before(batch)
-    assert np.array_equal(policy, tokens[:, 1:] * mask) and np.array_equal(reference, -policy)
+    assert np.array_equal(policy, logprobs) and np.array_equal(reference, -logprobs)
     assert engine.seconds.keys() == {"time/logprobs"}
 
 
-def test_a_sync_asks_first_how_many_parts_it_takes():
-    """Whatever was called before."""
-
+def test_a_sync_brings_one_layer_after_the_other():
     class Rank:
-        def call(self, method, part):
-            return method.__name__, part
+        def call(self, method, layer):
+            return method.__name__, layer
 
     errors = {"quantization/weight_error": 0.1}
-    processes = Processes([Rank()], {"sync_parts": 2, "finish_sync": errors})
+    processes = Processes([Rank()], {"finish_sync": errors})
     engine = loop(processes=processes)
     engine.sync()
     assert engine.weight_errors == errors
     assert processes.calls == [
-        (TrainRank.sync_parts,),
         (RolloutEngine.start_sync,),
         (RolloutEngine.load, ("merged_weights", 0)),
         (RolloutEngine.load, ("merged_weights", 1)),
@@ -297,7 +287,6 @@ class Watched(LocalEngine):
 
 def test_an_iteration_trains_then_syncs_then_reports():
     engine = loop(Watched, noise=Noise(enabled=True, schedule="target", num_stages=3))
-    engine.ends = {EOS}
     engine.iteration(4)
     assert engine.parts == [("update", 10), "sync"]
     assert engine.observer.names() == ["sampled", "stepped"]
@@ -340,7 +329,6 @@ def observed(monkeypatch):
     run = SimpleNamespace(record=lambda **_: None, metrics_file=Path("none"))
     engine.observer = RunObserver(engine.recipe, run, files, Told())
     engine.observer.checks = SimpleNamespace(check=lambda *_: [])
-    engine.ends = {EOS}
     return engine, files.written
 
 
@@ -419,10 +407,9 @@ def test_a_checkpoint_that_cannot_be_written_says_how_to_go_on(tmp_path, monkeyp
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "read_shape", lambda _: None)
     monkeypatch.setattr(checkpoint, "describe", lambda *_: {})
     monkeypatch.setattr(checkpoint, "save", fail)
-    engine = loop(model=SimpleNamespace(path=""), lora=None)
+    engine = loop(lora=None)
     engine.observer.run = SimpleNamespace(
         path=tmp_path, checkpoints_dir=tmp_path / "checkpoints", identity=dict
     )

@@ -22,7 +22,7 @@ from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
 from mindspeed_qerl.local.serving import check_built
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
-from .conftest import FAMILIES, FEW_FAMILIES, engine_logprobs, make_model
+from .conftest import FAMILIES, FEW_FAMILIES, engine_logprobs, furthest, logprobs_of, make_model
 
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
@@ -103,15 +103,7 @@ def sequences():
 def reference_logprobs(model):
     tokens = torch.tensor(sequences())
     with torch.no_grad():
-        return (
-            model(tokens)
-            .logits[:, :-1]
-            .float()
-            .log_softmax(-1)
-            .gather(-1, tokens[:, 1:, None])
-            .squeeze(-1)
-            .numpy()
-        )
+        return logprobs_of(model, tokens).numpy()
 
 
 def changed_weights(model_dir, seed=0):
@@ -148,12 +140,12 @@ def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
     clean = reference_logprobs(model)
     NoiseInjector(model, seed=3).apply(NOISE)
     noisy = reference_logprobs(model)
-    assert np.abs(np.array(engine_logprobs(engine, sequences(), noise=NOISE)) - noisy).max() < 1e-5
+    assert furthest(engine_logprobs(engine, sequences(), noise=NOISE), noisy) < 1e-5
     # and it is gone again
-    assert np.abs(np.array(engine_logprobs(engine, sequences())) - clean).max() < 1e-5
-    assert np.abs(noisy - clean).max() > 0.01
+    assert furthest(engine_logprobs(engine, sequences()), clean) < 1e-5
+    assert furthest(noisy, clean) > 0.01
     # the sync was worth testing
-    assert np.abs(clean - reference_logprobs(reference_model(model_dir))).max() > 0.05
+    assert furthest(clean, reference_logprobs(reference_model(model_dir))) > 0.05
 
 
 def assert_answers_are_of_the_noisy_policy(engine):
@@ -193,9 +185,9 @@ def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(en
         [torch.tensor(answer.prompt + answer.token_ids) for answer in answers], batch_first=True
     )
     with torch.no_grad():
-        logprobs = (reference_model(model_dir, weights)(tokens).logits[:, 7:] / 2.0).log_softmax(-1)
-    for answer, of_answer in zip(answers, logprobs):
-        expected = of_answer[range(len(answer.token_ids)), answer.token_ids]
+        logprobs = logprobs_of(reference_model(model_dir, weights), tokens, temperature=2.0)[:, 7:]
+    for answer, expected in zip(answers, logprobs):
+        expected = expected[: len(answer.token_ids)]
         np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
         assert (answer.token_ids[-1] == 2) != answer.is_truncated
         assert len(answer.token_ids) == SAMPLING["max_tokens"] or not answer.is_truncated
@@ -222,14 +214,8 @@ def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(eng
         if noise is None:
             tokens = torch.tensor([answer.prompt + answer.token_ids for answer in answers])
             with torch.no_grad():
-                logprobs = (
-                    reference_model(model_dir, weights)(tokens).logits[:, 39:-1].log_softmax(-1)
-                )
-            np.testing.assert_allclose(
-                [answer.logprobs for answer in answers],
-                logprobs.gather(-1, tokens[:, 40:, None])[..., 0],
-                atol=1e-5,
-            )
+                logprobs = logprobs_of(reference_model(model_dir, weights), tokens)[:, 39:]
+            np.testing.assert_allclose([a.logprobs for a in answers], logprobs, atol=1e-5)
     computed.clear()
     sample(engine, prompts, 4, 1, sampling, hardware_error=dict(kinds=["gaussian"]))
     # on other hardware each answer has errors of its own
@@ -487,6 +473,5 @@ def test_the_sizes_that_kernels_take_are_vllms_own():
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    assert limits._of_vllm(*limits.HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
-    assert limits._of_vllm(*limits.EXPERT_STEP) == CPUUnquantizedExperts.output_alignment
-    assert limits._of_vllm("gone.py", "gone") is None
+    assert [*limits.HEAD_DIMS] == CPUAttentionBackend.get_supported_head_sizes()
+    assert limits.EXPERT_STEP == CPUUnquantizedExperts.output_alignment

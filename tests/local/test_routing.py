@@ -16,10 +16,10 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.local.batch import build_batch
 
-from .conftest import make_model, recipe_of, run_ranks
+from .conftest import furthest, logprobs_of, make_model, recipe_of, run_ranks
 from .test_megatron import (
-    RECOMPUTE,
     assembled,
+    layout_config,
     move_b,
     random_batch,
     share_of,
@@ -28,14 +28,14 @@ from .test_megatron import (
 )
 
 FAMILIES = ("qwen3_moe", "qwen2_moe")
-LAYOUTS = {  # name: (ranks, TP, PP, EP, layers computed again for their gradient)
-    "one rank": (1, 1, 1, 1, 0),
-    "one rank, recompute": (1, 1, 1, 1, 3),
-    "EP 2": (2, 1, 1, 2, 0),
-    "DP 2": (2, 1, 1, 1, 2),
-    "PP 2": (2, 1, 2, 1, 1),
-    "TP 2, EP 2": (4, 2, 1, 2, 1),
-    "TP 2, PP 2, EP 2": (8, 2, 2, 2, 2),
+LAYOUTS = {  # as in test_megatron
+    "one rank": (1, 1, 1, 1, False, 0),
+    "one rank, recompute": (1, 1, 1, 1, False, 3),
+    "EP 2": (2, 1, 1, 2, False, 0),
+    "DP 2": (2, 1, 1, 1, False, 2),
+    "PP 2": (2, 1, 2, 1, False, 1),
+    "TP 2, EP 2": (4, 2, 1, 2, False, 1),
+    "TP 2, PP 2, EP 2": (8, 2, 2, 2, False, 2),
 }
 DEFAULT = {("one rank", "qwen3_moe"), ("PP 2", "qwen2_moe"), ("TP 2, EP 2", "qwen3_moe")}
 CASES = [
@@ -137,63 +137,45 @@ def forced_model(model_dir, batch):
 # ---- Megatron ----
 
 
-def replay_rank(rank, configs, folder):
+def replay_rank(start, config):
     """Log-probs and the gradients of one update with the routes of another run, and the same with
     its own routes.
     """
     from megatron.core import parallel_state
 
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
     batch = other_routes(random_batch())
-    for family, config in configs.items():
-        trainer = TrainRank(
-            config, read_shape(config.model.path), rank, f"file://{folder}/{family}"
-        )
-        rows, shard = share_of(rank, batch, config.layout)
-        move_b(trainer)
-        factors = deepcopy(trainer.adapter_factors())  # training changes what it names
-        result = {
-            "rows": rows if parallel_state.is_pipeline_last_stage() else [],
-            "factors": factors,
-            "logprobs": trainer.logprobs(shard),
-            "own": trainer.logprobs(replace(shard, routes=None)),
-            "reference": trainer.logprobs(shard, reference=True),
-        }
-        result["metrics"] = trainer.train([shard])
-        result["gradients"] = {}
-        for mapping, (a, b) in whole_gradients(trainer):
-            parts = [part.clone() for part in mapping.split(b)]
-            result["gradients"][mapping.hf] = (a.clone(), parts)
-        torch.save(result, f"{folder}/{family}{rank}.pt")
-        torch.distributed.destroy_process_group()
-        parallel_state.destroy_model_parallel()
+    trainer = start(config)
+    rows, shard = share_of(trainer, batch)
+    move_b(trainer)
+    factors = deepcopy(trainer.adapter_factors())  # training changes what it names
+    result = {
+        "rows": rows if parallel_state.is_pipeline_last_stage() else [],
+        "factors": factors,
+        "logprobs": trainer.logprobs(shard),
+        "own": trainer.logprobs(replace(shard, routes=None)),
+        "reference": trainer.logprobs(shard, reference=True),
+        "metrics": trainer.train(batch),
+        "gradients": {},
+    }
+    for mapping, (a, b) in whole_gradients(trainer):
+        parts = [part.clone() for part in mapping.split(b)]
+        result["gradients"][mapping.hf] = (a.clone(), parts)
+    return result
 
 
 @pytest.fixture(scope="module")
-def results(dirs, data_dir, tmp_path_factory):
+def results(dirs, data_dir):
     @cache
     def of(layout, family):
-        ranks, tp, pp, ep, recompute = LAYOUTS[layout]
-        folder = tmp_path_factory.mktemp("ranks")
-        again = RECOMPUTE | {"megatron_training__recompute_num_layers": recompute}
-        config = recipe_of(
+        config = layout_config(
+            LAYOUTS[layout],
             dirs[family],
             data_dir,
-            **(again if recompute else {}),
-            rl_config__actor_resource__num_npus=ranks,
             rl_config__init_kl_coef=0.0,
-            actor_config__tensor_model_parallel_size=tp,
-            actor_config__pipeline_model_parallel_size=pp,
-            actor_config__expert_model_parallel_size=ep,
-            actor_config__micro_batch_size=2,
             actor_config__clip_grad=0.0,
             algorithm__routing_replay="rollout",
         )
-        run_ranks(replay_rank, ranks, {family: config}, str(folder))
-        files = (folder / f"{family}{rank}.pt" for rank in range(ranks))
-        return [torch.load(file, weights_only=False) for file in files]
+        return run_ranks(replay_rank, config.layout.world, config)
 
     return of
 
@@ -215,8 +197,7 @@ def oracle(dirs, results):
         }
         add_adapters(model, factors)
         tokens, mask = torch.from_numpy(batch.tokens), torch.from_numpy(batch.mask)
-        logits = model(tokens).logits[:, :-1]
-        logprobs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        logprobs = logprobs_of(model, tokens)
         gain = torch.from_numpy(batch.advantages)[:, None] * (logprobs - logprobs.detach()).exp()
         (-(gain * mask).sum() / mask.sum()).backward()
         return dict(
@@ -260,19 +241,17 @@ def test_other_routes_give_the_logprobs_of_transformers_with_those_experts(
     results, oracle, dirs, layout, family
 ):
     ranks, expected, batch = results(layout, family), oracle(family), other_routes(random_batch())
-    assert np.abs(assembled(ranks, "logprobs", batch) - expected["logprobs"]).max() < 1e-5
+    assert furthest(assembled(ranks, "logprobs", batch), expected["logprobs"]) < 1e-5
     own = load(dirs[family])
     base = transformers_logprobs(own, batch) * batch.mask
-    assert np.abs(assembled(ranks, "reference", batch) - base).max() < 1e-5  # its own routes
+    assert furthest(assembled(ranks, "reference", batch), base) < 1e-5  # its own routes
     add_adapters(own, expected["factors"])
     assert (
-        np.abs(
-            assembled(ranks, "own", batch) - transformers_logprobs(own, batch) * batch.mask
-        ).max()
+        furthest(assembled(ranks, "own", batch), transformers_logprobs(own, batch) * batch.mask)
         < 1e-5
     )
     assert (
-        np.abs(expected["logprobs"] - assembled(ranks, "own", batch)).max() > 0.1
+        furthest(expected["logprobs"], assembled(ranks, "own", batch)) > 0.1
     )  # the routes were other ones
 
 
@@ -373,19 +352,13 @@ def test_recorded_routes_are_those_of_transformers(dirs, family):
     assert complete(llm, asked, n=1, max_tokens=2)[0].routes is None
 
 
-def agree_rank(rank, config, batch, folder):
+def agree_rank(start, config, batch):
     """Log-probs of answers along vLLM's routes, and what the trainer would choose otherwise."""
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
-    trainer = TrainRank(config, read_shape(config.model.path), rank, f"file://{folder}/rendezvous")
-    logprobs = trainer.logprobs(batch)
-    torch.save((logprobs, trainer.train([batch])), f"{folder}/found.pt")
+    trainer = start(config)
+    return trainer.logprobs(batch), trainer.train(batch)
 
 
-def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(
-    dirs, data_dir, tmp_path
-):
+def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers(dirs, data_dir):
     from mindspeed_qerl.local.serving import complete
 
     llm, recorder = start(dirs["qwen3_moe"], max_num_seqs=64)
@@ -400,11 +373,12 @@ def test_the_trainer_goes_where_vllm_went_with_every_token_of_a_thousand_answers
         dirs["qwen3_moe"],
         data_dir,
         rl_config__actor_resource__num_npus=1,
+        rl_config__mini_batch_size=125,
+        megatron_training__global_batch_size=125,
         actor_config__expert_model_parallel_size=1,
         algorithm__routing_replay="rollout",
     )
-    run_ranks(agree_rank, 1, config, batch, str(tmp_path))
-    logprobs, metrics = torch.load(tmp_path / "found.pt", weights_only=False)
+    [(logprobs, metrics)] = run_ranks(agree_rank, 1, config, batch)
     assert np.abs((logprobs - batch.rollout_logprobs)[batch.mask]).max() < 1e-5
     assert metrics["routing/replayed_tokens"] == (batch.lengths - 1).sum() > 20_000
     assert metrics["routing/flipped"] == 0

@@ -110,30 +110,17 @@ def assert_alike(run, other, last=6):
 
 # An untrained model never answers right, so the reward here is a verifier that random digits can
 # satisfy: the last number.
-SAVING = (
-    "megatron_training.train_iters=6",
-    "megatron_training.save_interval=3",
-    "aqn.num_stages=3",
-    "aqn.schedule=target",
-    "rl_config.verifier_function=[gsm8k]",
-    "rl_config.n_samples_per_prompt=32",
-    "rl_config.init_kl_coef=0.01",
-    "eval.n_problems=4",
-    "eval.every=3",
-    "eval.temperature=0",
-    "eval.samples_per_problem=1",
-    "actor_config.lr=1e-3",
-    "actor_config.lr_decay_style=linear",
-    "rl_config.filter_groups_enable=true",
-    "rl_config.filter_groups_train_batch_size=2",
-    "rl_config.mini_batch_size=2",
-    "rl_config.filter_groups_max_batches=2",
-    "algorithm.mask_truncated_completions=true",
-    "rl_config.use_kl_in_reward=true",
-    "algorithm.routing_replay=rollout",
-    "rollout_quantization=int8_w8a8",
-    "rollout_quantization.lora=beside",
-)
+SAVING = """
+megatron_training.train_iters=6 megatron_training.save_interval=3
+aqn.num_stages=3 aqn.schedule=target
+rl_config.verifier_function=[gsm8k] rl_config.n_samples_per_prompt=32 rl_config.init_kl_coef=0.01
+eval.n_problems=4 eval.every=3 eval.temperature=0 eval.samples_per_problem=1
+actor_config.lr=1e-3 actor_config.lr_decay_style=linear
+rl_config.filter_groups_enable=true rl_config.filter_groups_train_batch_size=2
+rl_config.mini_batch_size=2 rl_config.filter_groups_max_batches=2
+algorithm.mask_truncated_completions=true rl_config.use_kl_in_reward=true
+algorithm.routing_replay=rollout rollout_quantization=int8_w8a8 rollout_quantization.lora=beside
+""".split()
 
 
 @pytest.fixture(scope="module")

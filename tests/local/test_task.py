@@ -13,7 +13,7 @@ import pytest
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.local import evaluate as evaluate_module
-from mindspeed_qerl.local.data import load_data
+from mindspeed_qerl.local.engine import load_data
 from mindspeed_qerl.runs import directory
 from mindspeed_qerl.runs.directory import RunDirectory
 
@@ -118,3 +118,8 @@ def test_what_vllms_kernels_do_not_take_is_refused_before_anything_starts(
     (tmp_path / "config.json").write_text(json.dumps(SMALL | changed))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         recipe_of(tmp_path, data_dir)
+
+
+def test_layers_are_computed_again_by_one_method(tiny_model):
+    with pytest.raises(ConfigError, match="recompute_method is left out .* set it to block"):
+        recipe_of(tiny_model, tiny_model / "data", megatron_training__recompute_granularity="full")

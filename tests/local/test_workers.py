@@ -69,14 +69,14 @@ def test_a_dead_process_of_ray_is_not_taken_for_a_rank(tmp_path):
     """
     private_ray.start(num_cpus=1)
     try:
-        worker = Worker("rank 0", "threading", "Event", tmp_path / "0.log", {})
+        worker = Worker("rank 0", "threading:Event", tmp_path / "0.log", {})
         processes = Processes([], worker)
         processes.wait_until_ready()  # it has the processor
         [raylet] = (child for child in psutil.Process().children() if child.name() == "raylet")
         raylet.kill()
         with pytest.raises(WorkerError, match="^one of Ray's own processes"):
             processes.on_rollout(threading.Event.wait)
-        second = Worker("rank 1", "collections", "Counter", tmp_path / "1.log", {})
+        second = Worker("rank 1", "collections:Counter", tmp_path / "1.log", {})
         with pytest.raises(WorkerError, match="^one of Ray's own processes") as caught:
             Processes([], second).wait_until_ready()
         assert isinstance(caught.value.__cause__, BrokenPipeError)
@@ -92,7 +92,7 @@ def box():
 
 
 def counters(folder, *names):
-    return [Worker(name, "collections", "Counter", folder / f"{name}.log", {}) for name in names]
+    return [Worker(name, "collections:Counter", folder / f"{name}.log", {}) for name in names]
 
 
 class Unpicklable(ValueError):

@@ -143,26 +143,24 @@ def small_recipe(ranks):
     return read_recipe(OmegaConf.to_container(config, resolve=True))
 
 
-def train_rank(rank, recipe, batch, folder):
+def train_rank(start, recipe, batch, parts):
     """Logprobs before and after two updates, and the parts of a checkpoint; in a process of its
     own.
     """
-    from mindspeed_qerl.local.rank import TrainRank
-
-    torch.set_num_threads(1)
-    trainer = TrainRank(recipe, read_shape(recipe.model.path), rank, f"file://{folder}/rendezvous")
+    trainer = start(recipe)
     before = trainer.logprobs(batch)
     for _ in range(2):  # the first moves B alone, which is zero before it
-        trainer.train([batch])
-    trainer.save(Path(folder, "parts"))
-    torch.save((before, trainer.logprobs(batch)), f"{folder}/{rank}.pt")
+        trainer.train(batch)
+    parts.mkdir(exist_ok=True)
+    trainer.save(parts)
+    return before, trainer.logprobs(batch)
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=["one rank", "TP 3"])
 def trained(request, batch, tmp_path_factory):
     """(logprobs before, logprobs after, adapters) of Megatron ranks; 3 share the 3 KV heads."""
     folder, recipe = tmp_path_factory.mktemp("ranks"), small_recipe(request.param)
-    run_ranks(train_rank, request.param, recipe, batch, str(folder))
+    (before, after), *_ = run_ranks(train_rank, request.param, recipe, batch, folder / "parts")
     describe = checkpoint.describe(read_shape(MODEL), recipe.lora)
     checkpoint.save(
         folder / "checkpoints",
@@ -171,7 +169,6 @@ def trained(request, batch, tmp_path_factory):
         lambda making: shutil.copytree(folder / "parts", making, dirs_exist_ok=True),
         keep=1,
     )
-    before, after = torch.load(folder / "0.pt", weights_only=False)
     return before * batch.mask, after * batch.mask, checkpoint.load_adapters(folder / "checkpoints")
 
 

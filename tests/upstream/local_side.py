@@ -31,7 +31,9 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
         recipe,
         layout=Layout(world=1),
         model=replace(recipe.model, path=model, dtype=dtype),
-        batch=replace(recipe.batch, micro_batch_size=8),
+        batch=replace(
+            recipe.batch, micro_batch_size=8, mini_batch_size=recipe.batch.global_batch_size
+        ),
     )
     adapters = torch.load(folder / "full.pt", weights_only=False)["adapters"]
     dock = torch.load(folder / "experience.pt", weights_only=False)["experience"]
@@ -68,7 +70,7 @@ def main(config: Path, model: str, folder: Path, dtype: str) -> None:
         return step()
 
     trainer.optimizer.step = keep_gradients
-    metrics = trainer.train([batch], recipe.batch.epochs)
+    metrics = trainer.train(batch)
     whole = {}
     for name, pair in gradients.items():
         full, expert = expert_name(name)
