@@ -20,21 +20,25 @@ from .word_problems import (
     NAMES,
     OBJECTS,
     OTHER,
+    SLIPS,
     Pair,
     Problem,
     answer_kind,
     pair_of,
-    worded,
     wrong_answer,
 )
 
 MOST_STEPS = 3
 STARTS = ("{name} has {a}.", "There are {a} in the box of {name}.")
 STEPS = {
-    "+": ("{name} buys {b} more.", "{name} finds {b}.", "{other} gives {name} {b}."),
-    "-": ("{name} gives {b} to {other}.", "{name} loses {b}.", "{name} sells {b}."),
+    "+": ("{name} buys {} more.", "{name} finds {}.", "{other} gives {name} {}."),
+    "-": ("{name} gives {} to {other}.", "{name} loses {}.", "{name} sells {}."),
 }
 ASKED = "How many {objects} does {name} have now?"
+# Problems of one step: they have every word.
+TEMPLATES = {
+    op: list(map(" ".join, product(STARTS, sentences, [ASKED]))) for op, sentences in STEPS.items()
+}
 # Shares of the answers that the starting model is shown; the others are right and in the right
 # form.
 MIXTURE = {
@@ -47,34 +51,28 @@ MIXTURE = {
 
 def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
     """A problem of one to three steps, as likely each, whose equations all have one of `pairs`."""
-    length = rng.randint(1, MOST_STEPS)
-    problem = None
-    while problem is None:
-        problem = _random_steps(pairs, length, rng)
+    problem = _random_steps(pairs, rng.randint(1, MOST_STEPS), rng)
     name, other = rng.sample(NAMES, 2)
-    sentences = [rng.choice(STARTS), *(rng.choice(STEPS[op]) for op, _ in problem.steps)]
-    question = _tell(sentences, name, other, rng.choice(OBJECTS), problem)
-    return replace(problem, question=question)
+    sentences = [rng.choice(STARTS), *(rng.choice(STEPS[op]) for op, _ in problem.steps), ASKED]
+    return problem.worded(" ".join(sentences), name, other, rng.choice(OBJECTS))
 
 
-def _random_steps(pairs: list[Pair], length: int, rng: random.Random) -> Problem | None:
-    """Without a question; None if a step led to a number that no further equation starts from."""
+def _random_steps(pairs: list[Pair], length: int, rng: random.Random) -> Problem:
+    """A problem without a question."""
     allowed = set(pairs)
-    total = rng.choice(rng.choice(pairs))
-    first = total
-    steps = []
+    problem = Problem("", rng.choice(rng.choice(pairs)), ())
     for _ in range(length):
+        total = problem.result
         choices = []
         for number in range(1, MAX_OPERAND + 1):
             if pair_of(total, number) in allowed:
                 choices.append(("+", number))
                 if number <= total:
                     choices.append(("-", number))
-        if not choices:
-            return None
-        steps.append(rng.choice(choices))
-        total = Problem("", total, (steps[-1],)).result
-    return Problem("", first, tuple(steps))
+        if not choices:  # no further equation starts from this number: begin again
+            return _random_steps(pairs, length, rng)
+        problem = replace(problem, steps=(*problem.steps, rng.choice(choices)))
+    return problem
 
 
 def mixed_answer(
@@ -89,37 +87,15 @@ def mixed_answer(
     kind = answer_kind(mixture, rng)
     if kind == "bare":
         return f"The answer is {problem.result}"
-    # the steps of wrong answers
-    steps = problem.steps
-    wrong = []
-    for at, (op, number) in enumerate(steps):
-        before = steps[:at]
-        after = steps[at + 1 :]
+    wrong = []  # the steps of wrong answers
+    if kind == "stopped_early" and len(problem.steps) > 1:
+        wrong.append(problem.steps[:-1])
+    for at, (op, number) in enumerate(problem.steps):
+        misread = []
         if kind == "wrong_operation":
-            wrong.append((*before, (OTHER[op], number), *after))
+            misread = [(OTHER[op], number)]
         elif kind == "slipped_number":
-            wrong += [(*before, (op, number + by), *after) for by in (-2, -1, 1, 2)]
-    if kind == "stopped_early" and len(steps) > 1:
-        wrong = [steps[:-1]]
+            misread = [(op, number + by) for by in SLIPS]
+        wrong += [(*problem.steps[:at], step, *problem.steps[at + 1 :]) for step in misread]
     others = [replace(problem, steps=steps) for steps in wrong]
     return wrong_answer(problem, others, training_pairs, rng)
-
-
-def all_wordings() -> list[str]:
-    """Texts that hold every word a question or an answer can hold."""
-    texts = ["The answer is 0123456789"]
-    for op, name, objects, number in product(STEPS, NAMES, OBJECTS, (1, MAX_OPERAND)):
-        problem = Problem("", number, ((op, number),))
-        texts += [
-            f"{_tell([start, step], name, name, objects, problem)}\n{problem.answer}"
-            for start, step in product(STARTS, STEPS[op])
-        ]
-    return texts
-
-
-def _tell(sentences: list[str], name: str, other: str, objects: str, problem: Problem) -> str:
-    numbers = [number for _, number in problem.steps]
-    told = []
-    for sentence, number in zip([*sentences, ASKED], [0, *numbers, 0]):  # no number but in a step
-        told.append(worded(sentence, name, other, objects, problem.first, number))
-    return " ".join(told)

@@ -112,7 +112,7 @@ def build_tokenizer(world=word_problems):
     from transformers import PreTrainedTokenizerFast
 
     tokens = set()
-    for text in world.all_wordings():
+    for text in word_problems.all_wordings(world.TEMPLATES):
         tokens.update(re.findall(TOKEN_PATTERN, text))
     vocabulary = {token: index for index, token in enumerate([UNK, PAD, EOS, *sorted(tokens)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
@@ -142,9 +142,7 @@ def build_model(tokenizer, shape: str):
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         norm_topk_prob=True,
-        dtype="float32",
         initializer_range=0.06,  # Qwen's 0.02 is meant for far wider models
-        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -168,12 +166,15 @@ def train_supervised(
     world = WORLDS[recipe.shape]
     allowed = set(training_pairs)
 
-    def batch():
-        problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
-        answers = [world.mixed_answer(problem, allowed, world.MIXTURE, rng) for problem in problems]
-        return _batch(tokenizer, problems, answers)
+    def batches():
+        while True:
+            problems = [world.random_problem(training_pairs, rng) for _ in range(recipe.batch_size)]
+            answers = [
+                world.mixed_answer(problem, allowed, world.MIXTURE, rng) for problem in problems
+            ]
+            yield _batch(tokenizer, problems, answers)
 
-    return fit(model, (batch() for _ in range(recipe.steps)), recipe.steps, recipe.learning_rate)
+    return fit(model, batches(), recipe.steps, recipe.learning_rate)
 
 
 def _make(directory: Path, recipe: ModelRecipe) -> dict:

@@ -23,26 +23,28 @@ from pathlib import Path
 
 MAX_OPERAND = 20
 OTHER = {"+": "-", "-": "+"}
+SLIPS = (-2, -1, 1, 2)  # what a misread number is off by
 NAMES = ("Tom", "Anna", "Ben", "Lily", "Sam", "Mia", "Max", "Ella")
 OBJECTS = ("apples", "books", "coins", "pens", "cards", "shells", "stamps", "marbles")
+# `{a}` is the first number with its noun, `{}` the number of the next step.
 TEMPLATES = {
     "+": (
-        "{name} has {a}. {name} buys {b} more. How many {objects} does {name} have now?",
+        "{name} has {a}. {name} buys {} more. How many {objects} does {name} have now?",
         (
-            "{name} finds {a} in the morning and {b} in the evening. "
+            "{name} finds {a} in the morning and {} in the evening. "
             "How many {objects} does {name} find in all?"
         ),
-        "{name} has {a} and {other} has {b}. How many {objects} do they have together?",
-        "There are {a} in a box. {name} puts in {b} more. How many {objects} are in the box now?",
+        "{name} has {a} and {other} has {}. How many {objects} do they have together?",
+        "There are {a} in a box. {name} puts in {} more. How many {objects} are in the box now?",
     ),
     "-": (
-        "{name} has {a}. {name} gives {b} to {other}. How many {objects} does {name} have now?",
-        "{name} has {a} in the morning and loses {b} in the evening. How many {objects} are left?",
+        "{name} has {a}. {name} gives {} to {other}. How many {objects} does {name} have now?",
+        "{name} has {a} in the morning and loses {} in the evening. How many {objects} are left?",
         (
-            "{name} has {a} and {other} has {b}. How many more {objects} does {name} have than "
+            "{name} has {a} and {other} has {}. How many more {objects} does {name} have than "
             "{other}?"
         ),
-        "There are {a} in a box. {name} takes out {b}. How many {objects} are in the box now?",
+        "There are {a} in a box. {name} takes out {}. How many {objects} are in the box now?",
     ),
 }
 # Shares of the answers that the starting model is shown; the others are right and in the right
@@ -91,6 +93,16 @@ class Problem:
             lines.append(f"{before}{op}{number}={after}")
         return "\n".join([*lines, f"#### {self.result}"])
 
+    def worded(self, template: str, name: str, other: str, objects: str) -> "Problem":
+        """The problem with a question in words. The first number carries the noun ("1 apple",
+        "3 apples"), the others stand alone ("and Ben has 4").
+        """
+        noun = objects.removesuffix("s") if self.first == 1 else objects
+        numbers = [number for _, number in self.steps]
+        first = f"{self.first} {noun}"
+        question = template.format(*numbers, a=first, name=name, other=other, objects=objects)
+        return replace(self, question=question)
+
     def is_allowed(self, pairs: set[Pair]) -> bool:
         """Returns True if every equation has one of `pairs`, and no result is negative."""
         totals = self.totals
@@ -117,9 +129,10 @@ def random_problem(pairs: list[Pair], rng: random.Random) -> Problem:
     op = rng.choice("+-")
     low, high = rng.choice(pairs)
     a, b = (high, low) if op == "-" or rng.random() < 0.5 else (low, high)
+    problem = Problem("", a, ((op, b),))
     name, other = rng.sample(NAMES, 2)
-    question = worded(rng.choice(TEMPLATES[op]), name, other, rng.choice(OBJECTS), a, b)
-    return Problem(question, a, ((op, b),))
+    template = rng.choice(TEMPLATES[op])
+    return problem.worded(template, name, other, rng.choice(OBJECTS))
 
 
 def make_problems(
@@ -156,7 +169,7 @@ def mixed_answer(
         return replace(problem, first=high, steps=((OTHER[op], low),)).answer
     slips = []
     if kind == "slipped_number":  # one operand is off by one or two
-        for offset in (-2, -1, 1, 2):
+        for offset in SLIPS:
             slips.append(replace(problem, first=problem.first + offset))
             slips.append(replace(problem, steps=((op, number + offset),)))
     return wrong_answer(problem, slips, training_pairs, rng)
@@ -182,20 +195,12 @@ def write_problems(path: Path, problems: Iterable[Problem]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def all_wordings() -> Iterator[str]:
+def all_wordings(templates: Mapping[str, Iterable[str]]) -> Iterator[str]:
     """Texts that hold every word a question or an answer can hold (the tokenizer's vocabulary is
-    read from them).
+    read from them). `templates` are those of problems of one step, by its operation.
     """
-    for op, name, objects, number in product(TEMPLATES, NAMES, OBJECTS, (1, MAX_OPERAND)):
-        for template in TEMPLATES[op]:
-            question = worded(template, name, name, objects, number, number)
-            yield f"{question}\n{Problem(question, number, ((op, number),)).answer}"
+    for op, name, objects, number in product(templates, NAMES, OBJECTS, (1, MAX_OPERAND)):
+        for template in templates[op]:
+            problem = Problem("", number, ((op, number),)).worded(template, name, name, objects)
+            yield f"{problem.question}\n{problem.answer}"
     yield "The answer is 0123456789"
-
-
-def worded(template: str, name: str, other: str, objects: str, a: int, b: int) -> str:
-    """A sentence in words. The first number carries the noun ("1 apple", "3 apples"), the others
-    stand alone ("and Ben has 4").
-    """
-    noun = objects.removesuffix("s") if a == 1 else objects
-    return template.format(name=name, other=other, objects=objects, a=f"{a} {noun}", b=b)

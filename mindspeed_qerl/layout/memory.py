@@ -139,9 +139,11 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
     kv_cache = max(0, left)
     at_once = kv_cache // answer
     needed = batch.answers // plan.layout.infer_dp
-    how = f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: "
-    how += f"{at_once} answers of {batch.max_model_len} tokens at once, {needed} needed; "
-    how += f"{kv_token / 1000:.0f} KB a token"
+    how = (
+        f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: "
+        f"{at_once} answers of {batch.max_model_len} tokens at once, {needed} needed; "
+        f"{kv_token / 1000:.0f} KB a token"
+    )
     rollout.append(Part("KV cache", kv_cache, how))
     if settings.int8_rollouts:
         rollout.append(parts.int8_copies(plan))
