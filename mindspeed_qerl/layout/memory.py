@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mindspeed_qerl.recipe.types import Recipe
 
 from . import parts
-from .parts import BF16, GB, MemorySettings, Part
+from .parts import ALL_LAYERS, BF16, GB, MemorySettings, Part
 from .plan import Plan
 from .sizes import rollout_weights, training_weights
 
@@ -83,12 +83,14 @@ class Memory:
 def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> MemorySettings:
     """Returns what a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
     optimizer = recipe.optimizer
+    recomputed = 0
+    if optimizer.recompute_granularity == "full":
+        recomputed = optimizer.recompute_num_layers or ALL_LAYERS
     return MemorySettings(
         memory_gb,
         **vars(recipe.rollout),
         distributed_optimizer=optimizer.distributed,
-        recompute=optimizer.recompute_granularity == "full",
-        recompute_num_layers=optimizer.recompute_num_layers,
+        recompute_layers=recomputed,
         lora_r=recipe.lora.r,
         lora_targets=recipe.lora.targets,
         hccl_buffer_mib=recipe.npu.hccl_buffer_mib,

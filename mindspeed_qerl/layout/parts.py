@@ -12,6 +12,7 @@ GB = 10**9
 BF16 = 2
 FP32 = 4
 ADAMW = 3 * FP32  # master weight and two moments
+ALL_LAYERS = 10**9  # more than a stage can have
 # Assumptions, not counts:
 RUNTIME = 2 * GB  # CANN, the operators' code and torch_npu's own
 EXPERT_LOAD = 2  # tokens of the busiest rank over the average, in the layer that is computed
@@ -33,8 +34,7 @@ class MemorySettings:
     offload_train_grad: bool = True
     offload_train_optimizer: bool = True
     distributed_optimizer: bool = True
-    recompute: bool = True  # recompute_granularity full
-    recompute_num_layers: int | None = None  # of each stage, method block; None = all
+    recompute_layers: int = ALL_LAYERS  # of each stage: recompute_granularity full, method block
     lora_r: int = 32
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     hccl_buffer_mib: int = 640
@@ -204,9 +204,7 @@ def update(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     hidden = plan.shape.hidden_size
     tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length)
     in_flight = min(layout.pp - stage, plan.micro_batches)
-    recomputed = 0
-    if settings.recompute:
-        recomputed = min(settings.recompute_num_layers or layers, layers)
+    recomputed = min(settings.recompute_layers, layers)
     parts = []
     if recomputed:
         inputs = in_flight * recomputed * tokens * hidden * BF16 // _sequence_share(plan)

@@ -17,13 +17,12 @@ from mindspeed_qerl.tasks.rows import read_rows
 from .model import make_model, narrow
 
 
-def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
+def prepare(recipe: Recipe, found: Found) -> Recipe:
     """The recipe that `recipe` is rehearsed with: its layout, batch arithmetic, LoRA and noise, a
-    narrow model (made here, if it is not there yet), short answers, a few steps; and what there is
-    to say about it.
+    narrow model (made here, if it is not there yet), short answers, a few steps.
 
     Args:
-        found: by the reader of `recipe`.
+        found: by the reader of `recipe`; what is wrong besides is added.
 
     Raises:
         ConfigError: all that is wrong with `recipe` itself: a layout that cannot exist, a misspelt
@@ -34,20 +33,10 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     plan = plan_to_rehearse(recipe, found)
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
-    layers = 0
-    if plan:
-        found.faults += unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
-        layers = layers_to_rehearse(plan, settings.layers)
     if not recipe.lora.targets:
         key = "megatron_training.lora_target_modules"
         message = f"{key} is empty. Known: {', '.join(LORA_TARGETS)}"
         found.faults.append(Fault("unsupported", message, key))
-    if plan and settings.layers != "all" and layers % plan.layout.pp:
-        message = (
-            f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
-            f"{plan.layout.pp}"
-        )
-        found.faults.append(Fault("conflict", message, "rehearsal.layers"))
     if engine.UPSTREAM and not recipe.emulate_npu:
         message = (
             "rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
@@ -56,7 +45,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         found.faults.append(Fault("conflict", message, "rehearsal.enabled"))
     found.raise_faults()
     assert plan, "without a plan there is a fault"
-    shape = narrow(plan.shape, plan.layout, layers)
+    shape = narrow(plan.shape, plan.layout, layers_to_rehearse(plan, settings.layers))
     rows = read_rows(recipe.task.train_file)
     try:
         directory = make_model(shape, rows, Path(settings.models))
@@ -68,7 +57,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     small = engine.rehearsed(_small(recipe, directory), shape, rows, directory)
     if not engine.UPSTREAM:  # its own of the narrow model; upstream's were found above
         Found([*engine.validate(small)]).raise_faults()
-    return small, found
+    return small
 
 
 def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
@@ -90,6 +79,14 @@ def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
         found.faults += [Fault("model", str(fault)) for fault in error.faults]
         return None
     found.faults += layout_faults(plan)
+    found.faults += unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
+    layers = recipe.rehearsal.layers
+    if isinstance(layers, int) and layers % plan.layout.pp:
+        message = (
+            f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
+            f"{plan.layout.pp}"
+        )
+        found.faults.append(Fault("conflict", message, "rehearsal.layers"))
     return plan
 
 

@@ -53,7 +53,7 @@ def composed(variables, tmp_path):
 def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     recipe, found = read(composed(name))
     before = plan_to_rehearse(recipe, found)
-    small = read_recipe(to_config(prepare(recipe, found)[0]))  # as train.py runs it
+    small = read_recipe(to_config(prepare(recipe, found)))  # as train.py runs it
     assert [*local.validate(small)] == []
     shape = read_shape(small.model.path)
     kept = (
@@ -91,7 +91,7 @@ def test_what_the_blocks_of_a_format_fill_they_fill_in_the_narrow_model(composed
             with pytest.raises(ConfigError, match="int8_w8a8' with experts"):
                 prepare(*read(raw))
         else:
-            assert prepare(*read(raw))[0].quantization.format == format
+            assert prepare(*read(raw)).quantization.format == format
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,9 @@ def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
     stages = "+megatron_training.num_layer_list='16,17,14'"
     shape = replace(NAMED_SHAPES["qwen3_30b_a3b"], num_hidden_layers=47)
     monkeypatch.setattr(
-        "mindspeed_qerl.rehearsal.prepare.plan_to_rehearse",
-        lambda recipe, found: plan_of(recipe, shape),
+        "mindspeed_qerl.rehearsal.prepare.plan_of", lambda recipe: plan_of(recipe, shape)
     )
-    small, _ = prepare(
+    small = prepare(
         *read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=all", stages))
     )
     assert small.layout.num_layer_list == (16, 17, 14) and small.model.path == "47"
