@@ -134,8 +134,7 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
         asleep += trainable
 
     rollout = [*runtime, *asleep, *vllm, parts.profiled(plan, settings)]
-    limit = int(settings.gpu_memory_utilization * settings.memory_gb * GB)
-    left = limit - parts.size_of(rollout)
+    left = int(settings.gpu_memory_utilization * settings.memory_gb * GB) - parts.size_of(rollout)
     kv_token = _kv_token(plan)
     answer = kv_token * batch.max_model_len
     kv_cache = max(0, left)

@@ -103,8 +103,11 @@ def merged(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     its update (ascend/lora.py): a second copy of their weights.
     """
     count = adapted_weights(plan, settings, stage)
-    how = f"W + BA of {count / GB:.2f} x 10^9 parameters x 2"
-    return [Part("merged weights", count * BF16, how)] if count else []
+    if not count:
+        return []
+    return [
+        Part("merged weights", count * BF16, f"W + BA of {count / GB:.2f} x 10^9 parameters x 2")
+    ]
 
 
 def trained(plan: Plan, settings: MemorySettings, stage: int) -> tuple[list[Part], Part, Part]:
@@ -158,12 +161,11 @@ def communicators(plan: Plan) -> list[str]:
 
 def runtime(plan: Plan, settings: MemorySettings) -> list[Part]:
     groups = communicators(plan)
-    buffers = len(groups) * 2 * settings.hccl_buffer_mib * 2**20
-    names = ", ".join(groups)
-    how = f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {names}"
+    each = settings.hccl_buffer_mib
+    how = f"2 x {each} MiB for each of {len(groups)} groups: {', '.join(groups)}"
     return [
         Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu"),
-        Part("HCCL buffers", buffers, how),
+        Part("HCCL buffers", len(groups) * 2 * each * 2**20, how),
     ]
 
 
@@ -233,8 +235,8 @@ def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> li
     if stage < plan.layout.pp - 1:
         return []
     rows = plan.rows // plan.layout.tp
-    how = f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4"
-    return [Part("logits", copies * tokens * rows * FP32, how)]
+    size = copies * tokens * rows * FP32
+    return [Part("logits", size, f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4")]
 
 
 # ---- from training to vLLM ----

@@ -163,10 +163,12 @@ def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
 
 def stages_hold_whole_infer_tp_groups(plan: Plan) -> Broken:
     layout = plan.layout
-    what = f"ranks a stage ({layout.world} / PP {layout.pp})"
-    ranks = layout.world // layout.pp
-    by = f"infer TP {layout.infer_tp}"
-    return layout.tp < layout.infer_tp and indivisible(what, ranks, by, layout.infer_tp)
+    return layout.tp < layout.infer_tp and indivisible(
+        f"ranks a stage ({layout.world} / PP {layout.pp})",
+        layout.world // layout.pp,
+        f"infer TP {layout.infer_tp}",
+        layout.infer_tp,
+    )
 
 
 ROLLOUT = [
