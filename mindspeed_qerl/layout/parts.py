@@ -62,7 +62,7 @@ def weights(what: str, counts: tuple[int, int]) -> list[Part]:
     """Weights in bfloat16: all but the experts, and the experts."""
     return [
         Part(f"{what}, {name}", count * BF16, f"{count / GB:.2f} x 10^9 parameters x 2")
-        for name, count in zip(("dense part", "experts"), counts, strict=True)
+        for name, count in zip(("dense part", "experts"), counts)
         if count
     ]
 

@@ -276,17 +276,3 @@ def test_where_the_time_goes():
         "120 tokens a prompt, 300 an answer, 600 the"
         in plan_layout("--config-name", CONFIG, "--tokens", "120,300,600").stdout
     )
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["--tokens", "1,2"], "--tokens 1,2 must be three numbers"),
-        (["--tokens", "100,900,300"], "must be three numbers"),
-        (["--ranks", "0"], "--ranks 0 must be at least 1"),
-    ],
-)
-def test_wrong_words(words, message):
-    ranks = [] if "--ranks" in words else ["--ranks", "16"]
-    refused = plan_layout("--model", A3B, *ranks, *words)
-    assert refused.returncode == 2 and message in refused.stderr
