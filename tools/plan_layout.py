@@ -112,7 +112,10 @@ def main() -> int:
             plan = plan_of(recipe, ranks_per_node=width)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(str(path), plan.shape)
-            illegal = judge_config(recipe, plan, args.memory_gb, terms)
+            illegal = show_faults(plan)
+            if not illegal:
+                memory = estimate(plan, settings_of(recipe, args.memory_gb))
+                show_legal(memory, terms, recipe.run.train_iters)
             for fault in faults:
                 print(f"The {recipe.engine} engine refuses this config: {fault}")
             return bool(faults) or illegal or refused
@@ -211,17 +214,6 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
             )
         sizes[key] = int(size)
     return sizes
-
-
-def judge_config(recipe: Recipe, plan: Plan, memory_gb: float, terms: Terms) -> bool:
-    """Say of a config's plan whether it is legal, with its memory and time, or what it breaks; True
-    if it is illegal.
-    """
-    if show_faults(plan):
-        return True
-    memory = estimate(plan, settings_of(recipe, memory_gb))
-    show_legal(memory, terms, recipe.run.train_iters)
-    return False
 
 
 def show_faults(plan: Plan) -> bool:
