@@ -40,7 +40,7 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
         if rehearsed:
             from mindspeed_qerl.rehearsal.prepare import prepare
 
-            recipe, found = prepare(recipe, found)
+            recipe = prepare(recipe, found)
         config = to_config(recipe) if rehearsed else raw
         recipe = _with_run_to_resume(recipe, name, config)
         if not rehearsed:

@@ -38,30 +38,29 @@ def main() -> int:
         default=0,
         help="decides the held-out pairs, the problems and the weights (default: %(default)s)",
     )
-    parser.add_argument(
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
         "--large",
         action="store_true",
         help="a 10M-parameter Qwen3-MoE with random weights and the same tokenizer and data, for "
         "benchmarks",
     )
-    parser.add_argument(
+    model.add_argument(
         "--deep",
         action="store_true",
         help="the studies' 2.4M-parameter Qwen3-MoE of 7 layers, and problems of one to three "
         "steps",
     )
     arguments = parser.parse_args()
-    if arguments.deep and arguments.large:
-        parser.error("--deep and --large are two models: give one")
-    recipe = (
-        DEEP
-        if arguments.deep
-        else ModelRecipe(shape="large", steps=0)
-        if arguments.large
-        else ModelRecipe()
-    )
+    recipe = ModelRecipe()
+    output = "models/tiny_qwen3_moe"
+    if arguments.deep:
+        recipe = DEEP
+        output = "models/steps_qwen3_moe"
+    elif arguments.large:
+        recipe = ModelRecipe(shape="large", steps=0)
     recipe = replace(recipe, seed=arguments.seed)
-    output = arguments.output or f"models/{'steps' if arguments.deep else 'tiny'}_qwen3_moe"
+    output = arguments.output or output
     try:
         report = make_tiny_model(output, recipe)
     except OSError as error:

@@ -25,7 +25,7 @@ from mindspeed_qerl.layout import planner, show
 from mindspeed_qerl.layout.memory import Memory, estimate, settings_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.rules import RULES, broken
-from mindspeed_qerl.layout.time import HARDWARE, Terms, Work
+from mindspeed_qerl.layout.time import HARDWARE, Terms
 from mindspeed_qerl.local.limits import refused
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
@@ -105,14 +105,17 @@ def main() -> int:
     try:
         check_arguments(args)
         width = args.ranks_per_node or NODE
-        terms = Terms(Work(*args.tokens), HARDWARE[args.hardware])
+        terms = Terms(*args.tokens, HARDWARE[args.hardware])
         if args.config_name:
             recipe, faults = recipe_of(args.config_name, args.overrides)
             path = Path(recipe.model.path)
             plan = plan_of(recipe, ranks_per_node=width)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(str(path), plan.shape)
-            illegal = judge_config(recipe, plan, args.memory_gb, terms)
+            illegal = show_faults(plan)
+            if not illegal:
+                memory = estimate(plan, settings_of(recipe, args.memory_gb))
+                show_legal(memory, terms, recipe.run.train_iters)
             for fault in faults:
                 print(f"The {recipe.engine} engine refuses this config: {fault}")
             return bool(faults) or illegal or refused
@@ -213,17 +216,6 @@ def checked_sizes(args: argparse.Namespace) -> dict[str, int]:
     return sizes
 
 
-def judge_config(recipe: Recipe, plan: Plan, memory_gb: float, terms: Terms) -> bool:
-    """Say of a config's plan whether it is legal, with its memory and time, or what it breaks; True
-    if it is illegal.
-    """
-    if show_faults(plan):
-        return True
-    memory = estimate(plan, settings_of(recipe, memory_gb))
-    show_legal(memory, terms, recipe.run.train_iters)
-    return False
-
-
 def show_faults(plan: Plan) -> bool:
     """Say which plan it is, and what it breaks; True if it breaks anything."""
     faults = broken(plan)
@@ -231,7 +223,10 @@ def show_faults(plan: Plan) -> bool:
     say = partial(console.print, highlight=False)
     layout = plan.layout
     say(show.model_line(plan.shape))
-    say(f"{layout.world} ranks: {show.sizes_line(plan)}; {show.nodes(layout)}")
+    say(
+        f"{layout.world} ranks: TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}; "
+        f"vLLM TP {layout.infer_tp} x EP {layout.infer_ep}; {show.nodes(layout)}"
+    )
     if faults:
         rules = "1 rule is" if len(faults) == 1 else f"{len(faults)} rules are"
         say(f"[bold red]illegal[/]: {rules} broken, of {len(RULES)}")
@@ -248,7 +243,12 @@ def show_legal(memory: Memory, terms: Terms, iterations: int | None = None) -> N
     """Say what a legal plan's ranks hold, and how long it takes."""
     console = show.console()
     say = partial(console.print, highlight=False)
-    say(show.batch_line(memory.plan))
+    plan = memory.plan
+    batch = plan.batch
+    say(
+        f"{batch.global_batch_size} prompts x {batch.samples_per_prompt} answers a step: "
+        f"{plan.share} answers a training rank"
+    )
     say(f"[bold green]legal[/], all {len(RULES)} rules hold. {show.DISCLAIMER}")
     show.print_memory(console, memory)
     for reason in planner.reasons(memory):

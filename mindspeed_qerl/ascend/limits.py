@@ -103,17 +103,24 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     except ConfigError as error:
         reason = f"no readable config.json of a Hugging Face model there ({error})"
         yield Fault("model", f"{key} = {folder!r}: {reason}", key)
-    try:
-        plan = plan_of(recipe)
-        yield from layout_faults(plan)
-        yield from unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
-        if file.is_file():
-            yield from beyond_positions(plan, folder)
-    except ConfigError as error:
-        yield from (Fault("model", line, key) for line in str(error).splitlines())
+    yield from faults_of_plan(recipe)
     yield from faults_of_values(recipe)
     yield from checks.missing_files(recipe.task, ("test_file",))
     yield from _missing_rows(recipe)
+
+
+def faults_of_plan(recipe: Recipe) -> Iterator[Fault]:
+    """Yields what no layout, and no vLLM, can do with the model; rehearsals ask too."""
+    try:
+        plan = plan_of(recipe)
+    except ConfigError as error:
+        key = "megatron_training.tokenizer_name_or_path"
+        yield from (Fault("model", line, key) for line in str(error).splitlines())
+        return
+    yield from layout_faults(plan)
+    yield from unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
+    if Path(recipe.model.path, "config.json").is_file():
+        yield from beyond_positions(plan, recipe.model.path)
 
 
 def _missing_rows(recipe: Recipe) -> Iterator[Fault]:

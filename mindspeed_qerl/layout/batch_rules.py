@@ -4,6 +4,10 @@ from .plan import Plan
 from .rule import Broken, Rule, multiple
 
 PROMPTS = ("prompts of global_batch_size", "batch.global_batch_size")
+by_mini_batch = multiple("answers of a training rank", "share", "mini_share")
+mini_batch_by_micro_batch = multiple(
+    "answers of a rank's mini-batch", "mini_share", "batch.micro_batch_size"
+)
 
 
 def dynamic_batches_take_an_answer(plan: Plan) -> Broken:
@@ -48,24 +52,12 @@ BATCH = [
     Rule(  # those left over would make a small update of their own
         "mini_batches_are_equal",
         "MindSpeed-RL mindspeed_rl/models/base/base_training_engine.py:515",
-        multiple(
-            "answers of a training rank",
-            "share",
-            "mini_share",
-            when=lambda plan: (
-                plan.mini_share < plan.share and plan.batch.mini_answers % plan.dp == 0
-            ),
-        ),
+        lambda plan: plan.batch.mini_answers % plan.dp == 0 and by_mini_batch(plan),
     ),
     Rule(  # a smaller last one would weigh as much as a full one; of one update: share_by_micro_batch
         "mini_batch_by_micro_batch",
         "MindSpeed-RL mindspeed_rl/models/base/base_training_engine.py:210",
-        multiple(
-            "answers of a rank's mini-batch",
-            "mini_share",
-            "batch.micro_batch_size",
-            when=lambda plan: plan.mini_share < plan.share,
-        ),
+        lambda plan: plan.mini_share < plan.share and mini_batch_by_micro_batch(plan),
     ),
     Rule(
         "removed_padding_resets_the_mask",

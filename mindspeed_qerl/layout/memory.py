@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from mindspeed_qerl.recipe.types import Recipe
 
 from . import parts
-from .parts import BF16, GB, MemorySettings, Part
+from .parts import ALL_LAYERS, BF16, GB, MemorySettings, Part
 from .plan import Plan
 from .sizes import rollout_weights, training_weights
 
@@ -83,12 +83,14 @@ class Memory:
 def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> MemorySettings:
     """Returns what a recipe says of memory, on ranks of `memory_gb` 10^9 bytes."""
     optimizer = recipe.optimizer
+    recomputed = 0
+    if optimizer.recompute_granularity == "full":
+        recomputed = optimizer.recompute_num_layers or ALL_LAYERS
     return MemorySettings(
         memory_gb,
         **vars(recipe.rollout),
         distributed_optimizer=optimizer.distributed,
-        recompute=optimizer.recompute_granularity == "full",
-        recompute_num_layers=optimizer.recompute_num_layers,
+        recompute_layers=recomputed,
         lora_r=recipe.lora.r,
         lora_targets=recipe.lora.targets,
         hccl_buffer_mib=recipe.npu.hccl_buffer_mib,
@@ -132,16 +134,17 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
         asleep += trainable
 
     rollout = [*runtime, *asleep, *vllm, parts.profiled(plan, settings)]
-    limit = int(settings.gpu_memory_utilization * settings.memory_gb * GB)
-    left = limit - parts.size_of(rollout)
+    left = int(settings.gpu_memory_utilization * settings.memory_gb * GB) - parts.size_of(rollout)
     kv_token = _kv_token(plan)
     answer = kv_token * batch.max_model_len
     kv_cache = max(0, left)
     at_once = kv_cache // answer
     needed = batch.answers // plan.layout.infer_dp
-    how = f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: "
-    how += f"{at_once} answers of {batch.max_model_len} tokens at once, {needed} needed; "
-    how += f"{kv_token / 1000:.0f} KB a token"
+    how = (
+        f"{settings.gpu_memory_utilization:g} x {settings.memory_gb:g} GB less the rest: "
+        f"{at_once} answers of {batch.max_model_len} tokens at once, {needed} needed; "
+        f"{kv_token / 1000:.0f} KB a token"
+    )
     rollout.append(Part("KV cache", kv_cache, how))
     if settings.int8_rollouts:
         rollout.append(parts.int8_copies(plan))

@@ -5,15 +5,14 @@ Weights and activations are bfloat16; gradients, optimizer state and logits floa
 
 from dataclasses import dataclass
 
-from mindspeed_qerl.families import family_of
-
 from .plan import Plan
-from .sizes import capture_sizes, layer_weights, training_weights
+from .sizes import capture_sizes, linear_weights, training_weights
 
 GB = 10**9
 BF16 = 2
 FP32 = 4
 ADAMW = 3 * FP32  # master weight and two moments
+ALL_LAYERS = 10**9  # more than a stage can have
 # Assumptions, not counts:
 RUNTIME = 2 * GB  # CANN, the operators' code and torch_npu's own
 EXPERT_LOAD = 2  # tokens of the busiest rank over the average, in the layer that is computed
@@ -35,8 +34,7 @@ class MemorySettings:
     offload_train_grad: bool = True
     offload_train_optimizer: bool = True
     distributed_optimizer: bool = True
-    recompute: bool = True  # recompute_granularity full
-    recompute_num_layers: int | None = None  # of each stage, method block; None = all
+    recompute_layers: int = ALL_LAYERS  # of each stage: recompute_granularity full, method block
     lora_r: int = 32
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     hccl_buffer_mib: int = 640
@@ -64,7 +62,7 @@ def weights(what: str, counts: tuple[int, int]) -> list[Part]:
     """Weights in bfloat16: all but the experts, and the experts."""
     return [
         Part(f"{what}, {name}", count * BF16, f"{count / GB:.2f} x 10^9 parameters x 2")
-        for name, count in zip(("dense part", "experts"), counts, strict=True)
+        for name, count in zip(("dense part", "experts"), counts)
         if count
     ]
 
@@ -95,13 +93,9 @@ def adapter_weights(plan: Plan, settings: MemorySettings, stage: int) -> tuple[i
 
 def adapted_weights(plan: Plan, settings: MemorySettings, stage: int) -> int:
     """Weights on one training rank that have an adapter."""
-    layout = plan.layout
-    count = 0
-    for linear in plan.shape.linears:
-        if plan.lora and linear.target in settings.lora_targets:
-            ranks = layout.tp * (layout.ep if linear.split == "expert" else 1)
-            count += linear.inputs * linear.outputs * linear.copies // ranks
-    return count * plan.layers[stage]
+    targets = settings.lora_targets if plan.lora else ()
+    linears = [linear for linear in plan.shape.linears if linear.target in targets]
+    return sum(linear_weights(linears, plan.layout.tp, plan.layout.ep)) * plan.layers[stage]
 
 
 def merged(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
@@ -109,8 +103,11 @@ def merged(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     its update (ascend/lora.py): a second copy of their weights.
     """
     count = adapted_weights(plan, settings, stage)
-    how = f"W + BA of {count / GB:.2f} x 10^9 parameters x 2"
-    return [Part("merged weights", count * BF16, how)] if count else []
+    if not count:
+        return []
+    return [
+        Part("merged weights", count * BF16, f"W + BA of {count / GB:.2f} x 10^9 parameters x 2")
+    ]
 
 
 def trained(plan: Plan, settings: MemorySettings, stage: int) -> tuple[list[Part], Part, Part]:
@@ -164,12 +161,11 @@ def communicators(plan: Plan) -> list[str]:
 
 def runtime(plan: Plan, settings: MemorySettings) -> list[Part]:
     groups = communicators(plan)
-    buffers = len(groups) * 2 * settings.hccl_buffer_mib * 2**20
-    names = ", ".join(groups)
-    how = f"2 x {settings.hccl_buffer_mib} MiB for each of {len(groups)} groups: {names}"
+    each = settings.hccl_buffer_mib
+    how = f"2 x {each} MiB for each of {len(groups)} groups: {', '.join(groups)}"
     return [
         Part("runtime", RUNTIME, "assumed: CANN, operators, torch_npu"),
-        Part("HCCL buffers", buffers, how),
+        Part("HCCL buffers", len(groups) * 2 * each * 2**20, how),
     ]
 
 
@@ -210,9 +206,7 @@ def update(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     hidden = plan.shape.hidden_size
     tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length)
     in_flight = min(layout.pp - stage, plan.micro_batches)
-    recomputed = 0
-    if settings.recompute:
-        recomputed = min(settings.recompute_num_layers or layers, layers)
+    recomputed = min(settings.recompute_layers, layers)
     parts = []
     if recomputed:
         inputs = in_flight * recomputed * tokens * hidden * BF16 // _sequence_share(plan)
@@ -241,8 +235,8 @@ def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> li
     if stage < plan.layout.pp - 1:
         return []
     rows = plan.rows // plan.layout.tp
-    how = f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4"
-    return [Part("logits", copies * tokens * rows * FP32, how)]
+    size = copies * tokens * rows * FP32
+    return [Part("logits", size, f"{moment}: {copies} x {tokens} tokens x {rows:,} x 4")]
 
 
 # ---- from training to vLLM ----
@@ -255,10 +249,10 @@ def sync(plan: Plan, stage: int) -> list[Part]:
     training rank's (:490-546). Our adaptor merges one tensor after the other, and the one before is
     still there.
     """
-    return max(_dense_sync(plan, stage), _experts_sync(plan, stage), key=size_of)
+    return max(*_dense_sync(plan, stage), *_experts_sync(plan, stage), key=size_of)
 
 
-def _dense_sync(plan: Plan, stage: int) -> list[Part]:
+def _dense_sync(plan: Plan, stage: int) -> list[list[Part]]:
     layout = plan.layout
     shape = plan.shape
     first = stage == 0
@@ -266,18 +260,20 @@ def _dense_sync(plan: Plan, stage: int) -> list[Part]:
     tables = first + (last and not shape.tie_word_embeddings)
     joined, kept = _joined(plan, plan.rows * shape.hidden_size)
     embedding = (tables > 0) * joined + (tables > 1) * kept
-    how = f"TP {layout.tp} to infer TP {layout.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 "
-    how += "joined and cut"
-    dense = [linear for linear in shape.linears if linear.split != "expert"]
-    largest = max(linear.inputs * linear.outputs for linear in dense)
+    how = (
+        f"TP {layout.tp} to infer TP {layout.infer_tp}: {plan.rows:,} x {shape.hidden_size} x 2 "
+        "joined and cut"
+    )
+    largest = max(
+        linear.inputs * linear.outputs for linear in shape.linears if linear.split != "expert"
+    )
     joined, kept = _joined(plan, largest)
     merging = joined + kept
     if plan.lora:
         share = largest // layout.tp
         merging = max(2 * share * FP32, share * BF16 + merging)
     how_merged = f"W and W + BA of the largest linear layer, {largest / 1e6:.1f} x 10^6, float32"
-    terms = [Part("embedding on its way", embedding, how), Part("merging", merging, how_merged)]
-    return [max(terms, key=lambda part: part.bytes)]
+    return [[Part("embedding on its way", embedding, how)], [Part("merging", merging, how_merged)]]
 
 
 def _joined(plan: Plan, numbers: int) -> tuple[int, int]:
@@ -294,28 +290,25 @@ def _joined(plan: Plan, numbers: int) -> tuple[int, int]:
     return (layout.tp > 1) * numbers * BF16 + kept, kept
 
 
-def _experts_sync(plan: Plan, stage: int) -> list[Part]:
+def _experts_sync(plan: Plan, stage: int) -> list[list[Part]]:
     """With pipeline stages the buffer of the one before is still there: variables hold views of it
     (:535-537).
     """
     if not plan.shape.moe:
         return []
-    _, layer = layer_weights(plan.shape, plan.layout.tp, plan.layout.tp * plan.layout.ep)
+    _, layer = linear_weights(plan.shape.linears, plan.layout.tp, plan.layout.ep)
 
-    def buffers(last: int) -> Part:
+    buffers = []
+    for last in range(plan.layout.pp):
         layers = plan.layers[max(last - 1, 0) : last + 1]
         owner = "a stage's" if len(layers) == 1 else "two stages'"
         how = f"a second copy of {owner} experts, {sum(layers)} layers"
-        return Part("experts on their way", layer * sum(layers) * BF16, how)
-
-    # a stage merges while the buffer of its own experts is filled
-    own = [buffers(stage)]
-    if plan.lora:
+        buffers.append([Part("experts on their way", layer * sum(layers) * BF16, how)])
+    if plan.lora:  # a stage merges while the buffer of its own experts is filled
         merging = layer * 2 // 3 * 2 * FP32 + layer // 3 * BF16
         how = "W and W + BA of one layer's fc1, float32, beside fc2"
-        own.append(Part("merging", merging, how))
-    others = [[buffers(last)] for last in range(plan.layout.pp)]
-    return max(own, *others, key=size_of)
+        buffers[stage].append(Part("merging", merging, how))
+    return buffers
 
 
 # ---- vLLM ----
@@ -325,10 +318,8 @@ def int8_copies(plan: Plan) -> Part:
     """Returns int8 copies of the linear weights but experts (ascend/quantized.py), beside
     gpu_memory_utilization: vLLM measures before.
     """
-    shape = plan.shape
-    tp = plan.layout.infer_tp
-    linears = layer_weights(shape, tp, 1)[0] - family_of(shape).other_parameters(shape, tp)
-    numbers = shape.num_hidden_layers * linears
+    dense, _ = linear_weights(plan.shape.linears, plan.layout.infer_tp, 1)
+    numbers = plan.shape.num_hidden_layers * dense
     return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1")
 
 
@@ -349,7 +340,9 @@ def profiled(plan: Plan, settings: MemorySettings) -> Part:
     mlp = 3 * (shape.intermediate_size + shape.shared_expert_intermediate_size)
     width = mlp / plan.layout.infer_tp + 2 * hidden
     width += shape.num_experts_per_tok * (2 * hidden + 3 * shape.moe_intermediate_size)
-    how = f"one layer for {tokens} tokens, and 2 x {sequences} sequences x {plan.vllm_rows:,} "
-    how += "logits x 4"
+    how = (
+        f"one layer for {tokens} tokens, and 2 x {sequences} sequences x {plan.vllm_rows:,} "
+        "logits x 4"
+    )
     size = int(tokens * width * BF16) + 2 * sequences * plan.vllm_rows * FP32
     return Part("vLLM's activations", size, how)

@@ -102,9 +102,11 @@ def beyond_positions(plan: Plan, directory: str | Path) -> list[Fault]:
     most = plan.shape.max_position_embeddings
     if longest <= most:
         return []
-    file = Path(directory) / "config.json"
     key = "generate_config.max_model_len"
-    message = f"{key} = {longest}, and max_position_embeddings = {most} in {file}: vLLM refuses it"
+    message = (
+        f"{key} = {longest}, and max_position_embeddings = {most} in "
+        f"{Path(directory, 'config.json')}: vLLM refuses it"
+    )
     return [Fault("model", message, key, f"Set {key}={most} or less; prompt and answer must fit")]
 
 

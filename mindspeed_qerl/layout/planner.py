@@ -27,14 +27,10 @@ from .time import (
     total,
 )
 
-# as this project's configs have it: rows of whole answers, of so many tokens
-ROW = 4096
+# as this project's configs have it: rows of whole answers, of 4,096 tokens
 PACKED = Batch(
     use_remove_padding=True,
     use_dynamic_bsz=True,
-    update_max_packing_token_size=ROW,
-    actor_max_packing_token_size=ROW,
-    ref_max_packing_token_size=ROW,
     reset_attention_mask=True,
     no_pad_to_seq_lengths=True,
 )

@@ -48,11 +48,9 @@ def indivisible(what: str, number: int, by: str, size: int) -> Broken:
     return number % size > 0 and f"{number:,} {what} cannot be divided by {by}"
 
 
-def multiple(
-    what: str, number: str, *sizes: str, when: Callable[[Plan], bool] = lambda plan: True
-) -> Callable[[Plan], Broken]:
-    """The check that a number of the plan is a multiple of the product of its sizes, of plans that
-    it holds for; `what` is counted.
+def multiple(what: str, number: str, *sizes: str) -> Callable[[Plan], Broken]:
+    """The check that a number of the plan is a multiple of the product of its sizes; `what` is
+    counted.
     """
 
     def check(plan: Plan) -> Broken:
@@ -60,7 +58,7 @@ def multiple(
         by = " x ".join(LABELS[size].format(value) for size, value in zip(sizes, values))
         if len(sizes) > 1:
             by += f" = {prod(values)}"
-        return when(plan) and indivisible(what, attrgetter(number)(plan), by, prod(values))
+        return indivisible(what, attrgetter(number)(plan), by, prod(values))
 
     return check
 

@@ -17,7 +17,7 @@ def layer_list_sums_to_the_layers(plan: Plan) -> Broken:
     layers = plan.shape.num_hidden_layers
     is_wrong = given != () and (sum(given) != layers or not all(given))
     return is_wrong and (
-        f"num_layer_list {_joined(given)} sums to {sum(given)}, the model has {layers} layers; a "
+        f"num_layer_list {','.join(map(str, given))} sums to {sum(given)}, the model has {layers} layers; a "
         "stage has at least 1"
     )
 
@@ -26,11 +26,9 @@ def layer_list_has_a_number_for_each_stage(plan: Plan) -> Broken:
     given = plan.layout.num_layer_list
     pp = plan.layout.pp
     is_wrong = given != () and (len(given) != pp or pp == 1)
-    return is_wrong and f"num_layer_list {_joined(given)} has {len(given)} numbers for PP {pp}"
-
-
-def _joined(layers: Iterable[int]) -> str:
-    return ",".join(map(str, layers))
+    return is_wrong and (
+        f"num_layer_list {','.join(map(str, given))} has {len(given)} numbers for PP {pp}"
+    )
 
 
 TRAINING = [
@@ -165,10 +163,12 @@ def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
 
 def stages_hold_whole_infer_tp_groups(plan: Plan) -> Broken:
     layout = plan.layout
-    what = f"ranks a stage ({layout.world} / PP {layout.pp})"
-    ranks = layout.world // layout.pp
-    by = f"infer TP {layout.infer_tp}"
-    return layout.tp < layout.infer_tp and indivisible(what, ranks, by, layout.infer_tp)
+    return layout.tp < layout.infer_tp and indivisible(
+        f"ranks a stage ({layout.world} / PP {layout.pp})",
+        layout.world // layout.pp,
+        f"infer TP {layout.infer_tp}",
+        layout.infer_tp,
+    )
 
 
 ROLLOUT = [

@@ -11,7 +11,6 @@ from mindspeed_qerl.recipe.types import Layout
 
 from .memory import MOMENTS, Memory
 from .parts import GB, Part
-from .plan import Plan
 from .planner import notes
 from .rules import Violation
 from .sizes import model_parameters
@@ -35,34 +34,19 @@ def console() -> Console:
 
 def model_line(shape: ModelShape) -> str:
     """The model in one line."""
-    line = f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, "
-    line += f"{shape.num_hidden_layers} layers, {shape.num_attention_heads} heads, "
-    line += f"{shape.num_key_value_heads} KV heads"
+    line = (
+        f"{shape.name}: {model_parameters(shape) / GB:.1f}B parameters, "
+        f"{shape.num_hidden_layers} layers, {shape.num_attention_heads} heads, "
+        f"{shape.num_key_value_heads} KV heads"
+    )
     if shape.moe:
         line += f", {shape.num_experts} experts, {shape.num_experts_per_tok} active"
     return line
 
 
-def sizes_line(plan: Plan) -> str:
-    """The sizes of the layout."""
-    layout = plan.layout
-    return (
-        f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}; vLLM TP "
-        f"{layout.infer_tp} x EP {layout.infer_ep}"
-    )
-
-
 def nodes(layout: Layout) -> str:
     """Returns how many nodes of how many ranks."""
     return f"{layout.nodes} node{'s' * (layout.nodes > 1)} of {layout.node_width}"
-
-
-def batch_line(plan: Plan) -> str:
-    """The batch in one line."""
-    return (
-        f"{plan.batch.global_batch_size} prompts x {plan.batch.samples_per_prompt} answers a step: "
-        f"{plan.share} answers a training rank"
-    )
 
 
 def print_layouts(console: Console, ranked: Sequence[Memory], terms: Terms) -> None:
@@ -145,10 +129,11 @@ def print_time(console: Console, memory: Memory, terms: Terms, iterations: int |
         cells = (f"{phase.launches:,.0f}", f"{phase.device:.1f}", span(seconds), bar)
         table.add_row(phase.name, *cells)
     console.print(table)
-    work = terms.work
     microseconds = [seconds * 1e6 for seconds in LAUNCH]
-    words = f"{work.prompt:g} tokens a prompt, {work.answer:g} an answer, {work.longest:g} the "
-    words += f"longest; a launch costs the host {span(microseconds)} us"
+    words = (
+        f"{terms.prompt:g} tokens a prompt, {terms.answer:g} an answer, {terms.longest:g} the "
+        f"longest; a launch costs the host {span(microseconds)} us"
+    )
     if iterations:
         hours = [iterations * seconds / 3600 for seconds in sums]
         words += f". {iterations} iterations: {span(hours)} hours"

@@ -2,10 +2,11 @@
 decoding that are captured, and the widths that the blocks of quantized rollouts fill.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mindspeed_qerl.common.errors import Fault
 from mindspeed_qerl.families import ModelShape, family_of
+from mindspeed_qerl.families.base import Linear
 
 from .plan import Plan
 
@@ -25,15 +26,16 @@ SHARED_INPUTS = (
 # ---- parameters: pairs, all but the experts, and the experts ----
 
 
-def layer_weights(shape: ModelShape, tp: int, expert_ranks: int) -> tuple[int, int]:
-    """Counts the parameters of one layer on one rank."""
-    dense = family_of(shape).other_parameters(shape, tp)
+def linear_weights(linears: Iterable[Linear], tp: int, ep: int) -> tuple[int, int]:
+    """Counts the weights of linear layers on one rank; TP x EP ranks share the experts."""
+    dense = 0
     experts = 0
-    for linear in shape.linears:
+    for linear in linears:
+        weights = linear.inputs * linear.outputs
         if linear.split == "expert":
-            experts += linear.inputs * linear.outputs * linear.copies // expert_ranks
+            experts += weights * linear.copies // (tp * ep)
         else:
-            dense += linear.inputs * linear.outputs // tp
+            dense += weights // tp
     return dense, experts
 
 
@@ -69,7 +71,8 @@ def _shard(
     """Counts those of `layers` layers; the first bring the embedding, the last the output layer and
     a norm.
     """
-    dense, experts = layer_weights(shape, tp, tp * ep)
+    dense, experts = linear_weights(shape.linears, tp, ep)
+    dense += family_of(shape).other_parameters(shape, tp)
     tables = first + last
     if first and last and shape.tie_word_embeddings:
         tables = 1

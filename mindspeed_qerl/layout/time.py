@@ -50,19 +50,14 @@ COUNTED = yaml.safe_load(LAUNCHES.read_text())
 
 
 @dataclass(frozen=True)
-class Work:
-    """Tokens of the mean prompt, the mean answer and the longest answer of an iteration."""
+class Terms:
+    """Describes what a time is computed for, beside plan and memory: tokens of the mean prompt, the
+    mean answer and the longest answer of an iteration; `between`: of HARDWARE.
+    """
 
     prompt: float = 120
     answer: float = 300
     longest: float = 900
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Describes what a time is computed for, beside plan and memory; `between`: of HARDWARE."""
-
-    work: Work = Work()
     between: float = HARDWARE["910C"]
 
 
@@ -101,11 +96,13 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
     if memory.plan.lora:
         phases += [rank.merging(), rank.proof()]
     if memory.plan.has_reference:
-        sizes = batch.ref_forward, batch.ref_max_packing_token_size
-        phases.append(rank.logprobs("reference", *sizes))
+        phases.append(
+            rank.logprobs("reference", batch.ref_forward, batch.ref_max_packing_token_size)
+        )
     if memory.plan.has_old_logprobs:
-        sizes = batch.actor_forward, batch.actor_max_packing_token_size
-        phases.append(rank.logprobs("old log-probs", *sizes))
+        phases.append(
+            rank.logprobs("old log-probs", batch.actor_forward, batch.actor_max_packing_token_size)
+        )
     return [*phases, rank.update()]
 
 
@@ -178,14 +175,13 @@ class _Rank:
         self.settings = memory.settings
         self.plan = memory.plan
         self.shape = memory.plan.shape
-        self.work = terms.work
-        self.between = terms.between
+        self.terms = terms
 
     def _network(self, sizes: Iterable[int]) -> float:
         """Bytes a second that groups of these sizes send."""
         width = self.plan.layout.node_width
         is_across = any(width % size for size in sizes)
-        return NETWORK_SHARE * (self.between if is_across else NETWORK)
+        return NETWORK_SHARE * (self.terms.between if is_across else NETWORK)
 
     def _seconds(
         self, side: str, flops: float, bytes: float, layers: float, tokens: float, passes: float
@@ -218,9 +214,9 @@ class _Rank:
     def prefill(self, answers: float) -> Phase:
         layers = self.shape.num_hidden_layers
         tp = self.plan.layout.infer_tp
-        tokens = answers * self.work.prompt
+        tokens = answers * self.terms.prompt
         passes = ceil(tokens / self.plan.batch.max_num_batched_tokens)
-        flops = tokens * token_flops(self.shape, self.work.prompt / 2) / tp
+        flops = tokens * token_flops(self.shape, self.terms.prompt / 2) / tp
         weights = passes * sum(rollout_weights(self.plan)) * BF16
         device = self._seconds("rollout", flops, weights, layers, tokens, passes)
         return Phase("prefill", passes * sum(self._launched("prefill", layers, tp)), device)
@@ -232,14 +228,17 @@ class _Rank:
         layers = self.shape.num_hidden_layers
         tp = self.plan.layout.infer_tp
         kv_token = self.memory.kv_token
-        most = int(self.memory.kv_cache / kv_token / (self.work.prompt + self.work.longest))
+        most = int(self.memory.kv_cache / kv_token / (self.terms.prompt + self.terms.longest))
         most = min(self.settings.max_num_seqs, most)
         waiting = max(answers - most, 0)
-        steps = self.work.longest + waiting * self.work.answer / max(most, 1)
-        alive = answers * self.work.answer / steps
-        context = self.work.prompt + self.work.answer / 2
+        steps = self.terms.longest + waiting * self.terms.answer / max(most, 1)
+        alive = answers * self.terms.answer / steps
+        context = self.terms.prompt + self.terms.answer / 2
         dense, experts = rollout_weights(self.plan)
-        weights = dense + experts * self._experts_met(alive)
+        weights: float = dense
+        if self.shape.moe:  # of a rank's experts those that the tokens of its group choose
+            chosen = self.shape.num_experts_per_tok / self.shape.num_experts
+            weights += experts * (1 - (1 - chosen) ** (alive * self.plan.layout.infer_ep))
         bytes = weights * BF16 + alive * context * kv_token
         step = self._seconds("rollout", self._flops(context) * alive / tp, bytes, layers, alive, 1)
         kind = "decode" if self.settings.enforce_eager or most > LARGEST else "graph"
@@ -247,14 +246,6 @@ class _Rank:
         inside, outside = self._launched(kind, layers, tp)
         alone = outside + alive
         return Phase("decode", steps * (inside + alone), steps * step, alone=steps * alone)
-
-    def _experts_met(self, alive: float) -> float:
-        """Share of a rank's experts that the tokens of its group choose in a step."""
-        if not self.shape.moe:
-            return 0.0
-        tokens = alive * self.plan.layout.infer_ep
-        chosen = self.shape.num_experts_per_tok / self.shape.num_experts
-        return 1 - (1 - chosen) ** tokens
 
     # ---- training ----
 
@@ -267,7 +258,7 @@ class _Rank:
         """
         plan = self.plan
         layout = plan.layout
-        length = self.work.prompt + self.work.answer
+        length = self.terms.prompt + self.terms.answer
         share = plan.share * length
         micro_batches: float = plan.share / answers
         if plan.batch.use_dynamic_bsz:
@@ -293,9 +284,7 @@ class _Rank:
         batch = plan.batch
         tp = plan.layout.tp
         layers = max(plan.layers)
-        recomputed = 0
-        if self.settings.recompute:
-            recomputed = min(self.settings.recompute_num_layers or layers, layers)
+        recomputed = min(self.settings.recompute_layers, layers)
         kept, _ = self._launched("forward", layers - recomputed, tp)
         launches = sum(self._launched("update", layers, tp)) - kept
         passes = 1 + recomputed / layers + BACKWARD - plan.lora

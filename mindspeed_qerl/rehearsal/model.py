@@ -69,8 +69,11 @@ def make_model(shape: ModelShape, rows: Sequence[Row], root: Path) -> Path:
     directory = root / f"{shape.name}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if (directory / "config.json").is_file():
         return directory
-    size = f"{shape.num_hidden_layers} layers, {shape.hidden_size} wide"
-    print(f"Making {directory}: {size}, random weights", flush=True)
+    print(
+        f"Making {directory}: {shape.num_hidden_layers} layers, {shape.hidden_size} wide, "
+        "random weights",
+        flush=True,
+    )
     with new_directory(directory) as making:
         texts = [turn["content"] for row in rows for turn in row.messages]
         tokenizer = train_tokenizer(texts, shape.vocab_size)

@@ -3,12 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-from mindspeed_qerl.ascend.limits import faults_of_values
+from mindspeed_qerl.ascend.limits import faults_of_plan, faults_of_values
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.engines import engine_of
 from mindspeed_qerl.layout.plan import Plan, plan_of
-from mindspeed_qerl.layout.rules import layout_faults
-from mindspeed_qerl.layout.sizes import unfilled
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.tasks import checks
@@ -17,13 +15,12 @@ from mindspeed_qerl.tasks.rows import read_rows
 from .model import make_model, narrow
 
 
-def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
+def prepare(recipe: Recipe, found: Found) -> Recipe:
     """The recipe that `recipe` is rehearsed with: its layout, batch arithmetic, LoRA and noise, a
-    narrow model (made here, if it is not there yet), short answers, a few steps; and what there is
-    to say about it.
+    narrow model (made here, if it is not there yet), short answers, a few steps.
 
     Args:
-        found: by the reader of `recipe`.
+        found: by the reader of `recipe`; what is wrong besides is added.
 
     Raises:
         ConfigError: all that is wrong with `recipe` itself: a layout that cannot exist, a misspelt
@@ -31,21 +28,18 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     """
     engine = engine_of(recipe)
     settings = recipe.rehearsal
-    plan = plan_to_rehearse(recipe, found)
+    layers = settings.layers
+    found.faults += faults_of_plan(recipe)
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
-    layers = 0
-    if plan:
-        found.faults += unfilled(recipe.quantization.format, plan.shape, plan.layout.infer_tp)
-        layers = layers_to_rehearse(plan, settings.layers)
     if not recipe.lora.targets:
         key = "megatron_training.lora_target_modules"
         message = f"{key} is empty. Known: {', '.join(LORA_TARGETS)}"
         found.faults.append(Fault("unsupported", message, key))
-    if plan and settings.layers != "all" and layers % plan.layout.pp:
+    if isinstance(layers, int) and layers % recipe.layout.pp:
         message = (
             f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
-            f"{plan.layout.pp}"
+            f"{recipe.layout.pp}"
         )
         found.faults.append(Fault("conflict", message, "rehearsal.layers"))
     if engine.UPSTREAM and not recipe.emulate_npu:
@@ -55,8 +49,8 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
         )
         found.faults.append(Fault("conflict", message, "rehearsal.enabled"))
     found.raise_faults()
-    assert plan, "without a plan there is a fault"
-    shape = narrow(plan.shape, plan.layout, layers)
+    plan = plan_of(recipe)
+    shape = narrow(plan.shape, plan.layout, layers_to_rehearse(plan, layers))
     rows = read_rows(recipe.task.train_file)
     try:
         directory = make_model(shape, rows, Path(settings.models))
@@ -68,7 +62,7 @@ def prepare(recipe: Recipe, found: Found) -> tuple[Recipe, Found]:
     small = engine.rehearsed(_small(recipe, directory), shape, rows, directory)
     if not engine.UPSTREAM:  # its own of the narrow model; upstream's were found above
         Found([*engine.validate(small)]).raise_faults()
-    return small, found
+    return small
 
 
 def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
@@ -80,17 +74,6 @@ def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
     if layers == "all":
         return plan.shape.num_hidden_layers
     return plan.layout.pp
-
-
-def plan_to_rehearse(recipe: Recipe, found: Found) -> Plan | None:
-    """The plan of `recipe`; faults for what cannot be read and for broken rules."""
-    try:
-        plan = plan_of(recipe)
-    except ConfigError as error:
-        found.faults += [Fault("model", str(fault)) for fault in error.faults]
-        return None
-    found.faults += layout_faults(plan)
-    return plan
 
 
 def _small(recipe: Recipe, directory: Path) -> Recipe:

@@ -8,7 +8,6 @@ import pytest
 
 from mindspeed_qerl.demo import step_problems
 from mindspeed_qerl.demo.step_problems import MIXTURE
-from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 from tests.demo.test_word_problems import STATED, pairs_stated
@@ -117,10 +116,3 @@ def test_the_shares_of_the_mixture(split):
         right, bare = right + (answer == problem.answer), bare + answer.startswith("The answer")
     assert bare / 4000 == pytest.approx(MIXTURE["bare"], abs=0.03)
     assert right / 4000 > 1 - sum(MIXTURE.values())  # of one step nothing can be left out
-
-
-def test_the_tokenizer_gives_every_text_back(split):
-    tokenizer = build_tokenizer(step_problems)
-    for problem in make_problems(split[0], 300, 2, step_problems.random_problem):
-        text = f"{problem.question}\n{problem.answer}"
-        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.common.files import sha256
-from mindspeed_qerl.demo import tiny_model, word_problems
+from mindspeed_qerl.demo import step_problems, tiny_model, word_problems
 from mindspeed_qerl.demo.tiny_model import ModelRecipe
 from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
 from mindspeed_qerl.tasks.gsm8k.verifier import score
@@ -31,21 +31,22 @@ def saved_tokenizer(made):
     return AutoTokenizer.from_pretrained(made[0])
 
 
-def test_tokenizer_gives_every_wording_back(saved_tokenizer):
-    texts = list(word_problems.all_wordings(word_problems.TEMPLATES))
+@pytest.mark.parametrize("world", [word_problems, step_problems])
+def test_tokenizer_gives_every_wording_back(saved_tokenizer, world):
+    tokenizer = saved_tokenizer
+    if world is step_problems:
+        tokenizer = tiny_model.build_tokenizer(world)
+    texts = list(word_problems.all_wordings(world.TEMPLATES))
     training_pairs, held_out_pairs = word_problems.split_pairs(0.15, seed=0)
     rng = random.Random(0)
     for _ in range(1000):
-        problem = word_problems.random_problem(training_pairs + held_out_pairs, rng)
-        texts.append(
-            problem.question
-            + "\n"
-            + word_problems.mixed_answer(problem, set(training_pairs), MIXTURE, rng)
-        )
+        problem = world.random_problem(training_pairs + held_out_pairs, rng)
+        answer = world.mixed_answer(problem, set(training_pairs), world.MIXTURE, rng)
+        texts.append(f"{problem.question}\n{answer}")
     for text in texts:
-        token_ids = saved_tokenizer.encode(text)
-        assert saved_tokenizer.decode(token_ids) == text
-        assert saved_tokenizer.unk_token_id not in token_ids
+        token_ids = tokenizer.encode(text)
+        assert tokenizer.decode(token_ids) == text
+        assert tokenizer.unk_token_id not in token_ids
 
 
 @pytest.mark.parametrize(

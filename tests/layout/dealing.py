@@ -5,7 +5,7 @@ mindspeed_qerl.layout.rules, and no arithmetic: something is left over or not.
 
 from functools import cache
 
-from mindspeed_qerl.families import NAMED_SHAPES
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout.plan import Plan
 
 QWEN3, QWEN15, DENSE = (
@@ -42,7 +42,7 @@ def can_run(plan: Plan) -> bool:
     """
     it, shape = plan.layout, plan.shape
     world = tuple(range(it.world))
-    stages = [ranks for ranks in _stages(world, it.pp)]
+    stages = _stages(world, it.pp)
     return bool(
         len(world) > 1  # upstream on an emulated NPU: "vllm dp groups is None"
         and stages
@@ -65,25 +65,27 @@ def _stages(world: tuple[int, ...], pp: int) -> list[tuple[int, ...]]:
 
 def _trains(plan: Plan, stages: list[tuple[int, ...]]) -> bool:
     it, shape = plan.layout, plan.shape
-    rows = -(-shape.vocab_size // 64) * 64
     if any(
         blocks(stage, it.tp) is None or blocks(stage, it.tp * it.ep) is None for stage in stages
     ):
         return False
     return (
-        all(
-            deals_evenly(things, it.tp)
-            for things in (
-                shape.num_attention_heads,
-                shape.num_key_value_heads,
-                shape.intermediate_size,
-                shape.shared_expert_intermediate_size,
-                rows,
-            )
-        )
+        _deals_tensors(shape, it.tp)
         and deals_evenly(shape.num_hidden_layers, it.pp)
         and (shape.moe or it.ep == 1)
     )
+
+
+def _deals_tensors(shape: ModelShape, ranks: int) -> bool:
+    """Does each of `ranks` get as many heads, columns and rows?"""
+    things = (
+        shape.num_attention_heads,
+        shape.num_key_value_heads,
+        shape.intermediate_size,
+        shape.shared_expert_intermediate_size,
+        -(-shape.vocab_size // 64) * 64,
+    )
+    return all(deals_evenly(number, ranks) for number in things)
 
 
 def _generates(plan: Plan, world: tuple[int, ...], stages: list[tuple[int, ...]]) -> bool:
@@ -94,17 +96,7 @@ def _generates(plan: Plan, world: tuple[int, ...], stages: list[tuple[int, ...]]
     if shape.shared_expert_intermediate_size and any(len(shard) > 1 for shard in shards):
         # on a 910C the ranks' parts of it stay apart: tests/upstream/test_vllm_ascend.py sees it
         return False
-    rows = -(-shape.vocab_size // 64) * 64
-    if not all(
-        deals_evenly(things, it.infer_tp)
-        for things in (
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            shape.intermediate_size,
-            shape.shared_expert_intermediate_size,
-            rows,
-        )
-    ):
+    if not _deals_tensors(shape, it.infer_tp):
         return False
     trained = tuple(group for stage in stages for group in blocks(stage, it.tp))
     # A vLLM TP group is gathered from training groups inside it, or cut out of one; the larger must

@@ -9,6 +9,7 @@ import pytest
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout.memory import MOMENTS, estimate, stage_memory
 from mindspeed_qerl.layout.parts import (
+    ALL_LAYERS,
     GB,
     GRAPH,
     MemorySettings,
@@ -192,7 +193,7 @@ def test_what_users_report():
     20-25 GB a rank (without recomputation).
     """
     it = plan(QWEN3, 16, Batch(seq_length=2048), ep=4, infer_ep=4)
-    found = of_update(it, recompute=False)
+    found = of_update(it, recompute_layers=0)
     assert 14 < found["frozen base, experts"] < 18
     assert (
         20
@@ -205,13 +206,13 @@ def test_the_table_that_was_worked_out_by_hand():
     """Three configs at the layouts of the hand-made table: what a rank keeps, GB, to the digits
     that were given.
     """
-    for shape, world, layout, batch, recompute, expected in [
+    for shape, world, layout, batch, recomputed, expected in [
         (
             QWEN3,
             16,
             dict(ep=8, infer_ep=8),
             Batch(),
-            True,
+            ALL_LAYERS,
             {
                 "frozen base, dense part": 3.1,
                 "frozen base, experts": 7.2,
@@ -224,7 +225,7 @@ def test_the_table_that_was_worked_out_by_hand():
             16,
             dict(ep=4, infer_ep=4),
             Batch(seq_length=1536, max_model_len=1536),
-            True,
+            ALL_LAYERS,
             {
                 "frozen base, dense part": 3.7,
                 "frozen base, experts": 6.2,
@@ -237,11 +238,13 @@ def test_the_table_that_was_worked_out_by_hand():
             8,
             dict(tp=2),
             Batch(seq_length=1536, max_model_len=1536, micro_batch_size=2),
-            False,
+            0,
             {"frozen base, dense part": 7.6, "logits": 3.7},
         ),
     ]:
-        memory = estimate(plan(shape, world, batch, **layout), MemorySettings(recompute=recompute))
+        memory = estimate(
+            plan(shape, world, batch, **layout), MemorySettings(recompute_layers=recomputed)
+        )
         found = parts(memory, "update")
         assert {name: round(found[name], 1) for name in expected} == expected
         lora = (
@@ -302,8 +305,8 @@ def test_offload_moves_what_is_trained_and_never_the_frozen_base():
 
 def test_recomputation():
     it = plan(DENSE, 8)
-    update = {layers: of_update(it, recompute_num_layers=layers) for layers in (7, 28)}
-    none = of_update(it, recompute=False)
+    update = {layers: of_update(it, recompute_layers=layers) for layers in (7, 28)}
+    none = of_update(it, recompute_layers=0)
     layer = layer_activations(it, 2560, 1) / GB
     assert none["activations kept"] == pytest.approx(28 * layer) and "layer inputs kept" not in none
     assert update[7]["activations kept"] == pytest.approx(21 * layer)
@@ -319,7 +322,7 @@ def test_the_first_stage_keeps_more_micro_batches_and_the_last_has_the_logits():
     assert memory.stage == 2 and parts(memory, "update")["frozen base, experts"] == pytest.approx(
         14.5 / 3, abs=0.05
     )
-    first = estimate(it, MemorySettings(recompute=False))
+    first = estimate(it, MemorySettings(recompute_layers=0))
     kept = next(part for part in first.moments["update"] if part.name == "activations kept")
     assert (
         first.stage == 0

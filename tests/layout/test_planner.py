@@ -208,6 +208,8 @@ def test_no_layout_is_explained():
         ([*MODEL, "1000000007"], "--ranks 1000000007 must be at least 1 and at most 100,000"),
         ([*MODEL, "16", "--memory-gb=nan"], "--memory-gb nan must be finite and above 0"),
         ([*MODEL, "16", "--memory-gb=0"], "--memory-gb 0 must be finite and above 0"),
+        ([*MODEL, "16", "--tokens", "1,2"], "--tokens 1,2 must be three numbers"),
+        ([*MODEL, "16", "--tokens", "100,900,300"], "must be three numbers"),
         ([*MODEL, "16", "actor_config.lr=1"], "is an override of a config"),
         (["--config-name", "grpo_qwen3"], "unknown config name 'grpo_qwen3'"),
         (["--config-name", CONFIG, "--ranks", "12"], "rl_config.actor_resource.num_npus=12"),

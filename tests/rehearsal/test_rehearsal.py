@@ -21,7 +21,7 @@ from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.recipe.types import Layout
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.rehearsal.model import make_model, narrow
-from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, plan_to_rehearse, prepare
+from mindspeed_qerl.rehearsal.prepare import layers_to_rehearse, prepare
 from mindspeed_qerl.tasks.rows import read_rows
 from tests import ROOT
 from tests.word_problems import converted
@@ -52,8 +52,8 @@ def composed(variables, tmp_path):
 @pytest.mark.parametrize("name", NPU_CONFIGS)
 def test_the_rehearsed_config_keeps_layout_batch_lora_and_noise(composed, name):
     recipe, found = read(composed(name))
-    before = plan_to_rehearse(recipe, found)
-    small = read_recipe(to_config(prepare(recipe, found)[0]))  # as train.py runs it
+    before = plan_of(recipe)
+    small = read_recipe(to_config(prepare(recipe, found)))  # as train.py runs it
     assert [*local.validate(small)] == []
     shape = read_shape(small.model.path)
     kept = (
@@ -87,11 +87,11 @@ def test_what_the_blocks_of_a_format_fill_they_fill_in_the_narrow_model(composed
     for format in ("nvfp4", "mxfp4", "int8_w8a8"):
         eager = "generate_config.enforce_eager=true"  # int8 copies go with no graphs
         raw = composed(name, f"rollout_quantization={format}", eager)
-        if format == "int8_w8a8" and plan_to_rehearse(*read(raw)).shape.moe:
+        if format == "int8_w8a8" and plan_of(read_recipe(raw)).shape.moe:
             with pytest.raises(ConfigError, match="int8_w8a8' with experts"):
                 prepare(*read(raw))
         else:
-            assert prepare(*read(raw))[0].quantization.format == format
+            assert prepare(*read(raw)).quantization.format == format
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,10 @@ def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
     monkeypatch.setattr(local, "validate", lambda recipe: [])
     stages = "+megatron_training.num_layer_list='16,17,14'"
     shape = replace(NAMED_SHAPES["qwen3_30b_a3b"], num_hidden_layers=47)
-    monkeypatch.setattr(
-        "mindspeed_qerl.rehearsal.prepare.plan_to_rehearse",
-        lambda recipe, found: plan_of(recipe, shape),
-    )
-    small, _ = prepare(
+    for module in ("rehearsal.prepare", "ascend.limits"):
+        planned = f"mindspeed_qerl.{module}.plan_of"
+        monkeypatch.setattr(planned, lambda recipe: plan_of(recipe, shape))
+    small = prepare(
         *read(composed("grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3", "rehearsal.layers=all", stages))
     )
     assert small.layout.num_layer_list == (16, 17, 14) and small.model.path == "47"
@@ -219,7 +218,7 @@ def test_all_layers_keep_stages_of_different_sizes(composed, monkeypatch):
     ],
 )
 def test_the_fewest_layers_are_one_on_each_stage(composed, name, asked, layers):
-    plan = plan_to_rehearse(*read(composed(name)))
+    plan = plan_of(read_recipe(composed(name)))
     assert layers_to_rehearse(plan, asked) == layers
 
 
