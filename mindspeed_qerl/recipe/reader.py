@@ -1,6 +1,6 @@
 """The one reader: a resolved config, as YAML gives it, to a Recipe, with every fault at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,11 +16,7 @@ from .keys import ENGINES, TABLE, UPSTREAM, Values, check
 from .types import LOSS_MODES, PARTS, Algorithm, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
-OWN_SECTIONS = {
-    part.section: part
-    for part in PARTS.values()
-    if hasattr(part, "section") and part.section not in TABLE
-}
+OWN_SECTIONS = {part.section: part for part in PARTS.values() if part.section not in {"", *TABLE}}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
 # keys of some loss modes only; one's own may read all
 READ_BY = {
@@ -78,24 +74,20 @@ def read(raw: Config) -> tuple[Recipe, Found]:
 
 
 @cache
-def known_keys() -> dict[str, list[str]]:
+def known_keys() -> dict[str, Collection[str]]:
     """Every key of every section, as a config may set them."""
-    own = {
-        section: [
-            name for name in part.__pydantic_fields__ if key_of(part, name) == f"{section}.{name}"
-        ]
-        for section, part in OWN_SECTIONS.items()
-    }
-    upstream = {section: sorted(table) for section, table in TABLE.items()}
-    return {
-        "megatron_training": upstream["megatron"],
-        "actor_config": upstream["megatron"],
-        "rl_config": upstream["rl_config"],
-        "generate_config": upstream["generate_config"],
-        "generate_config.sampling_config": upstream["sampling_config"],
+    known: dict[str, Collection[str]] = {
+        "megatron_training": TABLE["megatron"],
+        "actor_config": TABLE["megatron"],
+        "rl_config": TABLE["rl_config"],
+        "generate_config": TABLE["generate_config"],
+        "generate_config.sampling_config": TABLE["sampling_config"],
         "rl_config.actor_resource": ["num_npus"],
-        **own,
     }
+    for section, part in OWN_SECTIONS.items():
+        fields = part.__pydantic_fields__
+        known[section] = [name for name in fields if key_of(part, name) == f"{section}.{name}"]
+    return known
 
 
 def key_of(part: Any, name: str) -> str | None:
@@ -108,7 +100,7 @@ def key_of(part: Any, name: str) -> str | None:
     extra = part.__pydantic_fields__[name].json_schema_extra
     if extra:
         return extra["key"]
-    return f"{part.section}.{name}" if hasattr(part, "section") else None
+    return f"{part.section}.{name}" if part.section else None
 
 
 def _unknown_names(raw: Config) -> Iterator[Fault]:

@@ -42,13 +42,7 @@ import numpy as np
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
 
-from .prompts import (
-    Variables,
-    chat_ids,
-    check_template,
-    check_vocabulary,
-    load_tokenizer,
-)
+from .prompts import Variables, load_tokenizer, token_ids
 from .rows import Row, Rows, read_rows, row_of
 
 MAGIC = b"MMIDIDX\0\0"
@@ -139,10 +133,8 @@ def _pack(
     name = data_path.name
     check_data_path(data_path)
     tokenizer = load_tokenizer(tokenizer_dir)
-    check_template(tokenizer, template_kwargs)
     now = datetime.now()  # one date for all rows
-    prompts = [chat_ids(tokenizer, row, now, template_kwargs) for row in rows]
-    check_vocabulary(tokenizer, rows, prompts)
+    prompts = token_ids(tokenizer, rows, "chat", now, template_kwargs)
     contents = {f"{name}{ending}": content for ending, content in others.items()}
     for field, ids in (("input_ids", prompts), ("labels", _label_ids(tokenizer, labels))):
         file = f"{name}_packed_{field}_document"

@@ -39,12 +39,7 @@ class Prompts:
         template_kwargs: Variables | None = None,
     ):
         rows = read_rows(path)[:limit]
-        if prompt == "chat":
-            check_template(tokenizer, template_kwargs)
-            prompts = [chat_ids(tokenizer, row, at, template_kwargs) for row in rows]
-        else:
-            prompts = [plain_ids(tokenizer, row) for row in rows]
-        check_vocabulary(tokenizer, rows, prompts)
+        prompts = token_ids(tokenizer, rows, prompt, at, template_kwargs)
         kept = [i for i, ids in enumerate(prompts) if len(ids) <= max_prompt_length]
         if not kept:
             raise ConfigError(
@@ -66,6 +61,25 @@ class Prompts:
             f"{self.dropped:,} of {self.total:,} {kind} prompts are longer than "
             f"{self.max_prompt_length} tokens and are left out"
         )
+
+
+def token_ids(
+    tokenizer: Any,
+    rows: Rows,
+    prompt: str,
+    at: datetime | None = None,
+    template_kwargs: Variables | None = None,
+) -> list[list[int]]:
+    """Token ids of each row's prompt of form `prompt`, "chat" (`chat_ids`) or "plain"; ConfigError
+    names the row that has none, or has a token that the model does not have.
+    """
+    if prompt == "chat":
+        check_template(tokenizer, template_kwargs)
+        prompts = [chat_ids(tokenizer, row, at, template_kwargs) for row in rows]
+    else:
+        prompts = [plain_ids(tokenizer, row) for row in rows]
+    _check_vocabulary(tokenizer, rows, prompts)
+    return prompts
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -101,7 +115,7 @@ def _unreadable(directory: str | Path, fault: Exception) -> str:
     return "tokenizer"
 
 
-def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
+def _check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
     """ConfigError names the first row with a token that the model beside the tokenizer has no
     embedding of.
     """

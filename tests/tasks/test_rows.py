@@ -234,7 +234,7 @@ def test_a_number_of_any_type_is_read_as_written_or_refused(tmp_path, kind, valu
         }
     P.parquet.write_table(P.table(table), path)
     if written is None:
-        with pytest.raises(ConfigError, match="a.parquet.*: column '(answer|reward_model)'"):
+        with pytest.raises(ConfigError, match="a.parquet.*: column '(answer|reward_model)"):
             read_rows(path)
     else:
         assert read_rows(path)[0].answer == written

@@ -24,8 +24,8 @@ possessive or bounded, and no number is parsed before its length is known.
 """
 
 import re
-from collections import deque
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 
@@ -234,8 +234,7 @@ def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
 def _last_number(text: str) -> Fraction | None:
     """The value of the last number, from the last line that has one; powers of units are none."""
     for line in reversed(text.split("\n")):
-        equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
-        if last := _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line):
+        if last := _last(_ANY_NUMBER, line):
             begin, end = last.span()
             front = line[max(begin - _LONGEST_FRONT, 0) : begin]
             in_front = _FRONT.match(front[::-1])
@@ -245,9 +244,11 @@ def _last_number(text: str) -> Fraction | None:
     return None
 
 
-def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
-    found = deque(pattern.finditer(text, start), maxlen=1)
-    return found[0] if found else None
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for last in pattern.finditer(text):
+        pass
+    return last
 
 
 def _value_of_line(match: re.Match[str]) -> Fraction | None:
@@ -314,8 +315,5 @@ def _canonical(value: Fraction) -> str:
     for places in range(MAX_NUMBER_CHARS):
         scaled = value * 10**places
         if scaled.denominator == 1:
-            digits = str(abs(scaled.numerator)).zfill(places + 1)
-            point = len(digits) - places
-            sign = "-" if value < 0 else ""
-            return sign + digits[:point] + ("." + digits[point:] if places else "")
+            return f"{Decimal(f'{scaled.numerator}e-{places}'):f}"
     return str(value)
