@@ -108,10 +108,10 @@ class HardwareError:
     gaussian_std: Float = Field(0.05, gt=0, lt=1)  # relative error of each element
     block: Size = 64  # length of the blocks that are summed
 
-    def arguments(
-        self, side: Literal["rollout", "training", "evaluation"]
-    ) -> dict[str, Any] | None:
-        """For `HardwareErrorMode`; None if this side computes as it is."""
+    def arguments(self, side: str) -> dict[str, Any] | None:
+        """For `HardwareErrorMode`; None if this side, "rollout", "training" or "evaluation",
+        computes as it is.
+        """
         kinds = getattr(self, side)
         if not kinds:
             return None

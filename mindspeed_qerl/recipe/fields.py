@@ -40,9 +40,7 @@ def _number(value: Any) -> Any:
 
 
 def _names(value: Any) -> Any:
-    """One name is a list of it, none is an empty one."""
-    if value is None:
-        return ()
+    """One name is a list of it."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value

@@ -219,8 +219,7 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
 
 def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
     """Faults of values that exclude each other."""
-    batch = recipe.batch
-    sampling = recipe.sampling
+    longest = recipe.batch.max_model_len
     evaluation = recipe.evaluation
     optimizer = recipe.optimizer
     task = recipe.task
@@ -238,12 +237,12 @@ def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
             f"task.chat_template_kwargs = {dict(task.chat_template_kwargs)} with task.prompt = "
             "'plain', which has no template: leave one of them out",
         )
-    if sampling.longest > batch.max_model_len:
+    if recipe.sampling.longest > longest:
         yield _conflict(
             "generate_config.max_model_len",
-            f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
-            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = "
-            f"{batch.max_model_len}",
+            f"rl_config.max_prompt_length = {recipe.sampling.max_prompt_length} plus sampling "
+            f"max_tokens = {recipe.sampling.max_tokens} exceeds generate_config.max_model_len = "
+            f"{longest}",
         )
     if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
         yield _conflict(
@@ -257,10 +256,7 @@ def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
             f"{optimizer.min_lr}",
         )
     yield from _algorithm_conflicts(recipe, values)
-    if recipe.selection.overlong_buffer_enable:
-        yield from _overlong_conflicts(recipe)
-    if recipe.selection.filter_groups_enable:
-        yield from _filter_conflicts(recipe)
+    yield from _selection_conflicts(recipe)
 
 
 def _conflict(key: str, message: str) -> Fault:
@@ -311,28 +307,26 @@ def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
         )
 
 
-def _overlong_conflicts(recipe: Recipe) -> Iterator[Fault]:
-    selection = recipe.selection
-    max_tokens = recipe.sampling.max_tokens
-    if not 1 <= selection.overlong_buffer <= max_tokens:
-        yield _conflict(
-            "rl_config.overlong_buffer",
-            f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
-            f"must be between 1 and sampling max_tokens = {max_tokens}",
-        )
-    if selection.rollout_max_tokens != max_tokens:
-        yield _conflict(
-            "rl_config.rollout_max_tokens",
-            f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
-            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
-        )
-
-
-def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
-    """Yields the conflicts of dynamic sampling."""
+def _selection_conflicts(recipe: Recipe) -> Iterator[Fault]:
+    """Yields the conflicts of overlong shaping and of dynamic sampling."""
     selection = recipe.selection
     batch = recipe.batch
-    task = recipe.task
+    max_tokens = recipe.sampling.max_tokens
+    if selection.overlong_buffer_enable:
+        if not 1 <= selection.overlong_buffer <= max_tokens:
+            yield _conflict(
+                "rl_config.overlong_buffer",
+                f"rl_config.overlong_buffer = {selection.overlong_buffer} with "
+                f"overlong_buffer_enable must be between 1 and sampling max_tokens = {max_tokens}",
+            )
+        if selection.rollout_max_tokens != max_tokens:
+            yield _conflict(
+                "rl_config.rollout_max_tokens",
+                f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
+                f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
+            )
+    if not selection.filter_groups_enable:
+        return
     wanted = selection.filter_groups_train_batch_size
     batches = selection.filter_groups_max_batches
     key = "rl_config.filter_groups_train_batch_size"
@@ -349,7 +343,8 @@ def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
             f"{batch.mini_batch_size}",
         )
     metric = selection.filter_groups_metric
-    if metric is not None and metric not in task.verifier_function:
+    verifiers = recipe.task.verifier_function
+    if metric is not None and metric not in verifiers:
         key = "rl_config.filter_groups_metric"
-        sentence = unknown("verifier of verifier_function", metric, task.verifier_function)
+        sentence = unknown("verifier of verifier_function", metric, verifiers)
         yield _conflict(key, f"{key}: {sentence}")

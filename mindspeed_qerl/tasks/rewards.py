@@ -23,7 +23,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
-from .rows import Row, Rows
+from .rows import Columns, Row, Rows
 
 Reward = Callable[..., Any]
 Verifiers = Sequence[tuple[str, float]]  # (name, weight) of each
@@ -174,7 +174,8 @@ def _form_of(name: str, reward: Reward, rows: Rows) -> tuple[str, list[str]]:
     signature = inspect.signature(reward)
     takes = signature.parameters
     known_by = next((parameter for parameter in FORMS if parameter in takes), None)
-    in_all = set.intersection(*(set(row.columns) for row in rows))
+    in_some = set().union(*(row.columns for row in rows))
+    in_all = in_some.intersection(*(row.columns for row in rows))
     try:
         if known_by is None:
             if len(takes) < 3 or FOREIGN & takes.keys():
@@ -185,7 +186,7 @@ def _form_of(name: str, reward: Reward, rows: Rows) -> tuple[str, list[str]]:
         form, others = FORMS[known_by]
         plural = "s" if form == "verl, batched" else ""
         given = {known_by, *others}
-        offered = given.union(*({f"{column}{plural}" for column in row.columns} for row in rows))
+        offered = given | {f"{column}{plural}" for column in in_some}
         takes_all = form == "trl" and any(each.kind is each.VAR_KEYWORD for each in takes.values())
         parameters = [each for each in sorted(offered) if takes_all or each in takes]
         certain = given | {f"{column}{plural}" for column in in_all}
@@ -222,7 +223,7 @@ def _arguments(
     """Returns what `reward` is passed: copies of what there is, one for each response, by the
     parameters of `_form_of`.
     """
-    given = []
+    given: list[Columns] = []
     for response, row in zip(responses, rows):
         columns = copy.deepcopy(row.columns)
         if form == "ours":

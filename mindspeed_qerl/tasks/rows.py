@@ -35,6 +35,7 @@ GOLDS = (
 )
 # Whom the model answers: OpenAI's and ShareGPT's users; tools of OpenAI, Llama and ChatGLM.
 ANSWERED_ROLES = ("user", "human", "tool", "function", "ipython", "observation")
+AnyPath = str | Path
 Columns = dict[str, Any]  # of a row, by name
 # Arrow's types that keep fewer digits of a number than people write
 NARROW = ("halffloat", "float")
@@ -65,7 +66,7 @@ class Row:
 Rows = Sequence[Row]
 
 
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: AnyPath) -> list[Row]:
     """The rows of a .jsonl or .parquet file; at least one. FileNotFoundError if there is no such
     file; ConfigError names the file, the line (or row) and the column that is wrong.
     """
