@@ -41,7 +41,7 @@ from .limits import BESIDE_ROUNDED, beyond_kernels
 Count = Annotated[int, Field(ge=0)]
 
 
-@part
+@part()
 class EvaluationJob:
     """Describes what is evaluated, and how: `model`, or the same with the adapters of a run's
     checkpoint. ValueError if a value is out of its range. tools/evaluate.py describes each.

@@ -191,7 +191,7 @@ def rows(case: Case) -> Check:
             train = read_rows(task.train_file)
     except (OSError, ValueError) as error:
         return failed(str(error), fix)
-    found = check_rows(train, test, task.verifier_function, task.allow_overlap)
+    found = check_rows(train, test, task)
     if found.faults:
         words = [fault.message for fault in found.faults]
         return failed("; ".join(words), "\n".join(fault.fix for fault in found.faults))

@@ -16,7 +16,6 @@ import yaml
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
 
-QUOTES = ("'", '"')
 Config = Mapping[str, Any]  # as YAML gives it, resolved
 
 # What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does
@@ -73,11 +72,9 @@ def compose(
     from hydra import compose as composed
     from omegaconf import OmegaConf
 
-    name = name.removesuffix(".yaml")
-    with _hydra(name, config_dir) as folders:
-        words = _hydra_overrides(name, overrides, folders)
+    with _hydra(name, overrides, config_dir) as (words, files):
         config = composed(name, words)
-        for file in _files(name, words, folders):
+        for file in files:
             _check_numbers(file)
         resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     return _with_paths(resolved)
@@ -91,7 +88,7 @@ def combinations(
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
-    with _hydra(name.removesuffix(".yaml"), config_dir):
+    with _hydra(name, (), config_dir):
         parsed = _parsed([quoted(override) for override in overrides])
         return BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
@@ -109,15 +106,6 @@ def config_files(config_dir: str | None) -> dict[str, Path]:
     for folder in reversed(_folders(config_dir)):
         files |= {file.stem: file for file in sorted(folder.glob("*.yaml"))}
     return files
-
-
-def _files(name: str, words: list[str], folders: list[Path]) -> list[Path]:
-    """The files of config `name` with overrides in Hydra's form, the config first."""
-    files = []
-    for part in [name, *(entry.config_path for entry in _defaults(name, words).defaults)]:
-        places = [folder / f"{part}.yaml" for folder in folders]
-        files += [file for file in places if file.is_file()][:1]
-    return list(dict.fromkeys(files))
 
 
 def _check_numbers(file: Path) -> None:
@@ -170,10 +158,8 @@ def list_of_configs(config_dir: str | None) -> str:
 
 def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) -> str:
     """The text of a config and of every file that it, or an override, is made of: its own first."""
-    name = name.removesuffix(".yaml")
-    with _hydra(name, config_dir) as folders:
-        words = _hydra_overrides(name, overrides, folders)
-        files = _files(name, words, folders)
+    with _hydra(name, overrides, config_dir) as (_, files):
+        pass
     texts = [f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in files]
     return "\n".join(texts)
 
@@ -198,12 +184,15 @@ def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: 
 
 
 @contextmanager
-def _hydra(name: str, config_dir: str | None) -> Iterator[list[Path]]:
-    """Hydra, ready for config `name`; yields the folders where its parts are looked for, that of
-    its file first. What Hydra refuses is a ConfigError.
+def _hydra(
+    name: str, overrides: Iterable[str], config_dir: str | None
+) -> Iterator[tuple[list[str], list[Path]]]:
+    """Hydra, ready for config `name`; yields `overrides` as it wants them, and the files that the
+    config then is made of, its own first. What Hydra refuses is a ConfigError.
     """
     from hydra import initialize_config_dir
 
+    name = name.removesuffix(".yaml")
     known = config_files(config_dir)
     if name not in known:
         words = unknown("config name", name, known).removesuffix(".")
@@ -214,7 +203,7 @@ def _hydra(name: str, config_dir: str | None) -> Iterator[list[Path]]:
         with warnings.catch_warnings(), initialize_config_dir(str(own), version_base=None):
             # own values come last then
             warnings.filterwarnings("ignore", "In .*: Defaults list is missing `_self_`")
-            yield folders
+            yield _made_of(name, overrides, folders)
     except ConfigError:
         raise
     except Exception as error:  # Hydra has assertions and errors of any kind
@@ -257,20 +246,30 @@ def _parsed(overrides: list[str]) -> list[Any]:
     return parsed
 
 
-def _hydra_overrides(name: str, overrides: Iterable[str], folders: list[Path]) -> list[str]:
-    """`overrides` as Hydra wants them for config `name`, and the folders of its parts."""
+def _made_of(
+    name: str, overrides: Iterable[str], folders: list[Path]
+) -> tuple[list[str], list[Path]]:
+    """`overrides` as Hydra wants them for config `name`, with the folders of its parts; and the
+    files that it then is made of, the config first.
+    """
     others = ",".join(f"'file://{folder}'" for folder in folders[1:])
     search_path = f"hydra.searchpath=[{others}]"
-    made_of = _defaults(name, [search_path])
-    if made_of.defaults[-1].config_path != name:
+    alone = _defaults(name, [search_path])
+    if alone.defaults[-1].config_path != name:
         raise ConfigError(
             f"{name}.yaml: what its `defaults` name behind `_self_` would override its own "
             "values: put `_self_` last"
         )
-    chosen = made_of.overrides.known_choices
+    chosen = alone.overrides.known_choices
     words = [hydra_override(override, folders, chosen) for override in overrides]
     _parsed(words)
-    return [search_path, *words]
+    words.append(search_path)
+    parts = [name, *(entry.config_path for entry in _defaults(name, words).defaults)]
+    files = []
+    for part in dict.fromkeys(parts):
+        places = [folder / f"{part}.yaml" for folder in folders]
+        files += [file for file in places if file.is_file()][:1]
+    return words, files
 
 
 # ---- overrides in the form that Hydra accepts, and the known key for an unknown one ----
@@ -321,7 +320,12 @@ def quoted(override: str) -> str:
     """
     key, _, value = override.partition("=")
     is_path = key.rpartition(".")[2] in PATHS
-    if is_path and value != "null" and value[:1] not in QUOTES and not set(value) & set("\\,[{"):
+    if (
+        is_path
+        and value != "null"
+        and value[:1] not in ("'", '"')
+        and not set(value) & set("\\,[{")
+    ):
         return f"{key}={_in_quotes(value)}"
     return override
 

@@ -3,7 +3,7 @@ errors of other hardware, and the weights that correct for it.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -15,8 +15,8 @@ from .fields import AS_KINDS, Float, Names, Size, part
 HardwareErrorKind = Literal["gaussian", "bf16_blocks"]
 # quantization/formats.py has the numerics
 RolloutFormat = Literal["none", "int8_w8a8", "fp8", "mxfp8", "mxfp4", "nvfp4"]
-HARDWARE_ERRORS: tuple[str, ...] = get_args(HardwareErrorKind)
-ROLLOUT_FORMATS: tuple[str, ...] = get_args(RolloutFormat)
+HARDWARE_ERRORS = get_args(HardwareErrorKind)
+ROLLOUT_FORMATS = get_args(RolloutFormat)
 Kinds = Annotated[tuple[HardwareErrorKind, ...], AS_KINDS]
 # (floor, cap) of p_trained / p_sampled by method: verl's, but for geometric_mask, whose 0.999 to
 # 1.001 noise leaves at once
@@ -31,11 +31,10 @@ OWN_BOUNDS = {
 MAX_STEPS = 1_000_000  # more are a typing error, and take minutes
 
 
-@part
+@part("aqn")
 class Noise:
     """AQN: noise on the RMSNorm weights of the rollout model (docs/aqn.md)."""
 
-    section: ClassVar[str] = "aqn"
     enabled: bool = False
     schedule: Kind = "exponential"
     sigma_start: Float = 0.05
@@ -67,11 +66,10 @@ class Noise:
         )
 
 
-@part
+@part("rollout_correction")
 class Correction:
     """Importance weights for answers that another policy sampled (algorithm/losses.py)."""
 
-    section: ClassVar[str] = "rollout_correction"
     method: Literal[
         "none", "token_tis", "sequence_tis", "sequence_mask", "icepop", "geometric_mask"
     ] = "none"
@@ -82,13 +80,12 @@ class Correction:
     warn_below: Float = Field(0.5, ge=0, le=1)
 
 
-@part
+@part("rollout_quantization")
 class Quantization:
     """Describes what the linear layers of the rollout model are rounded to (docs/quantization.md);
     training is not.
     """
 
-    section: ClassVar[str] = "rollout_quantization"
     format: RolloutFormat = "none"
     # the merged weights at each sync; or the base alone, as QeRL does
     lora: Literal["merged", "beside"] = "merged"
@@ -99,23 +96,22 @@ class Quantization:
         return self.format != "none"
 
 
-@part
+@part("hardware_error")
 class HardwareError:
     """Which side of a run on the local engine computes as other hardware would, and how
     (docs/quantization.md).
     """
 
-    section: ClassVar[str] = "hardware_error"
     rollout: Kinds = ()
     training: Kinds = ()
     evaluation: Kinds = ()
     gaussian_std: Float = Field(0.05, gt=0, lt=1)  # relative error of each element
     block: Size = 64  # length of the blocks that are summed
 
-    def arguments(
-        self, side: Literal["rollout", "training", "evaluation"]
-    ) -> dict[str, Any] | None:
-        """For `HardwareErrorMode`; None if this side computes as it is."""
+    def arguments(self, side: str) -> dict[str, Any] | None:
+        """For `HardwareErrorMode`; None if this side, "rollout", "training" or "evaluation",
+        computes as it is.
+        """
         kinds = getattr(self, side)
         if not kinds:
             return None

@@ -2,6 +2,7 @@
 YAML's values.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -11,14 +12,20 @@ PART_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 @dataclass_transform(frozen_default=True)
-def part(cls: type) -> type:
-    return dataclass(cls, frozen=True, config=PART_CONFIG)
-
-
-def key(name: str | None, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
-    """A field that is read from the YAML key `name`, or, with None, follows from others; `limits`
-    are pydantic's.
+def part(section: str = "") -> Callable[[type], type]:
+    """Makes a class a part of the Recipe, whose fields are keys of `section`, unless their `key`
+    says otherwise.
     """
+
+    def made(cls: type) -> type:
+        cls.section = section  # type: ignore[attr-defined]
+        return dataclass(cls, frozen=True, config=PART_CONFIG)
+
+    return made
+
+
+def key(name: str, default: Any = None, *, required: bool = False, **limits: Any) -> Any:
+    """A field that is read from the YAML key `name`; `limits` are pydantic's."""
     if "default_factory" not in limits:
         limits["default"] = default
     return Field(json_schema_extra={"key": name, "required": required}, **limits)
@@ -33,21 +40,21 @@ def _number(value: Any) -> Any:
 
 
 def _names(value: Any) -> Any:
-    """One name is a list of it, none is an empty one."""
-    if value is None:
-        return ()
+    """One name is a list of it."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _layer_list(value: Any) -> Any:
-    """num_layer_list, "14,14", as numbers."""
-    text = isinstance(value, (str, int)) and not isinstance(value, bool) and value != ""
-    parts = str(value).split(",") if text else value or ()
-    if isinstance(parts, (list, tuple)) and all(str(item).strip().isdecimal() for item in parts):
-        return tuple(map(int, parts))
-    raise ValueError("must be whole numbers with commas between them, such as 14,14")
+    """num_layer_list, "14,14", as numbers; "" has none."""
+    parts = value if isinstance(value, list | tuple) else str(value).split(",")
+    texts = [str(part).strip() for part in parts]
+    if texts == [""]:
+        return ()
+    if not all(text.isdecimal() for text in texts):
+        raise ValueError("must be whole numbers with commas between them, such as 14,14")
+    return tuple(map(int, texts))
 
 
 AS_NAMES = BeforeValidator(_names)

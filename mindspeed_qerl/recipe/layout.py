@@ -7,7 +7,7 @@ from .fields import LayerList, Size, key, part
 MAX_RANKS = 100_000  # more are a typing error, and take gigabytes
 
 
-@part
+@part()
 class Layout:
     """Describes how `world` ranks are divided. Training: TP x PP x DP, experts over TP x EP
     (upstream's moe_tp_extend_ep). Rollout: vLLM instances of infer TP x EP ranks. num_layer_list:

@@ -1,6 +1,6 @@
 """The one reader: a resolved config, as YAML gives it, to a Recipe, with every fault at once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -16,11 +16,7 @@ from .keys import ENGINES, TABLE, UPSTREAM, Values, check
 from .types import LOSS_MODES, PARTS, Algorithm, Noise, Recipe
 
 UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate_config")
-OWN_SECTIONS = {
-    part.section: part
-    for part in PARTS.values()
-    if hasattr(part, "section") and part.section not in TABLE
-}
+OWN_SECTIONS = {part.section: part for part in PARTS.values() if part.section not in {"", *TABLE}}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
 # keys of some loss modes only; one's own may read all
 READ_BY = {
@@ -78,24 +74,20 @@ def read(raw: Config) -> tuple[Recipe, Found]:
 
 
 @cache
-def known_keys() -> dict[str, list[str]]:
+def known_keys() -> dict[str, Collection[str]]:
     """Every key of every section, as a config may set them."""
-    own = {
-        section: [
-            name for name in part.__pydantic_fields__ if key_of(part, name) == f"{section}.{name}"
-        ]
-        for section, part in OWN_SECTIONS.items()
-    }
-    upstream = {section: sorted(table) for section, table in TABLE.items()}
-    return {
-        "megatron_training": upstream["megatron"],
-        "actor_config": upstream["megatron"],
-        "rl_config": upstream["rl_config"],
-        "generate_config": upstream["generate_config"],
-        "generate_config.sampling_config": upstream["sampling_config"],
+    known: dict[str, Collection[str]] = {
+        "megatron_training": TABLE["megatron"],
+        "actor_config": TABLE["megatron"],
+        "rl_config": TABLE["rl_config"],
+        "generate_config": TABLE["generate_config"],
+        "generate_config.sampling_config": TABLE["sampling_config"],
         "rl_config.actor_resource": ["num_npus"],
-        **own,
     }
+    for section, part in OWN_SECTIONS.items():
+        fields = part.__pydantic_fields__
+        known[section] = [name for name in fields if key_of(part, name) == f"{section}.{name}"]
+    return known
 
 
 def key_of(part: Any, name: str) -> str | None:
@@ -108,7 +100,7 @@ def key_of(part: Any, name: str) -> str | None:
     extra = part.__pydantic_fields__[name].json_schema_extra
     if extra:
         return extra["key"]
-    return f"{part.section}.{name}" if hasattr(part, "section") else None
+    return f"{part.section}.{name}" if part.section else None
 
 
 def _unknown_names(raw: Config) -> Iterator[Fault]:
@@ -227,8 +219,7 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
 
 def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
     """Faults of values that exclude each other."""
-    batch = recipe.batch
-    sampling = recipe.sampling
+    longest = recipe.batch.max_model_len
     evaluation = recipe.evaluation
     optimizer = recipe.optimizer
     task = recipe.task
@@ -246,12 +237,12 @@ def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
             f"task.chat_template_kwargs = {dict(task.chat_template_kwargs)} with task.prompt = "
             "'plain', which has no template: leave one of them out",
         )
-    if sampling.longest > batch.max_model_len:
+    if recipe.sampling.longest > longest:
         yield _conflict(
             "generate_config.max_model_len",
-            f"rl_config.max_prompt_length = {sampling.max_prompt_length} plus sampling max_tokens "
-            f"= {sampling.max_tokens} exceeds generate_config.max_model_len = "
-            f"{batch.max_model_len}",
+            f"rl_config.max_prompt_length = {recipe.sampling.max_prompt_length} plus sampling "
+            f"max_tokens = {recipe.sampling.max_tokens} exceeds generate_config.max_model_len = "
+            f"{longest}",
         )
     if evaluation.temperature == 0 and evaluation.samples_per_problem > 1:
         yield _conflict(
@@ -265,10 +256,7 @@ def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
             f"{optimizer.min_lr}",
         )
     yield from _algorithm_conflicts(recipe, values)
-    if recipe.selection.overlong_buffer_enable:
-        yield from _overlong_conflicts(recipe)
-    if recipe.selection.filter_groups_enable:
-        yield from _filter_conflicts(recipe)
+    yield from _selection_conflicts(recipe)
 
 
 def _conflict(key: str, message: str) -> Fault:
@@ -319,28 +307,26 @@ def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
         )
 
 
-def _overlong_conflicts(recipe: Recipe) -> Iterator[Fault]:
-    selection = recipe.selection
-    max_tokens = recipe.sampling.max_tokens
-    if not 1 <= selection.overlong_buffer <= max_tokens:
-        yield _conflict(
-            "rl_config.overlong_buffer",
-            f"rl_config.overlong_buffer = {selection.overlong_buffer} with overlong_buffer_enable "
-            f"must be between 1 and sampling max_tokens = {max_tokens}",
-        )
-    if selection.rollout_max_tokens != max_tokens:
-        yield _conflict(
-            "rl_config.rollout_max_tokens",
-            f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
-            f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
-        )
-
-
-def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
-    """Yields the conflicts of dynamic sampling."""
+def _selection_conflicts(recipe: Recipe) -> Iterator[Fault]:
+    """Yields the conflicts of overlong shaping and of dynamic sampling."""
     selection = recipe.selection
     batch = recipe.batch
-    task = recipe.task
+    max_tokens = recipe.sampling.max_tokens
+    if selection.overlong_buffer_enable:
+        if not 1 <= selection.overlong_buffer <= max_tokens:
+            yield _conflict(
+                "rl_config.overlong_buffer",
+                f"rl_config.overlong_buffer = {selection.overlong_buffer} with "
+                f"overlong_buffer_enable must be between 1 and sampling max_tokens = {max_tokens}",
+            )
+        if selection.rollout_max_tokens != max_tokens:
+            yield _conflict(
+                "rl_config.rollout_max_tokens",
+                f"rl_config.rollout_max_tokens = {selection.rollout_max_tokens} with "
+                f"overlong_buffer_enable must be sampling max_tokens = {max_tokens}, or left out",
+            )
+    if not selection.filter_groups_enable:
+        return
     wanted = selection.filter_groups_train_batch_size
     batches = selection.filter_groups_max_batches
     key = "rl_config.filter_groups_train_batch_size"
@@ -357,7 +343,8 @@ def _filter_conflicts(recipe: Recipe) -> Iterator[Fault]:
             f"{batch.mini_batch_size}",
         )
     metric = selection.filter_groups_metric
-    if metric is not None and metric not in task.verifier_function:
+    verifiers = recipe.task.verifier_function
+    if metric is not None and metric not in verifiers:
         key = "rl_config.filter_groups_metric"
-        sentence = unknown("verifier of verifier_function", metric, task.verifier_function)
+        sentence = unknown("verifier of verifier_function", metric, verifiers)
         yield _conflict(key, f"{key}: {sentence}")

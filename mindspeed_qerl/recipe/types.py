@@ -8,7 +8,7 @@ Files, shapes and layouts are the engines' to check.
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -25,11 +25,11 @@ from .fields import AS_NAMES, Float, Names, Size, key, part
 from .layout import Layout
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-LORA_TARGETS: tuple[str, ...] = get_args(LoRATarget)
+LORA_TARGETS = get_args(LoRATarget)
 LOSS_MODES = ("vanilla", "gspo", "cispo", "sapo")
 
 
-@part
+@part()
 class Model:
     """The directory that vLLM loads, and `arguments`: what Megatron is told of the model."""
 
@@ -40,13 +40,12 @@ class Model:
     arguments: Mapping[Any, Any] = Field(default_factory=dict)
 
 
-@part
+@part("rl_config")
 class Batch:
     """Sizes count prompts, but micro-batch sizes answers. `seq_length` and
     `max_model_len` of a config that leaves them out are the longest prompt and answer.
     """
 
-    section: ClassVar[str] = "rl_config"
     global_batch_size: Size = key("megatron.global_batch_size", 64, required=True)
     mini_batch_size: Size = Field(default_factory=lambda batch: batch["global_batch_size"])
     samples_per_prompt: int = key("rl_config.n_samples_per_prompt", 8, required=True, ge=2)
@@ -102,13 +101,12 @@ class Batch:
         return max(self.actor_forward, self.ref_forward) * self.seq_length
 
 
-@part
+@part("algorithm")
 class Algorithm:
     """GRPO and what varies it (docs/algorithms.md): MindSpeed-RL's names where it has them, else
     verl's or TRL's.
     """
 
-    section: ClassVar[str] = "algorithm"
     adv_estimator: Literal["group_norm", "rloo"] = key("rl_config.adv_estimator", "group_norm")
     norm_adv_by_std_in_grpo: bool = True
     loss_mode: str = "vanilla"  # of LOSS_MODES, or your own, module:function
@@ -161,14 +159,13 @@ class Algorithm:
         return self.loss_has_kl or self.use_kl_in_reward
 
 
-@part
+@part("rl_config")
 class Selection:
     """Which groups are trained, and what length costs: DAPO's dynamic sampling and overlong
     shaping. Of a config that leaves them out, `filter_groups_train_batch_size` is the global batch
     and `rollout_max_tokens` sampling max_tokens.
     """
 
-    section: ClassVar[str] = "rl_config"
     filter_groups_enable: bool = False
     filter_groups_metric: str | None = None  # a verifier; None: the whole reward
     # 0 or less: no limit, on the local engine only
@@ -180,11 +177,10 @@ class Selection:
     rollout_max_tokens: Size = 128
 
 
-@part
+@part("megatron")
 class Optimizer:
     """AdamW and its learning rate; what is kept and what is computed again for a gradient."""
 
-    section: ClassVar[str] = "megatron"
     lr: Float = key("megatron.lr", 1e-6, required=True, gt=0)
     min_lr: Float = Field(0.0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
@@ -199,7 +195,7 @@ class Optimizer:
     recompute_num_layers: Size | None = None  # of each pipeline stage; None: all
 
 
-@part
+@part()
 class Sampling:
     """Describes how training answers are sampled: from the whole distribution, without top_p."""
 
@@ -214,11 +210,10 @@ class Sampling:
         return self.max_prompt_length + self.max_tokens
 
 
-@part
+@part("generate_config")
 class Rollout:
     """The vLLM engine, and what leaves the NPU while it samples."""
 
-    section: ClassVar[str] = "generate_config"
     max_num_seqs: Size = 256
     enforce_eager: bool = True
     gpu_memory_utilization: Float = Field(0.5, gt=0, le=1)
@@ -227,7 +222,7 @@ class Rollout:
     offload_train_optimizer: bool = False
 
 
-@part
+@part()
 class LoRA:
     """Adapters; no targets: every weight is trained (the NPU engine only)."""
 
@@ -236,13 +231,12 @@ class LoRA:
     targets: Annotated[tuple[LoRATarget, ...], AS_NAMES] = key("megatron.lora_target_modules", ())
 
 
-@part
+@part("task")
 class Task:
     """Rows with prompts and gold answers; whether there is such a reward is the task's to say
     (tasks/rewards.py).
     """
 
-    section: ClassVar[str] = "task"
     train_file: str = ""
     test_file: str = ""
     prompt: Literal["chat", "plain"] = "chat"
@@ -264,26 +258,24 @@ class Task:
         return tuple(zip(names, self.verifier_weight + (1.0,) * len(names)))
 
 
-@part
+@part("eval")
 class Evaluation:
     """Noise off, before the first step, every `every` steps and after the last; n_problems None:
     the whole file.
     """
 
-    section: ClassVar[str] = "eval"
     every: Size = 10
     n_problems: Size | None = None
     samples_per_problem: Size = 1
     temperature: Float = Field(1.0, ge=0)  # 0: greedy
 
 
-@part
+@part("run")
 class Run:
     """`resume` is the directory of a run that stopped, or "auto": the newest one of this config, if
     there is one.
     """
 
-    section: ClassVar[str] = "run"
     emulate_npu: bool = key("emulate_npu", False)
     train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
     # steps; there is always one after the last
@@ -302,22 +294,20 @@ class Run:
     accepted_checks: Names = ()  # checks of the preflight that may fail (docs/troubleshooting.md)
 
 
-@part
+@part("local")
 class Local:
     """The local engine: vLLM's keys and values, GiB; checkpoints kept."""
 
-    section: ClassVar[str] = "local"
     kv_cache_gib: Size = 1
     keep_checkpoints: Size = 2
 
 
-@part
+@part("npu")
 class Npu:
     """Describes what the NPU engine asks of Ray and HCCL, and how long, in seconds, a rank waits
     for one that shares its answers.
     """
 
-    section: ClassVar[str] = "npu"
     peer_timeout: Size = 600
     cpus_per_npu: Size = key("rl_config.num_cpus_for_placement_group", 8)
     cpus_for_tasks: Size = key("rl_config.num_cpus_for_local_task", 1)
@@ -329,13 +319,12 @@ class Npu:
     padded_vocab_size: Size | None = key("megatron.padded_vocab_size")
 
 
-@part
+@part("rehearsal")
 class Rehearsal:
     """Try a config for NPUs here (docs/ascend.md): a narrow model made below `models`; the
     fewest `layers` are one on each stage.
     """
 
-    section: ClassVar[str] = "rehearsal"
     enabled: bool = False
     steps: Size = 2
     layers: Size | Literal["fewest", "all"] = "fewest"
@@ -344,7 +333,7 @@ class Rehearsal:
     models: str = "models/rehearsal"
 
 
-@part
+@part()
 class Recipe:
     """One run. `upstream` has the sections rl_config and generate_config as they were read, since
     upstream knows more of their keys than the parts do.

@@ -3,7 +3,6 @@
 """
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 
 from .reader import key_of
@@ -48,7 +47,5 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
         value = int(value)  # MindSpeed-LLM's --lora-alpha takes no point
     elif isinstance(value, tuple):
         value = list(value)
-    elif isinstance(value, Mapping):
-        value = dict(value)
     if value is not None:
         place[name] = value

@@ -3,7 +3,8 @@ plausible.
 """
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_nu
 
 from .packed import rows_of_labels
 from .prompts import Prompts
-from .rewards import load_reward, try_rewards
+from .rewards import Verifiers, load_reward, try_rewards
 from .rows import Row, Rows, read_rows
 
 # What to do where a file of a task is missing.
@@ -24,26 +25,22 @@ MAKE_DATA = (
 )
 
 
-def missing_files(task: recipe.Task, keys: Iterable[str]) -> list[Fault]:
+def missing_files(task: recipe.Task, keys: Iterable[str]) -> Iterator[Fault]:
     """A fault for each of the `keys` of section task whose file is not there."""
-    faults = []
     for key in keys:
         file = getattr(task, key)
         if not Path(file).is_file():
             message = f"task.{key} = {file!r}: no such file"
-            faults.append(Fault("file", message, f"task.{key}", MAKE_DATA))
-    return faults
+            yield Fault("file", message, f"task.{key}", MAKE_DATA)
 
 
-def unknown_rewards(verifiers: Iterable[tuple[str, float]]) -> list[Fault]:
+def unknown_rewards(verifiers: Verifiers) -> Iterator[Fault]:
     """A fault for each (name, weight) that is no reward: neither one of ours nor to be imported."""
-    faults = []
     for name, _ in verifiers:
         try:
             load_reward(name)
         except ConfigError as error:
-            faults.append(Fault("data", str(error), "rl_config.verifier_function"))
-    return faults
+            yield Fault("data", str(error), "rl_config.verifier_function")
 
 
 def check_task(task: recipe.Task, train: Rows | None) -> Found:
@@ -56,15 +53,13 @@ def check_task(task: recipe.Task, train: Rows | None) -> Found:
     given = train or rows_of_labels([row.answer for row in test], None)
     warnings = try_rewards(task.verifiers, given)
     try_rewards(task.verifiers[:1], test)
-    found = check_rows(train or [], test, task.verifier_function, task.allow_overlap)
+    found = check_rows(train or [], test, task)
     found.warnings[:0] = warnings
     return found
 
 
-def check_rows(
-    train: Rows, test: Rows, verifiers: Sequence[str], allow_overlap: bool = False
-) -> Found:
-    """Checks the rows that are trained on and tested with, for rewards of the names `verifiers`."""
+def check_rows(train: Rows, test: Rows, task: recipe.Task) -> Found:
+    """Checks the rows that `task` is trained on and tested with, for its rewards."""
     found = Found()
     first_of = {normalised(row.question): row for row in reversed(train)}
     shared = [row for row in test if normalised(row.question) in first_of]
@@ -76,7 +71,7 @@ def check_rows(
             f"first {first.question!r:.60} ({first.where} and {twin.where})"
         )
         fix = "Take them out of one file, or set task.allow_overlap=true"
-        if allow_overlap:
+        if task.allow_overlap:
             found.warnings.append(message)
         else:
             found.faults.append(Fault("data", message, "task.test_file", fix))
@@ -84,8 +79,8 @@ def check_rows(
         found.warnings.append(
             f"{len(train):,} training rows hold {len(first_of):,} different questions"
         )
-    if set(verifiers) & set(METHOD_OF_VERIFIER):
-        found.faults += [*_unreadable_golds([*train, *test])][:3]
+    if METHOD_OF_VERIFIER.keys() & task.verifier_function:
+        found.faults += islice(_unreadable_golds([*train, *test]), 3)
     return found
 
 

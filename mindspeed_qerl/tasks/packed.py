@@ -42,14 +42,8 @@ import numpy as np
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
 
-from .prompts import (
-    Variables,
-    chat_ids,
-    check_template,
-    check_vocabulary,
-    load_tokenizer,
-)
-from .rows import Row, Rows, read_rows, row_of
+from .prompts import Variables, load_tokenizer, token_ids
+from .rows import AnyPath, Row, Rows, read_rows, row_of
 
 MAGIC = b"MMIDIDX\0\0"
 VARIABLES = "_chat_template_kwargs.json"  # behind a data_path; nothing that upstream looks for
@@ -80,9 +74,9 @@ class PackedSplit:
 
 
 def convert_packed(
-    source: str | Path,
-    output: str | Path,
-    tokenizer: str | Path,
+    source: AnyPath,
+    output: AnyPath,
+    tokenizer: AnyPath,
     max_steps: int | None = None,
     template_kwargs: Variables | None = None,
 ) -> list[PackedSplit]:
@@ -101,16 +95,17 @@ def convert_packed(
     packed = []
     for split, columns in read_splits(source, max_steps).items():
         rows = [row_of(row, split) for row in columns]
-        golds = [row.answer for row in rows]
-        data_path = Path(output, f"gsm8k_{split}")
-        packed.append(_pack(rows, golds, data_path, tokenizer, template_kwargs))
+        labels = [row.answer for row in rows]
+        packed.append(
+            _pack(rows, labels, Path(output, f"gsm8k_{split}"), tokenizer, template_kwargs)
+        )
     return packed
 
 
 def pack_rows(
     rows: Rows,
-    data_path: str | Path,
-    tokenizer: str | Path,
+    data_path: AnyPath,
+    tokenizer: AnyPath,
     template_kwargs: Variables | None = None,
 ) -> PackedSplit:
     """Write the rows of a task for `data_path`:
@@ -128,7 +123,7 @@ def _pack(
     rows: Rows,
     labels: Sequence[str],
     data_path: Path,
-    tokenizer_dir: str | Path,
+    tokenizer_dir: AnyPath,
     template_kwargs: Variables | None,
     others: Mapping[str, bytes] = {},
 ) -> PackedSplit:
@@ -139,10 +134,8 @@ def _pack(
     name = data_path.name
     check_data_path(data_path)
     tokenizer = load_tokenizer(tokenizer_dir)
-    check_template(tokenizer, template_kwargs)
     now = datetime.now()  # one date for all rows
-    prompts = [chat_ids(tokenizer, row, now, template_kwargs) for row in rows]
-    check_vocabulary(tokenizer, rows, prompts)
+    prompts = token_ids(tokenizer, rows, "chat", now, template_kwargs)
     contents = {f"{name}{ending}": content for ending, content in others.items()}
     for field, ids in (("input_ids", prompts), ("labels", _label_ids(tokenizer, labels))):
         file = f"{name}_packed_{field}_document"
@@ -180,13 +173,13 @@ def _label_ids(tokenizer: Any, labels: Sequence[str]) -> list[list[int]]:
     return encoded
 
 
-def packed_template_kwargs(data_path: str | Path) -> Variables:
+def packed_template_kwargs(data_path: AnyPath) -> Variables:
     """The variables of the chat template that `data_path` was packed with."""
     path = Path(f"{data_path}{VARIABLES}")
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def read_packed_rows(data_path: str | Path) -> list[Row] | None:
+def read_packed_rows(data_path: AnyPath) -> list[Row] | None:
     """The rows that the labels of `data_path` count; None if its labels are the answers."""
     path = Path(f"{data_path}_rows.jsonl")
     return read_rows(path) if path.exists() else None
@@ -220,7 +213,7 @@ def indexed_format(rows: list[list[int]]) -> tuple[bytes, bytes]:
     """
     lengths = np.array([len(row) for row in rows], "<i4")
     ends = 4 * np.cumsum(lengths, dtype="<i8")
-    tokens = np.array([token for row in rows for token in row], "<i4")
+    tokens = np.concatenate(rows).astype("<i4")
     header = struct.pack("<9sQBQQ", MAGIC, 1, INT32, len(rows), len(rows) + 1)
     documents = np.arange(len(rows) + 1, dtype="<i8")
     index = [header, lengths.tobytes(), (ends - 4 * lengths).tobytes(), documents.tobytes()]

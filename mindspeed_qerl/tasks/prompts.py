@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
 
-from .rows import Row, Rows, read_rows
+from .rows import AnyPath, Row, Rows, read_rows
 
 Variables = Mapping[str, Any]  # of a chat template
 
@@ -30,7 +30,7 @@ class Prompts:
 
     def __init__(
         self,
-        path: str | Path,
+        path: AnyPath,
         tokenizer: Any,
         prompt: str,
         max_prompt_length: int,
@@ -39,12 +39,7 @@ class Prompts:
         template_kwargs: Variables | None = None,
     ):
         rows = read_rows(path)[:limit]
-        if prompt == "chat":
-            check_template(tokenizer, template_kwargs)
-            prompts = [chat_ids(tokenizer, row, at, template_kwargs) for row in rows]
-        else:
-            prompts = [plain_ids(tokenizer, row) for row in rows]
-        check_vocabulary(tokenizer, rows, prompts)
+        prompts = token_ids(tokenizer, rows, prompt, at, template_kwargs)
         kept = [i for i, ids in enumerate(prompts) if len(ids) <= max_prompt_length]
         if not kept:
             raise ConfigError(
@@ -68,7 +63,26 @@ class Prompts:
         )
 
 
-def load_tokenizer(directory: str | Path) -> Any:
+def token_ids(
+    tokenizer: Any,
+    rows: Rows,
+    prompt: str,
+    at: datetime | None,
+    template_kwargs: Variables | None,
+) -> list[list[int]]:
+    """Token ids of each row's prompt of form `prompt`, "chat" (`chat_ids`) or "plain"; ConfigError
+    names the row that has none, or has a token that the model does not have.
+    """
+    if prompt == "chat":
+        check_template(tokenizer, template_kwargs)
+        prompts = [chat_ids(tokenizer, row, at, template_kwargs) for row in rows]
+    else:
+        prompts = [plain_ids(tokenizer, row) for row in rows]
+    _check_vocabulary(tokenizer, rows, prompts)
+    return prompts
+
+
+def load_tokenizer(directory: AnyPath) -> Any:
     """The tokenizer of a model directory; ConfigError if there is none that transformers can read.
     Nothing is asked of a hub.
     """
@@ -87,7 +101,7 @@ def load_tokenizer(directory: str | Path) -> Any:
         ) from error
 
 
-def _unreadable(directory: str | Path, fault: Exception) -> str:
+def _unreadable(directory: AnyPath, fault: Exception) -> str:
     """The name of what gave the `fault`: config.json, which a tokenizer's reader reads too, if it
     gives the same alone.
     """
@@ -101,7 +115,7 @@ def _unreadable(directory: str | Path, fault: Exception) -> str:
     return "tokenizer"
 
 
-def check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
+def _check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
     """ConfigError names the first row with a token that the model beside the tokenizer has no
     embedding of.
     """
@@ -188,7 +202,7 @@ def plain_ids(tokenizer: Any, row: Row) -> list[int]:
     return ids
 
 
-def text_of(model_dir: str | Path, tokens: Any) -> str:
+def text_of(model_dir: AnyPath, tokens: Any) -> str:
     """Token ids in words, for a message; the numbers where the model has no tokenizer."""
     try:
         return load_tokenizer(model_dir).decode(tokens)

@@ -23,7 +23,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
-from .rows import Row, Rows
+from .rows import Columns, Row, Rows
 
 Reward = Callable[..., Any]
 Verifiers = Sequence[tuple[str, float]]  # (name, weight) of each
@@ -168,24 +168,25 @@ def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Rows)
 
 
 def _form_of(name: str, reward: Reward, rows: Rows) -> tuple[str, list[str]]:
-    """Whose form `reward` has, and the parameters that it is called with by name (none: by
-    position). RewardError if it has none of the forms, or takes what the rows do not have.
+    """Whose form `reward` has, and the parameters that it is called with, those of ours by
+    position. RewardError if it has none of the forms, or takes what the rows do not have.
     """
     signature = inspect.signature(reward)
     takes = signature.parameters
     known_by = next((parameter for parameter in FORMS if parameter in takes), None)
-    in_all = set.intersection(*(set(row.columns) for row in rows))
+    in_some = set().union(*(row.columns for row in rows))
+    in_all = in_some.intersection(*(row.columns for row in rows))
     try:
         if known_by is None:
             if len(takes) < 3 or FOREIGN & takes.keys():
                 raise TypeError("not one of the forms")
             signature.bind(*PLACES)
             _check_places(takes)
-            return "ours", []
+            return "ours", [*PLACES]
         form, others = FORMS[known_by]
         plural = "s" if form == "verl, batched" else ""
         given = {known_by, *others}
-        offered = given.union(*({f"{column}{plural}" for column in row.columns} for row in rows))
+        offered = given | {f"{column}{plural}" for column in in_some}
         takes_all = form == "trl" and any(each.kind is each.VAR_KEYWORD for each in takes.values())
         parameters = [each for each in sorted(offered) if takes_all or each in takes]
         certain = given | {f"{column}{plural}" for column in in_all}
@@ -222,30 +223,28 @@ def _arguments(
     """Returns what `reward` is passed: copies of what there is, one for each response, by the
     parameters of `_form_of`.
     """
-    columns = [copy.deepcopy(row.columns) for row in rows]
-    answers = [row.answer for row in rows]
-    if form == "ours":
-        return dict(zip(PLACES, (list(responses), answers, columns)))
-    known: dict[str, list] = {}
-    for name in set().union(*columns):
-        known[name] = [each.get(name) for each in columns]
-    if form == "trl":
-        known["prompts"] = [each.get("prompt") or each.get("messages") for each in columns]
-        known["completions"] = []
-        for response, prompt in zip(responses, known["prompts"]):
+    given: list[Columns] = []
+    for response, row in zip(responses, rows):
+        columns = copy.deepcopy(row.columns)
+        if form == "ours":
+            given.append({"responses": response, "answers": row.answer, "rows": columns})
+        elif form == "trl":
+            prompt = columns.get("prompt") or columns.get("messages")
             is_text = isinstance(prompt, str) or inspect.ismethod(reward)  # ms-swift: a class
             spoken = [{"role": "assistant", "content": response}]
-            known["completions"].append(response if is_text else spoken)
-    else:
-        known["solution_str"] = list(responses)
-        known.setdefault("extra_info", [{} for _ in rows])
-        known["ground_truth"] = answers
-        for i, each in enumerate(columns):
+            completion = response if is_text else spoken
+            given.append(columns | {"prompts": prompt, "completions": completion})
+        else:
+            truth = row.answer
             with suppress(KeyError, TypeError):
-                answers[i] = each["reward_model"]["ground_truth"]
-    if form == "verl, batched":
-        known = {f"{name}s": values for name, values in known.items()}
-    return {name: known[name] for name in parameters}
+                truth = columns["reward_model"]["ground_truth"]
+            said = {"solution_str": response, "ground_truth": truth}
+            given.append({"extra_info": {}, **columns, **said})
+    arguments = {}
+    for name in parameters:
+        column = name.removesuffix("s") if form == "verl, batched" else name
+        arguments[name] = [each.get(column) for each in given]
+    return arguments
 
 
 def _awaited(values: list[Any]) -> list[Any]:

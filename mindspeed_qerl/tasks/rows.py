@@ -24,9 +24,18 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
 
-GOLDS = ("answer", "ground_truth", "solution", "reference_answer", "completion")  # in this order
+# in this order; of reward_model its ground_truth
+GOLDS = (
+    "answer",
+    "reward_model",
+    "ground_truth",
+    "solution",
+    "reference_answer",
+    "completion",
+)
 # Whom the model answers: OpenAI's and ShareGPT's users; tools of OpenAI, Llama and ChatGLM.
 ANSWERED_ROLES = ("user", "human", "tool", "function", "ipython", "observation")
+AnyPath = str | Path
 Columns = dict[str, Any]  # of a row, by name
 # Arrow's types that keep fewer digits of a number than people write
 NARROW = ("halffloat", "float")
@@ -57,7 +66,7 @@ class Row:
 Rows = Sequence[Row]
 
 
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: AnyPath) -> list[Row]:
     """The rows of a .jsonl or .parquet file; at least one. FileNotFoundError if there is no such
     file; ConfigError names the file, the line (or row) and the column that is wrong.
     """
@@ -122,14 +131,14 @@ def plain_prompt(question: str) -> str:
 def _gold(columns: Columns) -> str:
     """The answer of a row as text; ValueError if there is none."""
     values = {name: columns.get(name) for name in GOLDS}
-    reward_model = columns.get("reward_model")
-    if isinstance(reward_model, dict) and values["answer"] is None:
-        values = {"reward_model": reward_model.get("ground_truth")} | values
+    reward_model: Any = columns.get("reward_model")
+    is_verls = isinstance(reward_model, dict)
+    values["reward_model"] = reward_model.get("ground_truth") if is_verls else None
     given = [name for name, value in values.items() if value is not None]
     if not given:
         raise ValueError(
             f"column 'answer' is missing; the row has {', '.join(columns)}. Known too: "
-            f"reward_model.ground_truth, {', '.join(GOLDS[1:])}. Give it any text if the reward "
+            f"reward_model.ground_truth, {', '.join(GOLDS[2:])}. Give it any text if the reward "
             "does not read it"
         )
     name = given[0]
@@ -228,11 +237,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Columns]]:
         rows = table.to_pylist()
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable parquet file ({error})") from None
-    for field in table.schema:
-        kinds = [field.type]
-        if field.name == "reward_model" and pyarrow.types.is_struct(field.type):
-            kinds = [part.type for part in field.type]
-        if field.name in ("reward_model", *GOLDS) and any(str(kind) in NARROW for kind in kinds):
+    golds = table.select([name for name in GOLDS if name in table.column_names])
+    for field in golds.flatten().schema:
+        if str(field.type) in NARROW:
             raise ConfigError(
                 f"{path}: column {field.name!r} has numbers in too few bits to tell what was "
                 "written: store them as float64, or as text"

@@ -14,6 +14,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
 from mindspeed_qerl.families import read_config
 from mindspeed_qerl.families.config import resolve
+from mindspeed_qerl.recipe.types import Task
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.checks import check_task
 from mindspeed_qerl.tasks.packed import pack_rows
@@ -24,15 +25,16 @@ from tests import ROOT
 from tests.word_problems import converted
 
 
-def sentences(check, *arguments, **settings):
+def sentences(check, *arguments):
     """(those of the faults, warnings)"""
-    found = check(*arguments, **settings)
+    found = check(*arguments)
     assert all(fault.rule == "data" for fault in found.faults)
     return list(map(str, found.faults)), found.warnings
 
 
-def check_rows(*arguments, **settings):
-    return sentences(checks.check_rows, *arguments, **settings)
+def check_rows(train, test, reward="gsm8k", **settings):
+    task = Task(verifier_function=(reward,), **settings)
+    return sentences(checks.check_rows, train, test, task)
 
 
 def check_prompts(*arguments):
@@ -54,7 +56,7 @@ def with_answer(row, answer):
 
 
 def test_rows_without_a_fault_are_silent(rows):
-    assert check_rows(*rows, ["gsm8k"]) == ([], [])
+    assert check_rows(*rows) == ([], [])
 
 
 def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):
@@ -63,13 +65,13 @@ def test_test_questions_in_the_training_file_are_refused_unless_allowed(rows):
         replace(row, question=row.question.upper().replace(" ", "  "), where=f"leak:{i}")
         for i, row in enumerate(test[10:30])
     ]
-    [fault], warnings = check_rows(train + disguised, test, ["gsm8k"])
+    [fault], warnings = check_rows(train + disguised, test)
     assert (
         fault.startswith("20 of 60 test questions are training questions too, the first ")
         and not warnings
     )
     assert test[10].where in fault and "leak:0" in fault and "set task.allow_overlap=true" in fault
-    faults, [warning] = check_rows(train + disguised, test, ["gsm8k"], allow_overlap=True)
+    faults, [warning] = check_rows(train + disguised, test, allow_overlap=True)
     assert not faults and warning.startswith("20 of 60 test questions are training questions too")
 
 
@@ -82,20 +84,12 @@ def conversation(*contents):
 def test_conversations_are_compared_from_their_first_turn_on():
     train = [conversation("2+2?", "5", "Sure?"), conversation("Add.", "2+2?")]
     other = [conversation("3+1?", "4", "Sure?"), conversation("Multiply.", "2+2?")]
-    assert (
-        check_rows(train * 10, other, ["gsm8k"])[0]
-        == []
-        == check_rows(train + other, [], ["gsm8k"])[1]
-    )
+    assert check_rows(train * 10, other)[0] == [] == check_rows(train + other, [])[1]
     for row in train:
         again = conversation(*(turn["content"].upper() for turn in row.messages))
-        assert check_rows(train, [*other, again], ["gsm8k"])[0][0].startswith(
+        assert check_rows(train, [*other, again])[0][0].startswith(
             "1 of 3 test questions are training"
         )
-
-
-class Task(SimpleNamespace):
-    """Of a config: test_file, verifiers, allow_overlap."""
 
 
 def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
@@ -107,12 +101,7 @@ def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
     )
     for train, test in ((with_level, without), (without, with_level), (None, with_level)):
         (tmp_path / "test.jsonl").write_text(json.dumps(test) + "\n")
-        task = Task(
-            test_file=tmp_path / "test.jsonl",
-            verifiers=[("by_level:reward", 1.0)],
-            verifier_function=("by_level:reward",),
-            allow_overlap=False,
-        )
+        task = Task(test_file=str(tmp_path / "test.jsonl"), verifier_function=("by_level:reward",))
         with pytest.raises(RewardError, match="missing a required argument: 'level'"):
             check_task(task, train and [row_of(train)])
     [warning] = check_task(task, [row_of(with_level | {"prompt": "q"})]).warnings
@@ -121,7 +110,7 @@ def test_a_reward_is_tried_on_training_and_on_test_rows(tmp_path, monkeypatch):
 
 def test_repeated_rows_are_counted(rows):
     train, test = rows
-    assert check_rows(train + train[:20] * 19, test, ["gsm8k"]) == (
+    assert check_rows(train + train[:20] * 19, test) == (
         [],
         ["880 training rows hold 500 different questions"],
     )
@@ -130,10 +119,10 @@ def test_repeated_rows_are_counted(rows):
 def test_gold_answers_that_are_no_numbers_are_named(rows):
     train, test = rows
     words = [with_answer(row, "Paris") for row in test[:5]] + test[5:]
-    faults, warnings = check_rows(train, words, ["gsm8k"])
+    faults, warnings = check_rows(train, words)
     assert len(faults) == 3 and not warnings
     assert faults[0].startswith(f"{test[0].where}: not a number: 'Paris'")
-    assert check_rows(train, words, ["my_module:my_reward"]) == ([], [])
+    assert check_rows(train, words, "my_module:my_reward") == ([], [])
 
 
 @pytest.fixture

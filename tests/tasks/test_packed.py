@@ -297,39 +297,34 @@ def half_written(path, data):
 
 
 @pytest.mark.parametrize(
-    "fault, error, message",
+    "fault, message",
     [
-        ("bad row", ValueError, "test.jsonl:16: not a number: 'none'"),
+        ("bad row", "test.jsonl:16: not a number: 'none'"),
         (
             "no chat template",
-            ValueError,
             "train: the chat template of .* makes no prompt of it: .*chat_template is not set",
         ),
         (
             "template fails",
-            ValueError,
             "train: the chat template of .*: no templates here",
         ),
         (
             "answers change",
-            ValueError,
             r"the tokenizer turns the label '\d\d' into .* and that back into '\d \d'",
         ),
-        ("no directory", ValueError, "nowhere: no such folder, and so no tokenizer"),
+        ("no directory", "nowhere: no such folder, and so no tokenizer"),
         (
             "no tokenizer",
-            ValueError,
             "has no tokenizer that transformers can read",
         ),
-        ("disk full", OSError, "disk full"),
+        ("disk full", "disk full"),
         (
             "foreign field",
-            ValueError,
             "gsm8k_test_packed_attention_mask_document.idx would be read as a part",
         ),
     ],
 )
-def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, message):
+def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, message):
     source, output, tokenizer = tmp_path / "raw", tmp_path / "out", bpe
     source.mkdir()
     for split in ("train", "test"):
@@ -357,7 +352,7 @@ def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, error, 
     else:
         tokenizer = tmp_path / {"no directory": "nowhere", "no tokenizer": "raw"}[fault]
     before = snapshot(output)
-    with pytest.raises(error, match=message):
+    with pytest.raises(OSError if fault == "disk full" else ValueError, match=message):
         convert_packed(source, output, tokenizer)
     assert snapshot(output) == before
 
@@ -435,17 +430,14 @@ def test_without_packed_rows_a_label_is_the_answer(tmp_path):
     assert read_packed_rows(tmp_path / "gsm8k_train") is None
     [row] = rows_of_labels(["72 "], None)
     assert (row.answer, row.columns) == ("72", {"answer": "72"})
+    with pytest.raises(ConfigError, match="label '' is neither an answer nor"):
+        rows_of_labels(["7", " "], None)
 
 
 @pytest.mark.parametrize("label", ["12", "-1", "Paris", "1.0", "²", " "])
 def test_a_label_that_counts_no_row_is_refused(file, label):
     with pytest.raises(ConfigError, match="neither an answer nor the number of a packed row"):
         rows_of_labels(["0", label], read_rows(file))
-
-
-def test_an_empty_label_is_refused():
-    with pytest.raises(ConfigError, match="label '' is neither an answer nor"):
-        rows_of_labels(["7", " "], None)
 
 
 def test_gsm8k_is_not_packed_beside_rows_of_another_packing(tmp_path, file, bpe):

@@ -19,6 +19,8 @@ CONVERTED = {
     "solution": "#### 7",
 }
 SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "2+2?"}
+ASSISTANT = {"role": "assistant", "content": "#### 4"}
 
 
 def write_jsonl(path, rows):
@@ -61,25 +63,25 @@ def test_a_prompt_is_one_user_turn_and_keeps_its_columns(tmp_path, write, name, 
 @pytest.mark.parametrize(
     "columns, prompt, question",
     [
-        ({"messages": [{"role": "user", "content": "2+2?"}]}, "2+2?", "2+2?"),
+        ({"messages": [USER]}, "2+2?", "2+2?"),
         (
-            {"messages": [SYSTEM, {"role": "user", "content": "2+2?"}]},
+            {"messages": [SYSTEM, USER]},
             None,
             "system: Be brief.\nuser: 2+2?",
         ),
         (
             {
                 "messages": [
-                    {"role": "user", "content": "2+2?"},
-                    {"role": "assistant", "content": "5"},
+                    USER,
+                    ASSISTANT,
                     {"role": "user", "content": "Sure?"},
                 ]
             },
             None,
-            "user: 2+2?\nassistant: 5\nuser: Sure?",
+            "user: 2+2?\nassistant: #### 4\nuser: Sure?",
         ),
         (
-            {"messages": [SYSTEM, {"role": "user", "content": "2+2?"}], "prompt": "2+2="},
+            {"messages": [SYSTEM, USER], "prompt": "2+2="},
             "2+2=",
             "2+2=",
         ),
@@ -89,10 +91,7 @@ def test_a_prompt_is_one_user_turn_and_keeps_its_columns(tmp_path, write, name, 
 def test_a_conversation_has_a_plain_form_only_if_it_is_given(tmp_path, columns, prompt, question):
     [row] = read_rows(write_jsonl(tmp_path / "a.jsonl", [columns | {"answer": "4"}]))
     assert (row.prompt, row.question) == (prompt, question)
-    assert row.messages == (columns["messages"] or [{"role": "user", "content": "2+2="}])
-
-
-USER, ASSISTANT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "#### 4"}
+    assert row.messages == (columns["messages"] or [USER | {"content": "2+2="}])
 
 
 @pytest.mark.parametrize("write, name", [(write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")])
@@ -234,7 +233,7 @@ def test_a_number_of_any_type_is_read_as_written_or_refused(tmp_path, kind, valu
         }
     P.parquet.write_table(P.table(table), path)
     if written is None:
-        with pytest.raises(ConfigError, match="a.parquet.*: column '(answer|reward_model)'"):
+        with pytest.raises(ConfigError, match="a.parquet.*: column '(answer|reward_model)"):
             read_rows(path)
     else:
         assert read_rows(path)[0].answer == written

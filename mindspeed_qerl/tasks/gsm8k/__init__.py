@@ -1,1 +1,1 @@
-"""GSM8K: its rows (`dataset`, `convert`), prompts and verifier. Imports in a bare Python."""
+"""GSM8K: its rows (`convert`), prompts and verifier. Imports in a bare Python."""

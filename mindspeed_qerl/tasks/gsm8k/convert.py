@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mindspeed_qerl.tasks.rows import check_text, numbered_rows
+from mindspeed_qerl.tasks.rows import AnyPath, check_text, numbered_rows
 
 from .verifier import canonical_number
 
@@ -29,7 +29,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 PATTERNS = ("{}.jsonl", "{}.parquet", "{}-*.parquet", "main/{}-*.parquet")
 
 
-def convert(source: str | Path, output: str | Path, max_steps: int | None = None) -> dict[str, int]:
+def convert(source: AnyPath, output: AnyPath, max_steps: int | None = None) -> dict[str, int]:
     """Write the converted files of `source` to the folder `output`, which is made if needed;
     earlier ones are replaced. Returns how many rows each split has.
 
@@ -57,7 +57,7 @@ def convert(source: str | Path, output: str | Path, max_steps: int | None = None
 # ---- reading ----
 
 
-def read_splits(source: str | Path, max_steps: int | None) -> dict[str, list[dict]]:
+def read_splits(source: AnyPath, max_steps: int | None) -> dict[str, list[dict]]:
     """{split: its converted rows}, all checked; for the arguments and errors see `convert`."""
     splits = {}
     for split in ("train", "test"):
@@ -86,24 +86,21 @@ def steps(solution: str) -> int:
 
 
 def converted(raw: dict[str, Any]) -> dict[str, Any]:
-    """The row that training reads of a raw one. ValueError says what is wrong with it."""
+    """The row that training reads of a raw one; a model with a chat template is asked the question
+    and the instruction. ValueError says what is wrong with it.
+
+    >>> row = converted({"question": "What is 3+4?", "answer": "#### 7"})
+    >>> row["answer"], row["messages"][0]["content"][:35]
+    ('7', "What is 3+4? Let's think step by st")
+    """
     question = check_text(raw, "question")
     solution = check_text(raw, "answer")
     return {
-        "messages": chat_messages(question),
+        "messages": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
         "question": question,
         "answer": gold_answer(solution),
         "solution": solution,
     }
-
-
-def chat_messages(question: str) -> list[dict[str, str]]:
-    """Returns one user turn, for models with a chat template: the question and the instruction.
-
-    >>> chat_messages("What is 3+4?")[0]["content"].startswith("What is 3+4? Let's think step by")
-    True
-    """
-    return [{"role": "user", "content": f"{question} {INSTRUCTION}"}]
 
 
 def gold_answer(solution: str) -> str:
@@ -113,7 +110,7 @@ def gold_answer(solution: str) -> str:
     return canonical_number(solution.rpartition("####")[2])
 
 
-def load_raw(source: str | Path, split: str) -> Iterator[tuple[str, dict]]:
+def load_raw(source: AnyPath, split: str) -> Iterator[tuple[str, dict]]:
     """Yield (where the row stands, row) for each row of one split, "train" or "test", unchecked.
 
     FileNotFoundError and ValueError name the path and the way out.

@@ -24,8 +24,8 @@ possessive or bounded, and no number is parsed before its length is known.
 """
 
 import re
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 
@@ -189,7 +189,7 @@ def score_batch(
 
 
 METHOD_OF_VERIFIER = {"gsm8k": "flexible", "gsm8k_strict": "strict"}
-VERIFIERS: dict[str, Callable[..., list[float]]] = {
+VERIFIERS = {
     name: partial(score_batch, method=method) for name, method in METHOD_OF_VERIFIER.items()
 }
 
@@ -206,7 +206,7 @@ def canonical_number(text: str) -> str:
 def _read_number(text: str) -> Fraction:
     normalised = normalise(str(text)).strip()
     match = _GOLD.match(normalised)
-    value, end = _value(match) if match else (None, None)
+    value, end = _value_of(normalised, match.end(), *match.groups()) if match else (None, None)
     if value is None or end is None or not _REST_OF_GOLD.fullmatch(normalised, end):
         raise ValueError(
             f"not a number: {str(text)[:80]!r}; write the gold answer as digits, such as '72', "
@@ -224,7 +224,7 @@ def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
         return (values.pop() if len(values) == 1 else None), "####"
     for rule, form in _FORMS.items():
         if last := _last(form, text):
-            value, end = _value(last)
+            value, end = _value_of(text, last.end(), *last.groups())
             if end is None:
                 break  # an equation such as "#### 48+24=72": its result is the last number
             return value, rule
@@ -234,44 +234,43 @@ def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
 def _last_number(text: str) -> Fraction | None:
     """The value of the last number, from the last line that has one; powers of units are none."""
     for line in reversed(text.split("\n")):
-        equals = 0 if "\\" in line else line.rfind("=") + 1  # in no number, unless in TeX
-        if last := _last(_ANY_NUMBER, line, equals) or _last(_ANY_NUMBER, line):
+        if last := _last(_ANY_NUMBER, line):
             begin, end = last.span()
             front = line[max(begin - _LONGEST_FRONT, 0) : begin]
             in_front = _FRONT.match(front[::-1])
             assert in_front, "the pattern matches any text"
             point, currency, sign, cut = in_front.groups()
-            return None if cut else _value_of(sign, currency, (point or "") + last[0], line, end)[0]
+            return None if cut else _value_of(line, end, sign, currency, (point or "") + last[0])[0]
     return None
 
 
-def _last(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
-    found = deque(pattern.finditer(text, start), maxlen=1)
-    return found[0] if found else None
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for last in pattern.finditer(text):
+        pass
+    return last
 
 
 def _value_of_line(match: re.Match[str]) -> Fraction | None:
     """Returns what a `####` and its line state: None if there is a second number, or an unreadable
     one.
     """
-    value, end = _value(match)
+    value, end = _value_of(match.string, match.end(), *match.groups())
     if value is None or end is None:
         return None
     second = _DIGIT_IN_LINE.search(match.string, end)
     return value if second is None or second[0] in ("\n", "####") else None
 
 
-def _value(match: re.Match[str]) -> tuple[Fraction | None, int | None]:
-    """The exact value of a match of `_NUMBER`, None if it is unreadable, and where it ends, None if
-    it goes on.
-    """
-    sign, currency, run = match.groups()
-    return _value_of(sign, currency, run, match.string, match.end())
-
-
 def _value_of(
-    sign: str | None, currency: str | None, run: str, text: str, end: int
+    text: str, end: int, sign: str | None, currency: str | None, run: str
 ) -> tuple[Fraction | None, int | None]:
+    """The exact value of a number in `text` that ends at `end`, None if it is unreadable; and where
+    what belongs to it ends, None if it goes on.
+
+    Args:
+        sign, currency, run: the groups of `_NUMBER`.
+    """
     after = _AFTER.match(text, end)
     if after is None or currency is not None and _MONEY_SCALE.match(text, end):
         return None, end
@@ -314,8 +313,5 @@ def _canonical(value: Fraction) -> str:
     for places in range(MAX_NUMBER_CHARS):
         scaled = value * 10**places
         if scaled.denominator == 1:
-            digits = str(abs(scaled.numerator)).zfill(places + 1)
-            point = len(digits) - places
-            sign = "-" if value < 0 else ""
-            return sign + digits[:point] + ("." + digits[point:] if places else "")
+            return f"{Decimal(f'{scaled.numerator}e-{places}'):f}"
     return str(value)

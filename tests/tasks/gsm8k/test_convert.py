@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_qerl.tasks.gsm8k.convert import (
-    chat_messages,
+    INSTRUCTION,
     convert,
     converted,
     gold_answer,
@@ -44,18 +44,14 @@ def test_files_and_counts(tmp_path):
     assert written == {"train": 2, "test": 1}
     assert [row.columns for row in read_rows(out / "train_chat.parquet")] == [
         {
-            "messages": chat_messages(ROW["question"]),
+            "messages": [{"role": "user", "content": f"{ROW['question']} {INSTRUCTION}"}],
             "question": ROW["question"],
             "answer": "7",
             "solution": ROW["answer"],
         },
-        {
-            "messages": chat_messages("500*2?"),
-            "question": "500*2?",
-            "answer": "1000",
-            "solution": big["answer"],
-        },
+        converted(big),
     ]
+    assert converted(big)["answer"] == "1000"
 
 
 def test_same_input_same_bytes(tmp_path):
