@@ -9,7 +9,7 @@ from functools import partial
 
 from mindspeed_qerl.ascend.limits import npu_environment
 from mindspeed_qerl.layout.memory import settings_of
-from mindspeed_qerl.layout.parts import ADAMW, BF16, MemorySettings, adapter_weights
+from mindspeed_qerl.layout.parts import ADAMW, BF16, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.sizes import training_weights
 
@@ -26,22 +26,39 @@ from .case import (
 
 # bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
 PROCESS = 4 * 10**9
+OPEN_FILES = 32768
+SHARED_MEMORY = 10**10  # bytes
 
 
-def at_least(
-    case: Case,
-    measure: str,
-    need: float,
-    words: str,
-    least: float = 0,
-    path: str = "",
-    per_rank: bool = False,
-) -> Check:
-    """A number of the machine, a method of `Machine`, against what a run needs, or each rank."""
-    have = getattr(case.machine, measure)(*filter(None, [path]))
-    if per_rank:
-        need *= case.ranks
-    return enough(have, least, need, words.format(have, need))
+def cpus(case: Case) -> Check:
+    have = case.machine.cpus()
+    need = 5 * case.ranks
+    return enough(have, 0, need, f"{have:,}, and vllm-ascend wants 5 for each rank: {need:,}")
+
+
+def open_files(case: Case) -> Check:
+    limit = case.machine.open_files()
+    words = f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need {OPEN_FILES:,}"
+    return enough(limit, 0, OPEN_FILES, words)
+
+
+def shared_memory(case: Case) -> Check:
+    free = case.machine.disk("/dev/shm").free
+    words = f"{free:,} bytes free; below {SHARED_MEMORY:,} Ray keeps its objects on the disk"
+    return enough(free, 0, SHARED_MEMORY, words)
+
+
+def temporary_files(case: Case) -> Check:
+    """As Ray asks (src/ray/common/file_system_monitor.cc)."""
+    usage = case.machine.disk("/tmp")
+    left = usage.free / usage.total
+    return enough(
+        left,
+        0.05,
+        0.07,
+        f"{left:.1%} of its disk are free; below 5 % Ray spills no object, and a run ends with "
+        "OutOfDiskError",
+    )
 
 
 def user(case: Case) -> Check:
@@ -69,14 +86,15 @@ def run_disk(case: Case) -> Check:
     run = case.recipe.run
     plan = case.legal
     assert plan
-    trained = _per_rank(plan, training_weights)
+    weights = partial(training_weights, plan)
     if plan.lora:
-        trained = _per_rank(plan, adapter_weights, settings_of(case.recipe))
+        weights = partial(adapter_weights, plan, settings_of(case.recipe))
+    trained = _per_rank(plan, weights)
     size = BF16 * trained
     if not case.recipe.npu.no_save_optim:
         size += ADAMW * trained
     saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
-    free = case.machine.disk_free(run.root)
+    free = case.machine.disk(run.root).free
     return enough(
         free,
         size,
@@ -93,17 +111,17 @@ def base_disk(case: Case) -> Check:
     assert load and plan
     if not case.machine.writable(load):
         return failed(f"{load} cannot be written: the base weights are converted into it")
-    size = BF16 * _per_rank(plan, training_weights)
-    free = case.machine.disk_free(load)
+    size = BF16 * _per_rank(plan, partial(training_weights, plan))
+    free = case.machine.disk(load).free
     words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
     return enough(free, size, size, words)
 
 
-def _per_rank(
-    plan: Plan, weights: Callable[..., tuple[int, int]], *settings: MemorySettings
-) -> int:
-    """Weights in the files of all tensor, pipeline and expert ranks; `weights` has those of one."""
-    stages = [sum(weights(plan, *settings, stage)) for stage in range(plan.layout.pp)]
+def _per_rank(plan: Plan, weights: Callable[[int], tuple[int, int]]) -> int:
+    """Weights in the files of all tensor, pipeline and expert ranks; `weights` has those of one
+    rank of a stage.
+    """
+    stages = [sum(weights(stage)) for stage in range(plan.layout.pp)]
     return plan.layout.tp * plan.layout.ep * sum(stages)
 
 
@@ -113,10 +131,10 @@ def host_memory(case: Case) -> Check:
     (megatron/training/checkpointing.py, torch.load).
     """
     plan = case.legal
-    (free, limit) = case.machine.memory()
+    free, limit = case.machine.memory()
     assert plan
     layout = plan.layout
-    files = BF16 * _per_rank(plan, training_weights) * case.ranks
+    files = BF16 * _per_rank(plan, partial(training_weights, plan)) * case.ranks
     files //= layout.tp * layout.pp * layout.ep
     need = files + case.ranks * PROCESS
     return enough(
@@ -196,13 +214,7 @@ def hccl_ports(case: Case) -> Check | None:
 ROWS = [
     Question(
         "CPUs to run on",
-        partial(
-            at_least,
-            measure="cpus",
-            need=5,
-            per_rank=True,
-            words="{:,}, and vllm-ascend wants 5 for each rank: {:,}",
-        ),
+        cpus,
         "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the "
         "container's --cpuset-cpus",
     ),
@@ -215,12 +227,7 @@ ROWS = [
     ),
     Question(
         "open files",
-        partial(
-            at_least,
-            measure="open_files",
-            need=32768,
-            words="ulimit -n is {:,}; Ray's and HCCL's connections may need {:,}",
-        ),
+        open_files,
         "ulimit -n 32768    # in the shell that starts the run",
     ),
     Question(
@@ -231,26 +238,12 @@ ROWS = [
     ),
     Question(
         "/dev/shm",
-        partial(
-            at_least,
-            measure="disk_free",
-            path="/dev/shm",
-            need=10000000000,
-            words="{:,} bytes free; below {:,} Ray keeps its objects on the disk",
-        ),
+        shared_memory,
         "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm",
     ),
     Question(
         "/tmp",
-        partial(
-            at_least,
-            measure="disk_left",
-            path="/tmp",
-            least=0.05,
-            need=0.07,
-            words="{:.1%} of its disk are free; below 5 % Ray spills no object, and a run ends with "
-            "OutOfDiskError",
-        ),
+        temporary_files,
         "du -xh -d 2 /tmp | sort -h | tail    # what fills it? Or another disk for it: -v DIR:/tmp",
     ),
     Question("run.root", run_root, "run.root=DIR    # an override of the config"),

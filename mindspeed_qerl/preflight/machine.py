@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -99,16 +100,9 @@ class Machine:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def disk_free(self, path: str | Path) -> int:
-        """Bytes free where `path` is, or where it would be made."""
-        return shutil.disk_usage(_nearest(path)).free
-
-    def disk_left(self, path: str | Path) -> float:
-        """The part of the disk of `path` that is free, as Ray asks
-        (src/ray/common/file_system_monitor.cc).
-        """
-        usage = shutil.disk_usage(_nearest(path))
-        return usage.free / usage.total
+    def disk(self, path: str | Path) -> Any:
+        """Bytes of the disk where `path` is, or would be made: `total`, `used` and `free`."""
+        return shutil.disk_usage(_nearest(path))
 
     def cpus(self) -> int:
         """Logical CPUs that this process, and what it starts, may run on."""

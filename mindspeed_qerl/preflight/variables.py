@@ -3,7 +3,7 @@ Dockerfile or an earlier repair. The launchers' raylet inherits the shell, so ev
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 
@@ -35,15 +35,10 @@ def value(case: Case, variable: str, pattern: str, why: str, state: str) -> Chec
     return Check(state, f"{given!r} in the shell: {why}")
 
 
-def harmful(
-    state: str, variables: Mapping[str, tuple[str, str]], needs: str = ""
-) -> Iterator[Question]:
-    """Asks for variables, {name: (regular expression, why)}, of which the shell should have no such
-    value.
-    """
-    for name, (pattern, why) in variables.items():
-        verdict = partial(value, variable=name, pattern=pattern, why=why, state=state)
-        yield Question(name, verdict, f"unset {name}", needs)
+def harmful(state: str, name: str, pattern: str, why: str, needs: str = "") -> Question:
+    """Asks for a variable of which the shell should have no such value."""
+    verdict = partial(value, variable=name, pattern=pattern, why=why, state=state)
+    return Question(name, verdict, f"unset {name}", needs)
 
 
 def of_engine(case: Case) -> Check:
@@ -101,6 +96,7 @@ LIBRARIES = [
     ),
 ]
 
+# Variables: the values that do harm, as a regular expression; why; and what the check needs.
 FATAL = {
     "VLLM_ASCEND_ENABLE_NZ": (
         "(?!0$).*",
@@ -125,11 +121,10 @@ FATAL = {
         'vLLM loads no other plugins, not vllm-ascend\'s platform: "Failed to infer device type"',
     ),
     "RANK_TABLE_FILE": (".+", "HCCL would take ranks and addresses from it, not from this run"),
-}
-FATAL_WITH_EXPERTS = {
     "HCCL_OP_EXPANSION_MODE": (
         "(?i)AIV.*",
         "the dispatch of experts waits for the vector cores, which HCCL takes: vLLM hung (107020)",
+        "mixture",
     ),
 }
 DOUBTFUL = {
@@ -169,8 +164,7 @@ DOUBTFUL = {
 
 ROWS = [
     Question("variables", of_engine, "unset NAME"),
-    *harmful(FAILED, FATAL),
-    *harmful(FAILED, FATAL_WITH_EXPERTS, "mixture"),
-    *harmful(WARNING, DOUBTFUL),
+    *[harmful(FAILED, name, *about) for name, about in FATAL.items()],
+    *[harmful(WARNING, name, *about) for name, about in DOUBTFUL.items()],
     Question("network interfaces", network),
 ]

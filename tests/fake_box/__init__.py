@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mindspeed_qerl.ascend import contract
-from mindspeed_qerl.preflight import TABLE
+from mindspeed_qerl.preflight.software import PINS
 from tests import ROOT
 from tests.fake_box.npu_smi import table
 
@@ -33,12 +33,6 @@ ASCEND = "/usr/local/Ascend"
 UNSHARE = "unshare --user --map-root-user --mount --net --pid --fork --kill-child".split()
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
-# distribution -> pinned version
-PACKAGES = {
-    question.name: question.verdict.keywords["pin"]
-    for question in TABLE
-    if "pin" in getattr(question.verdict, "keywords", {})
-}
 # Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
 OF_THE_HOST = {
     name
@@ -207,7 +201,7 @@ def _make(box, folder):
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
-    for name, version in {**PACKAGES, **box.packages}.items():
+    for name, version in {**PINS, **box.packages}.items():
         if version is not None:
             info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
             info.mkdir()

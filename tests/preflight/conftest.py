@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,6 +34,7 @@ CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx
 INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
 DRIVER = "/usr/local/Ascend/driver/version.info"
 SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB}
+ROOM = 10**12  # of a disk
 GROUPS = tuple(CHECKS)
 
 
@@ -59,7 +61,7 @@ class Box:
     shut_folders: tuple[str, ...] = ()  # that cannot be written
     limit: int = 65536
     shm: int = 500 * 10**9
-    disk: int = 2 * 10**12
+    free: int = 2 * 10**12  # of all other disks
     left: float = 0.4  # of the disk of /tmp
     taken: tuple[int, ...] = ()  # ports
     without: str = ""  # a command that is not installed
@@ -103,11 +105,9 @@ class Box:
     def version(self, distribution):
         return {**PACKAGES, **self.packages}.get(distribution)
 
-    def disk_free(self, path):
-        return self.shm if str(path) == "/dev/shm" else self.disk
-
-    def disk_left(self, path):
-        return self.left
+    def disk(self, path):
+        free = {"/dev/shm": self.shm, "/tmp": self.left * ROOM}.get(path, self.free)
+        return SimpleNamespace(total=ROOM, free=free)
 
     def cpus(self):
         return 320

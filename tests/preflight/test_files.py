@@ -228,8 +228,8 @@ def test_the_room_that_checkpoints_need(ready):
     experts = 48 * 128 * 32 * ((2048 + 2 * 768) + (768 + 2048))
     size = 14 * (16 * dense + experts)
     assert f"({116 // 20} x {size / 1e9:.1f} GB)" in look(ready)["disk for the run"].found
-    for disk, state in ((5 * size, PASSED), (5 * size - 1, WARNING), (size - 1, FAILED)):
-        assert look(ready, Box(disk=disk))["disk for the run"].state == state
+    for free, state in ((5 * size, PASSED), (5 * size - 1, WARNING), (size - 1, FAILED)):
+        assert look(ready, Box(free=free))["disk for the run"].state == state
 
 
 def test_what_a_conversion_needs(own):
@@ -241,7 +241,7 @@ def test_what_a_conversion_needs(own):
     check = look(own)["disk for the base"]
     need = float(re.search(r"about (\d+) GB", check.found)[1])
     assert need == pytest.approx(16 * 3.09 + 58, rel=0.01) and check.state == PASSED
-    for box in (Box(disk=10**11), Box(shut_folders=(load,))):
+    for box in (Box(free=10**11), Box(shut_folders=(load,))):
         assert look(own, box)["disk for the base"].state == FAILED
 
 
