@@ -69,7 +69,7 @@ def preflight(
     a failed line, never an error. What may take long is said before it does, on stderr.
     ConfigError for a run without NPUs.
     """
-    case = replace(case_of(raw, name, nodes), machine=machine)
+    case = case_of(raw, name, nodes)
     recipe = case.recipe
     if not engine_of(recipe).UPSTREAM or recipe.emulate_npu or recipe.rehearsal.enabled:
         raise ConfigError(
@@ -83,7 +83,7 @@ def preflight(
         file=sys.stderr,
         flush=True,
     )
-    case = replace(case, seen=see_npus(machine, own_ray))
+    case = replace(case, machine=machine, seen=see_npus(machine, own_ray))
     checks: list[Check] = []
     for group, rows in CHECKS.items():
         for row in rows:

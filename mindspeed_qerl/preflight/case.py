@@ -61,15 +61,15 @@ def enough(have: float, least: float, comfortable: float, found: str, fix: str =
 
 @dataclass(frozen=True)
 class Die:
-    """One NPU as `npu-smi info` shows it: chip `chip` of its card, /dev/davinci{number}; memory in
-    MiB.
+    """One NPU as `npu-smi info` shows it: /dev/davinci{number}; memory in MiB; its processes in
+    words.
     """
 
-    chip: int
     number: int
     health: str
     used: int
     total: int
+    processes: list[str]
 
     @property
     def sick(self) -> bool:
@@ -81,8 +81,6 @@ class Seen:
     """The NPUs that each part of the machine sees."""
 
     dies: Sequence[Die] = ()  # of npu-smi
-    # number of a die -> processes by npu-smi, in words
-    processes: Mapping[int, list[str]] = field(default_factory=dict)
     mapped: Sequence[int] = ()  # the numbers of /dev/davinci*
     acl: int = 0  # CANN's count
     visible: list[str] | None = None  # ASCEND_RT_VISIBLE_DEVICES

@@ -27,11 +27,11 @@ MEMORY_FILES = (
 
 
 class ProbeError(RuntimeError):
-    """A question that the machine did not answer, `late`: within the time that it had."""
+    """A question that the machine did not answer."""
 
-    def __init__(self, message: str, late: bool = False):
-        super().__init__(message)
-        self.late = late
+
+class LateError(ProbeError):
+    """The same, within the time that it had."""
 
 
 class Machine:
@@ -49,7 +49,7 @@ class Machine:
         with all that it started.
 
         Raises:
-            ProbeError: it cannot be started, gave no answer in time, or failed.
+            ProbeError: it cannot be started, gave no answer in time (LateError), or failed.
         """
         try:
             process = subprocess.Popen(
@@ -64,23 +64,20 @@ class Machine:
             )
         except OSError:
             raise ProbeError(f"{command[0]} is not installed here") from None
-        fault = ""
         try:
             output, complaint = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            fault = f"no answer within {timeout:g} s"
             # what it started holds the pipes too; what hangs inside a driver cannot be killed
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            output = complaint = ""
+            complaint = ""
             with suppress(subprocess.TimeoutExpired):
                 _, complaint = process.communicate(timeout=1)
-        late = bool(fault)
-        if process.returncode and not late:
-            fault = f"exit {process.returncode}"
-        if fault:
-            last_line = (complaint or output).strip().rpartition("\n")[2]
-            raise ProbeError(f"{command[0]}: {fault}: {last_line[:200]}", late)
+            fault = f"{command[0]}: no answer within {timeout:g} s: {_last_line(complaint)}"
+            raise LateError(fault) from None
+        if process.returncode:
+            last_line = _last_line(complaint or output)
+            raise ProbeError(f"{command[0]}: exit {process.returncode}: {last_line}")
         return output
 
     def glob(self, pattern: str) -> list[str]:
@@ -183,6 +180,11 @@ class Machine:
             process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE
             for process in psutil.process_iter(["name", "status"])
         )
+
+
+def _last_line(text: str) -> str:
+    """The end of what a command said, 200 characters at most."""
+    return text.strip().rpartition("\n")[2][:200]
 
 
 def _nearest(path: str | Path) -> Path:

@@ -26,7 +26,7 @@ from .case import (
     warning,
 )
 from .host import fault_of_ray_address
-from .machine import Machine, ProbeError
+from .machine import LateError, Machine, ProbeError
 
 # What a die that nobody uses shows, and some: of 64 GB public reports have 2.7 to 3.5 GB.
 IDLE = 1 / 8
@@ -90,41 +90,43 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     if nodes and shut:
         words = f"{len(nodes)} dies, and cannot open {', '.join(shut)}: missing, or not this user's"
         faults["/dev/davinci*"] = ProbeError(words)
-    dies, processes = answers.get("npu-smi", ([], {}))
     numbers = sorted(int(node.removeprefix("/dev/davinci")) for node in nodes)
     visible = None
     if LIST in machine.environment:
         given = machine.environment[LIST]
         visible = given.split(",") if given else []
     return Seen(
-        dies, processes, numbers, answers.get("CANN", 0), visible, answers.get("Ray"), faults
+        answers.get("npu-smi", ()),
+        numbers,
+        answers.get("CANN", 0),
+        visible,
+        answers.get("Ray"),
+        faults,
     )
 
 
-def _npu_smi(machine: Machine) -> tuple[list[Die], dict[int, list[str]]]:
+def _npu_smi(machine: Machine) -> list[Die]:
     table = machine.run(["npu-smi", "info"])
-    dies, processes = read_table(table)
+    dies = read_table(table)
     if not dies:
         words = " ".join(table.split())[:200]
         raise ProbeError(f"npu-smi info shows no NPU, or in an unknown form: {words}")
-    return dies, processes
+    return dies
 
 
-def read_table(table: str) -> tuple[list[Die], dict[int, list[str]]]:
-    """The NPUs in the output of `npu-smi info`, and the processes by the number of their die."""
-    dies = []
-    numbers = {}
-    processes: dict[int, list[str]] = {}
+def read_table(table: str) -> list[Die]:
+    """The NPUs in the output of `npu-smi info`."""
+    dies = {}
     for row in DIE.finditer(table):
         number = int(row["number"] or row["card"])
-        numbers[row["card"], row["chip"]] = number
-        chip, used, total = map(int, row.group("chip", "used", "total"))
-        dies.append(Die(chip, number, row["health"], used, total))
+        die = Die(number, row["health"], int(row["used"]), int(row["total"]), [])
+        dies[row["card"], row["chip"]] = die
     for row in PROCESS.finditer(table):
-        words = f"{row['name']} (process {row['pid']}, {row['memory']} MB)"
-        number = numbers.get((row["card"], row["chip"]), -1)
-        processes.setdefault(number, []).append(words)
-    return dies, processes
+        place = (row["card"], row["chip"])
+        if place in dies:
+            words = f"{row['name']} (process {row['pid']}, {row['memory']} MB)"
+            dies[place].processes.append(words)
+    return list(dies.values())
 
 
 def _cluster(machine: Machine) -> Mapping[str, Any] | None:
@@ -195,7 +197,7 @@ def npu_smi(case: Case) -> Check:
     wanted = case.ranks
     fault = seen.faults.get("npu-smi")
     if fault:
-        verdict = failed if fault.late else warning
+        verdict = failed if isinstance(fault, LateError) else warning
         return verdict(f"{fault}; health and memory of the dies are not known")
     taken = seen.taken(wanted)
     words = f"{len(seen.dies)} dies"
@@ -224,7 +226,7 @@ def processes(case: Case) -> Check | None:
     held = [
         f"davinci{die.number}: {words}"
         for die in case.seen.taken(case.ranks)
-        for words in case.seen.processes.get(die.number, ())
+        for words in die.processes
     ]
     if not held:
         return None

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_qerl.preflight import CHECKS, FAILED, PASSED, TABLE, preflight
-from mindspeed_qerl.preflight.machine import ProbeError
+from mindspeed_qerl.preflight.machine import LateError, ProbeError
 from mindspeed_qerl.recipe.compose import compose
 from tests.fake_box.npu_smi import table
 from tests.fake_box.prepared import prepare
@@ -77,7 +77,7 @@ class Box:
         words = " ".join(command)
         self.asked.append((words, environment))
         if any(word in words for word in self.hangs):
-            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s", late=True)
+            raise LateError(f"{command[0]}: no answer within {timeout:g} s")
         if "acl.rt.get_device_count" in words and self.acl is not None:
             assert "ASCEND_RT_VISIBLE_DEVICES" not in environment
             return f"warnings of CANN\nanswer {self.acl}\n"
