@@ -49,7 +49,7 @@ setup(
         "mindspeed_qerl.configs": ["**/*.yaml"],
         "mindspeed_qerl.families": ["models.yaml"],
         "mindspeed_qerl.layout": ["launches.yaml"],
-        "mindspeed_qerl.preflight": ["variables.yaml"],
+        "mindspeed_qerl.preflight": ["checks.yaml", "variables.yaml"],
         "mindspeed_qerl.recipe": ["keys.yaml"],
         "mindspeed_qerl.runs": ["plots.yaml", "plots.mplstyle"],
         "mindspeed_qerl.emulation": [

@@ -10,11 +10,14 @@ runs as a process with a time limit.
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -31,7 +34,6 @@ from .case import (
     WARNING,
     Case,
     Check,
-    Question,
     case_of,
     failed,
     plain,
@@ -39,6 +41,7 @@ from .case import (
 from .machine import Machine
 from .npus import see_npus
 
+Verdict = Callable[[Case], Check | Iterable[Check] | None]
 STYLES = {
     FAILED: "bold red",
     ACCEPTED: "magenta",
@@ -46,20 +49,23 @@ STYLES = {
     PASSED: "green",
     SKIPPED: "dim",
 }
-# Every check, by group, in the order in which they are printed.
-CHECKS = {
-    "NPUs": npus.ROWS,
-    "host": [*host.ROWS, *variables.LIBRARIES, *software.CANN],
-    "environment": variables.ROWS,
-    "versions": software.ROWS,
-    "config": files.ROWS,
+# Every check, by group, in the order in which they are printed: it answers for a case with one line,
+# several, or None where there is nothing to say.
+CHECKS: dict[str, dict[str, Any]] = {
+    "NPUs": npus.CHECKS,
+    "host": {**host.CHECKS, **software.CANN},
+    "environment": variables.CHECKS,
+    "versions": software.CHECKS,
+    "config": files.CONFIG,
     "model": files.MODEL,
     "data": files.DATA,
     "checkpoints": files.CHECKPOINTS,
 }
-TABLE = [row for rows in CHECKS.values() for row in rows]
+NAMES = [*chain.from_iterable(CHECKS.values())]
+# What else is known of a check: `fix`, `needs`, `refused`.
+ABOUT = yaml.safe_load(Path(__file__).with_name("checks.yaml").read_text(encoding="utf-8"))
 # Checks that may fail (run.accepted_checks): not what the engine refuses by itself.
-ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
+ACCEPTABLE = [plain(name) for name in NAMES if "refused" not in ABOUT.get(name, ())]
 
 
 def preflight(
@@ -85,9 +91,9 @@ def preflight(
     )
     case = replace(case, machine=machine, seen=see_npus(machine, own_ray))
     checks: list[Check] = []
-    for group, rows in CHECKS.items():
-        for row in rows:
-            checks += _answers(row, group, case)
+    for group, verdicts in CHECKS.items():
+        for check, verdict in verdicts.items():
+            checks += _answers(check, verdict, group, case)
     for accepted in map(plain, case.recipe.run.accepted_checks):
         if accepted not in ACCEPTABLE:
             words = unknown("check that can be accepted", accepted, ACCEPTABLE)
@@ -96,12 +102,13 @@ def preflight(
     return checks
 
 
-def _answers(row: Question, group: str, case: Case) -> Iterator[Check]:
-    """The lines of a row."""
-    if not all(getattr(case, need) for need in row.needs.split()):
+def _answers(name: str, verdict: Verdict, group: str, case: Case) -> Iterator[Check]:
+    """The lines of a check."""
+    about = ABOUT.get(name, {})
+    if not all(getattr(case, need) for need in about.get("needs", ())):
         return
     try:
-        answer = row.verdict(case)
+        answer = verdict(case)
         answers = [answer] if isinstance(answer, Check) else list(answer or ())
     except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on
         answers = [failed(f"could not be checked: {type(error).__name__}: {error}")]
@@ -109,10 +116,10 @@ def _answers(row: Question, group: str, case: Case) -> Iterator[Check]:
         state = check.state
         fix = check.fix
         if state in (FAILED, WARNING):
-            fix = fix or row.fix
-        if state == FAILED and not row.refused and case.accepts(row.name):
+            fix = fix or about.get("fix", "")
+        if state == FAILED and plain(name) in ACCEPTABLE and case.accepts(name):
             state = ACCEPTED
-        yield replace(check, state=state, name=check.name or row.name, group=group, fix=fix)
+        yield replace(check, state=state, name=check.name or name, group=group, fix=fix)
 
 
 def headline(checks: Iterable[Check]) -> str:

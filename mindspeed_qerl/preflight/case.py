@@ -1,7 +1,7 @@
 """One line of the table, what is to be launched, and the NPUs that the machine sees."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -167,24 +167,6 @@ class Case:
     def accepts(self, name: str) -> bool:
         """Returns True if check `name` may fail (run.accepted_checks)."""
         return plain(name) in map(plain, self.recipe.run.accepted_checks)
-
-
-@dataclass(frozen=True)
-class Question:
-    """One check: its line in the table.
-
-    Attributes:
-        verdict: answers for a case with one line, several, or None where there is nothing to say.
-        fix: what to do where it fails or warns, unless the verdict knows better.
-        needs: properties of `Case` without one of which the check is left out.
-        refused: the engine refuses it by itself, so that run.accepted_checks cannot let it pass.
-    """
-
-    name: str
-    verdict: Callable[[Case], Check | Iterable[Check] | None]
-    fix: str = ""
-    needs: str = ""
-    refused: bool = False
 
 
 def case_of(raw: Mapping[str, Any], name: str, nodes: int) -> Case:

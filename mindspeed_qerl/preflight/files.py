@@ -24,7 +24,6 @@ from mindspeed_qerl.tasks.rows import read_rows
 from .case import (
     Case,
     Check,
-    Question,
     conversion,
     enough,
     failed,
@@ -258,65 +257,12 @@ def base_weights(case: Case) -> Check:
     return passed(f"{wanted}, which are there")
 
 
-ROWS = [
-    Question(
-        "keys and values",
-        keys,
-        "Change the config, or override the key on the command line",
-        refused=True,
-    ),
-    Question(
-        "layout",
-        layout,
-        "python tools/plan_layout.py --config-name NAME    # the rules and their lines upstream",
-        refused=True,
-    ),
-    Question(
-        "memory of an NPU",
-        memory,
-        "python tools/plan_layout.py --config-name NAME --memory-gb GB    # every part, and "
-        "what else fits",
-        "legal",
-    ),
-]
-
-MODEL = [
-    Question(
-        "config.json",
-        config_json,
-        "Put the Hugging Face model that the YAML describes there, or: export MODELS=DIR    "
-        "# the folder that it is in",
-        refused=True,
-    ),
-    Question(
-        "vocabulary",
-        vocabulary,
-        "++model.NAME.padded_vocab_size=N    # an override of the config",
-    ),
-    Question(
-        "tokenizer",
-        tokenizer,
-        "Download the model's whole directory (git lfs pull)\n"
-        "Take an instruct or chat model, or add its chat_template.jinja",
-    ),
-    Question(
-        "weights",
-        weights,
-        "Download the model's whole directory (git lfs pull)",
-        "plan",
-    ),
-]
-
-DATA = [
-    Question("training files", training_files),
-    Question("test rows", rows),
-]
-
-CHECKPOINTS = [
-    Question(
-        "base weights",
-        base_weights,
-        "The conversion: python tools/preflight.py --config-name NAME --print-conversion",
-        "plan",
-    )
-]
+CONFIG = {"keys and values": keys, "layout": layout, "memory of an NPU": memory}
+MODEL = {
+    "config.json": config_json,
+    "vocabulary": vocabulary,
+    "tokenizer": tokenizer,
+    "weights": weights,
+}
+DATA = {"training files": training_files, "test rows": rows}
+CHECKPOINTS = {"base weights": base_weights}

@@ -16,7 +16,6 @@ from mindspeed_qerl.layout.sizes import training_weights
 from .case import (
     Case,
     Check,
-    Question,
     enough,
     failed,
     gigabytes,
@@ -211,64 +210,16 @@ def hccl_ports(case: Case) -> Check | None:
     return passed(f"{words} are free")
 
 
-ROWS = [
-    Question(
-        "CPUs to run on",
-        cpus,
-        "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the "
-        "container's --cpuset-cpus",
-    ),
-    Question(
-        "host memory",
-        host_memory,
-        "Raise the container's --memory, end what holds the memory (ps -eo pid,rss,args "
-        "--sort -rss | head), or use fewer ranks here",
-        "legal",
-    ),
-    Question(
-        "open files",
-        open_files,
-        "ulimit -n 32768    # in the shell that starts the run",
-    ),
-    Question(
-        "user",
-        user,
-        'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, '
-        "or as root",
-    ),
-    Question(
-        "/dev/shm",
-        shared_memory,
-        "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm",
-    ),
-    Question(
-        "/tmp",
-        temporary_files,
-        "du -xh -d 2 /tmp | sort -h | tail    # what fills it? Or another disk for it: -v DIR:/tmp",
-    ),
-    Question("run.root", run_root, "run.root=DIR    # an override of the config"),
-    Question(
-        "disk for the run",
-        run_disk,
-        "run.root=DIR, or a larger megatron_training.save_interval    # overrides of the config",
-        "legal",
-    ),
-    Question(
-        "disk for the base",
-        base_disk,
-        "actor_config.load=DIR    # an override of the config",
-        "base_to_convert legal",
-    ),
-    Question(
-        "ports of HCCL",
-        hccl_ports,
-        "ss -ltnp | grep PORT    # whose?\n"
-        "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # others",
-    ),
-    Question(
-        "host name",
-        host_name,
-        "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
-        "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
-    ),
-]
+CHECKS = {
+    "CPUs to run on": cpus,
+    "host memory": host_memory,
+    "open files": open_files,
+    "user": user,
+    "/dev/shm": shared_memory,
+    "/tmp": temporary_files,
+    "run.root": run_root,
+    "disk for the run": run_disk,
+    "disk for the base": base_disk,
+    "ports of HCCL": hccl_ports,
+    "host name": host_name,
+}

@@ -11,7 +11,7 @@ from mindspeed_qerl.ascend.imports import PROBE, way_out
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.emulation import CANN_VERSIONS
 
-from .case import Case, Check, Question, failed, passed, skipped, warning
+from .case import Case, Check, failed, passed, skipped, warning
 from .machine import ProbeError
 
 # MindSpeed README.md:52 and docs/features/moe-token-permute-and-unpermute.md:22 at the pin.
@@ -136,26 +136,22 @@ def version(case: Case, name: str) -> Check:
     warning, and fails where upstream does not go with it.
     """
     pin = PINS[name]
+    fix = f"pip install {name}=={pin}    # docs/ascend.md, Install"
     installed = case.machine.version(name)
     if installed is None:
-        return failed(f"not installed; the pin is {pin}")
+        return failed(f"not installed; the pin is {pin}", fix)
     if re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
         return passed(installed)
     words = f"{installed} is installed, the pin is {pin}"
     if name in EXACT:
-        return failed(f"{words}: upstream does not go with it")
+        return failed(f"{words}: upstream does not go with it", fix)
     if name == "numpy" and installed.startswith("2"):
         return failed(
             f"{words}: with numpy 2 CANN's compiler ends the first set_device, "
-            '"error code is 500001"'
+            '"error code is 500001"',
+            fix,
         )
-    return warning(words)
-
-
-def pinned(name: str) -> Question:
-    """Asks for a distribution that has a pin."""
-    fix = f"pip install {name}=={PINS[name]}    # docs/ascend.md, Install"
-    return Question(name, partial(version, name=name), fix)
+    return warning(words, fix)
 
 
 def imports(case: Case) -> Check:
@@ -177,52 +173,15 @@ def imports(case: Case) -> Check:
     return verdict(words, way_out(words))
 
 
-CANN = [
-    Question(
-        "CANN's paths",
-        partial(folder, variable="ASCEND_HOME_PATH"),
-        "unset ASCEND_HOME_PATH && source /usr/local/Ascend/cann/set_env.sh",
-        "npus_here",
-    ),
-    Question(
-        "CANN's version",
-        cann_version,
-        "docs/ascend.md, Install: CANN 8.5.0",
-        "npus_here",
-    ),
-    Question(
-        "NNAL",
-        partial(folder, variable="ATB_HOME_PATH"),
-        "source /usr/local/Ascend/nnal/atb/set_env.sh    # docs/ascend.md, Install",
-        "npus_here",
-    ),
-    Question(
-        "driver",
-        driver,
-        "Driver and firmware 25.5.0 on the host (docs/ascend.md)",
-    ),
-    Question(
-        "compilers",
-        compilers,
-        "apt install build-essential python3.11-dev\n"
-        "pip install pybind11 ninja    # pybind11 for the python3 of PATH",
-    ),
-    Question(
-        "MindSpeed's operators",
-        operators,
-        "rm -r FOLDER_OF_THE_LOCK\n"
-        "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run",
-    ),
-]
-
-ROWS = [
-    *map(pinned, PINS),
-    Question(
-        "imports of a worker",
-        imports,
-        "What the error asks for; after a crash or no answer:\n"
-        "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\n"
-        "A slow disk? Again: now it is in the cache",
-        "npus_here",
-    ),
-]
+CANN = {
+    "CANN's paths": partial(folder, variable="ASCEND_HOME_PATH"),
+    "CANN's version": cann_version,
+    "NNAL": partial(folder, variable="ATB_HOME_PATH"),
+    "driver": driver,
+    "compilers": compilers,
+    "MindSpeed's operators": operators,
+}
+CHECKS = {
+    **{name: partial(version, name=name) for name in PINS},
+    "imports of a worker": imports,
+}

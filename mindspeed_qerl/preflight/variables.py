@@ -13,10 +13,8 @@ from mindspeed_qerl.ascend.limits import npu_environment
 
 from .case import (
     LIST,
-    WARNING,
     Case,
     Check,
-    Question,
     failed,
     passed,
     warning,
@@ -29,18 +27,14 @@ HCCL_IF_IP HCCL_SOCKET_IFNAME""".split()
 HARMFUL = yaml.safe_load(Path(__file__).with_name("variables.yaml").read_text(encoding="utf-8"))
 
 
-def value(case: Case, variable: str, pattern: str, why: str, state: str) -> Check | None:
-    """A variable whose value does harm, by a regular expression."""
+def value(
+    case: Case, variable: str, state: str, pattern: str, why: str, fix: str = ""
+) -> Check | None:
+    """A variable whose value does harm (variables.yaml)."""
     given = case.machine.environment.get(variable)
     if given is None or not re.fullmatch(pattern, given.strip()):
         return None
-    return Check(state, f"{given!r} in the shell: {why}")
-
-
-def harmful(name: str, state: str, pattern: str, why: str, needs: str = "") -> Question:
-    """Asks for a variable of which the shell should have no such value (variables.yaml)."""
-    verdict = partial(value, variable=name, pattern=pattern, why=why, state=state)
-    return Question(name, verdict, f"unset {name}", needs)
+    return Check(state, f"{given!r} in the shell: {why}", fix or f"unset {variable}")
 
 
 def of_engine(case: Case) -> Check:
@@ -82,24 +76,8 @@ def network(case: Case) -> Iterator[Check]:
         yield failed(words, "unset HCCL_IF_IP", "HCCL_IF_IP")
 
 
-LIBRARIES = [
-    Question(
-        "NNAL's libraries",
-        partial(
-            value,
-            variable="LD_LIBRARY_PATH",
-            pattern=".*cxx_abi_0.*cxx_abi_1.*|.*cxx_abi_1.*cxx_abi_0.*",
-            why="cxx_abi_0 and cxx_abi_1: set_env.sh was sourced twice, once with another torch or "
-            'none; with the wrong one libatb.so has "undefined symbol"',
-            state=WARNING,
-        ),
-        "In a new shell, where python3 has torch: source /usr/local/Ascend/nnal/atb/set_env.sh",
-        "npus_here",
-    ),
-]
-
-ROWS = [
-    Question("variables", of_engine, "unset NAME"),
-    *[harmful(name, **about) for name, about in HARMFUL.items()],
-    Question("network interfaces", network),
-]
+CHECKS = {
+    "variables": of_engine,
+    **{name: partial(value, variable=name, **about) for name, about in HARMFUL.items()},
+    "network interfaces": network,
+}

@@ -105,7 +105,7 @@ CASES = [
     ),
     (dict(cann="version=8.4.0"), "CANN's version", WARNING, "run for 8.5.0 and 8.3.RC1", {}),
     (dict(cann=""), "CANN's version", WARNING, "in no ascend_*_install.info", {}),
-    (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "NNAL's libraries", None, "", {}),
+    (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "LD_LIBRARY_PATH", None, "", {}),
     (dict(without="ninja"), "compilers", FAILED, "ninja is not installed here: rank 0", {}),
     # of another folder
     (

@@ -18,7 +18,7 @@ import pytest
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.resume import conversion_command
-from mindspeed_qerl.preflight import FAILED, PASSED, preflight
+from mindspeed_qerl.preflight import ABOUT, FAILED, NAMES, PASSED, preflight
 from mindspeed_qerl.preflight.machine import CGROUPS, LateError, Machine, ProbeError
 from mindspeed_qerl.preflight.npus import CANN_PROBE, read_table, see_npus
 from mindspeed_qerl.recipe.reader import read
@@ -160,6 +160,10 @@ def test_a_check_that_breaks_is_a_failed_line(ready):
     assert checks["ports of HCCL"].state == FAILED
     assert "be checked: RuntimeError: no such thing" in checks["ports of HCCL"].found
     assert checks["base weights"].state == PASSED
+
+
+def test_what_is_known_of_checks_is_of_checks_that_there_are():
+    assert ABOUT.keys() <= set(NAMES) and len(NAMES) == len(set(NAMES))
 
 
 def test_checks_that_are_accepted(ready):
