@@ -53,7 +53,7 @@ STYLES = {
 # several, or None where there is nothing to say.
 CHECKS: dict[str, dict[str, Any]] = {
     "NPUs": npus.CHECKS,
-    "host": {**host.CHECKS, **software.CANN},
+    "host": {**host.CHECKS, **files.ROOM, **software.CANN},
     "environment": variables.CHECKS,
     "versions": software.CHECKS,
     "config": files.CONFIG,
@@ -129,7 +129,9 @@ def headline(checks: Iterable[Check]) -> str:
 
 
 def print_table(checks: list[Check], title: str, console: Console) -> None:
-    """The table by group, and below it what to type; commands are not broken into lines."""
+    """The table by group, and below it what to type; commands are not broken into lines. `console`
+    highlights nothing by itself.
+    """
     table = Table(title=title, title_justify="left", expand=True)
     table.add_column("check", width=27)
     table.add_column("state", width=8)
@@ -145,11 +147,11 @@ def print_table(checks: list[Check], title: str, console: Console) -> None:
     console.print(table)
     for check in checks:
         if check.fix:
-            console.print(Text(check.name, style="bold"))
-            console.print(Text(indent(check.fix, "    ")), soft_wrap=True)
+            console.out(check.name, style="bold")
+            console.out(indent(check.fix, "    "))
     names = [plain(check.name) for check in checks if check.state == FAILED]
     names = [name for name in names if name in ACCEPTABLE]
     if names:
         words = f"If a check is wrong about this machine: --accept NAME (one of {', '.join(names)})"
-        console.print(Text(f"\n{words}; the run directory records it"), soft_wrap=True)
-    console.print(Text(f"\n{headline(checks)}"))
+        console.out(f"\n{words}; the run directory records it")
+    console.out(f"\n{headline(checks)}")

@@ -1,30 +1,21 @@
-"""The host: CPUs, limits, memory, disks; addresses of nodes and of Ray, the host's own name, and
+"""The host: CPUs, limits, disks; addresses of nodes and of Ray, the host's own name, and
 HCCL's ports.
 """
 
 import re
 import socket
-from collections.abc import Callable
-from functools import partial
 
 from mindspeed_qerl.ascend.limits import npu_environment
-from mindspeed_qerl.layout.memory import settings_of
-from mindspeed_qerl.layout.parts import ADAMW, BF16, adapter_weights
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.sizes import training_weights
 
 from .case import (
     Case,
     Check,
     enough,
     failed,
-    gigabytes,
     passed,
     warning,
 )
 
-# bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
-PROCESS = 4 * 10**9
 OPEN_FILES = 32768
 SHARED_MEMORY = 10**10  # bytes
 
@@ -63,9 +54,9 @@ def temporary_files(case: Case) -> Check:
 def user(case: Case) -> Check:
     """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else)."""
     name = case.machine.user()
-    if name is None:
+    if name.isdecimal():
         return warning(
-            "the user of this process has no name in /etc/passwd: HCCL was seen to end with "
+            f"the user {name} of this process has no name in /etc/passwd: HCCL was seen to end with "
             '"HcclGetRootInfo ... error code is 19"'
         )
     return passed(name)
@@ -76,74 +67,6 @@ def run_root(case: Case) -> Check | None:
     if case.machine.writable(root):
         return None
     return failed(f"run.root = {root} cannot be written")
-
-
-def run_disk(case: Case) -> Check:
-    """Room for the run's checkpoints. Sizes are computed: 2 bytes a weight, and 12 of AdamW for
-    each one that is trained, in every rank's file.
-    """
-    run = case.recipe.run
-    plan = case.legal
-    assert plan
-    weights = partial(training_weights, plan)
-    if plan.lora:
-        weights = partial(adapter_weights, plan, settings_of(case.recipe))
-    trained = _per_rank(plan, weights)
-    size = BF16 * trained
-    if not case.recipe.npu.no_save_optim:
-        size += ADAMW * trained
-    saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
-    free = case.machine.disk(run.root).free
-    return enough(
-        free,
-        size,
-        size * saves,
-        f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
-        f"{gigabytes(free)} free for {run.root}",
-    )
-
-
-def base_disk(case: Case) -> Check:
-    """Room for the converted base weights."""
-    load = case.recipe.model.load
-    plan = case.legal
-    assert load and plan
-    if not case.machine.writable(load):
-        return failed(f"{load} cannot be written: the base weights are converted into it")
-    size = BF16 * _per_rank(plan, partial(training_weights, plan))
-    free = case.machine.disk(load).free
-    words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
-    return enough(free, size, size, words)
-
-
-def _per_rank(plan: Plan, weights: Callable[[int], tuple[int, int]]) -> int:
-    """Weights in the files of all tensor, pipeline and expert ranks; `weights` has those of one
-    rank of a stage.
-    """
-    stages = [sum(weights(stage)) for stage in range(plan.layout.pp)]
-    return plan.layout.tp * plan.layout.ep * sum(stages)
-
-
-def host_memory(case: Case) -> Check:
-    """Compares what processes of this machine can still have with what its ranks load at once.
-    Every rank reads its whole file before its weights go to the die
-    (megatron/training/checkpointing.py, torch.load).
-    """
-    plan = case.legal
-    free, limit = case.machine.memory()
-    assert plan
-    layout = plan.layout
-    files = BF16 * _per_rank(plan, partial(training_weights, plan)) * case.ranks
-    files //= layout.tp * layout.pp * layout.ep
-    need = files + case.ranks * PROCESS
-    return enough(
-        free,
-        files,
-        need,
-        f"{case.ranks} ranks load {gigabytes(files)} of base weights at once; with "
-        f"{gigabytes(PROCESS)} assumed for each process about {gigabytes(need)}. "
-        f"{gigabytes(free)} are left ({limit})",
-    )
 
 
 # ---- the network ----
@@ -212,14 +135,11 @@ def hccl_ports(case: Case) -> Check | None:
 
 CHECKS = {
     "CPUs to run on": cpus,
-    "host memory": host_memory,
     "open files": open_files,
     "user": user,
     "/dev/shm": shared_memory,
     "/tmp": temporary_files,
     "run.root": run_root,
-    "disk for the run": run_disk,
-    "disk for the base": base_disk,
     "ports of HCCL": hccl_ports,
     "host name": host_name,
 }

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import pwd
 import re
 import resource
 import shutil
@@ -57,8 +56,7 @@ class Machine:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+                errors="replace",  # which makes it text
                 env=environment,
                 start_new_session=True,
             )
@@ -105,12 +103,11 @@ class Machine:
         """Logical CPUs that this process, and what it starts, may run on."""
         return len(os.sched_getaffinity(0))
 
-    def user(self) -> str | None:
-        """The name of this process's user; None if /etc/passwd, or what stands for it, has none."""
-        try:
-            return pwd.getpwuid(os.geteuid()).pw_name
-        except KeyError:
-            return None
+    def user(self) -> str:
+        """The name of this process's user; the number if /etc/passwd, or what stands for it, has
+        none.
+        """
+        return psutil.Process().username()
 
     def open_files(self) -> int:
         """RLIMIT_NOFILE, the soft limit."""

@@ -5,7 +5,7 @@ some. npu-smi, CANN and Ray are asked, each with a time limit.
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -130,16 +130,15 @@ def read_table(table: str) -> list[Die]:
 
 def _cluster(machine: Machine) -> Mapping[str, Any] | None:
     """Returns what the running Ray has (ascend/cluster.py); None if none runs."""
-    address = machine.environment.get("RAY_ADDRESS", "")
-    if address in ("", "auto", "local"):
-        if address == "local" or not machine.runs("raylet"):
-            return None
-        return _answer(machine, RAY_PROBE, "auto")
-    fault = fault_of_ray_address(address)
-    if not fault and not machine.listens(address):
-        fault = "nothing listens there"
-    if fault:
-        raise ProbeError(f"RAY_ADDRESS={address} cannot be joined: {fault}")
+    address = machine.environment.get("RAY_ADDRESS") or "auto"
+    if address == "local" or (address == "auto" and not machine.runs("raylet")):
+        return None
+    if address != "auto":
+        fault = fault_of_ray_address(address)
+        if not fault and not machine.listens(address):
+            fault = "nothing listens there"
+        if fault:
+            raise ProbeError(f"RAY_ADDRESS={address} cannot be joined: {fault}")
     return _answer(machine, RAY_PROBE, address)
 
 
@@ -202,14 +201,14 @@ def npu_smi(case: Case) -> Check:
     words = f"{len(seen.dies)} dies"
     sick = [f"davinci{die.number}: {die.health}" for die in taken if die.sick]
     if sick:
-        words += f"; of the first {wanted}, which the run uses, {_first(sick)}"
+        words += f"; of the first {wanted}, which the run uses, {'; '.join(sick)}"
     if sick or len(seen.dies) < wanted:
         return failed(words)
     busy = [die for die in taken if die.used > die.total * IDLE]
     if not busy:
         return passed(f"{words}; the first {wanted} that are mapped are healthy and free")
-    held = _first(f"davinci{die.number} ({die.used:,} of {die.total:,} MB)" for die in busy)
-    words += f"; in use: {held}"
+    held = [f"davinci{die.number} ({die.used:,} of {die.total:,} MB)" for die in busy]
+    words += f"; in use: {'; '.join(held)}"
     if case.legal is None:
         return warning(words)
     left = 2**20 * min(die.total - die.used for die in busy)
@@ -230,7 +229,7 @@ def processes(case: Case) -> Check | None:
     if not held:
         return None
     return warning(
-        f"{_first(held)}. If one of them uses HCCL, this run cannot listen on the die's port "
+        f"{'; '.join(held)}. If one of them uses HCCL, this run cannot listen on the die's port "
         '("specific port[16666] fail")'
     )
 
@@ -263,14 +262,6 @@ def ray(case: Case) -> Check:
     if free < case.npus:
         return failed(f"{words}: upstream would wait for {case.npus} for ever")
     return passed(words)
-
-
-def _first(words: Iterable[str]) -> str:
-    """The first four, and how many more."""
-    words = list(words)
-    if len(words) > 4:
-        words[4:] = [f"{len(words) - 4} more"]
-    return "; ".join(words)
 
 
 CHECKS = {
