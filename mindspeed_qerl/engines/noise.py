@@ -41,9 +41,10 @@ def lost_noise(recipe: Recipe) -> list[str]:
         checkpoint = Checkpoint(recipe.model.path)
         targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
         factors = multipliers_of(targets, check_multipliers(noise.multipliers or {}))
-        pairs = zip(targets, factors)
         weights = [
-            (checkpoint.read(f"{norm.name}.weight"), factor) for norm, factor in pairs if factor
+            (checkpoint.read(f"{norm.name}.weight"), factor)
+            for norm, factor in zip(targets, factors)
+            if factor
         ]
     norms = "the model's norms" if weights else "norms of 1"
     schedule = noise.noise_schedule(steps)

@@ -119,8 +119,8 @@ class Case:
     """
 
     recipe: Recipe
-    faults: tuple[Fault, ...]
-    unread: tuple[Fault, ...]
+    faults: Sequence[Fault]
+    unread: Sequence[Fault]
     name: str
     nodes: int
     machine: Machine = field(default_factory=Machine)
@@ -181,12 +181,12 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int) -> Case:
     recipe, examined = examine(raw)
     engine_of(recipe)
     sections = (*UPSTREAM_SECTIONS, "model")
-    unread = tuple(
+    unread = [
         fault
         for fault in examined.faults
         if fault.rule in UNREAD and fault.key.partition(".")[0] in sections
-    )
-    return Case(recipe, tuple(examined.faults), unread, name, nodes)
+    ]
+    return Case(recipe, examined.faults, unread, name, nodes)
 
 
 def conversion(case: Case) -> list[str]:

@@ -5,7 +5,7 @@ some. npu-smi, CANN and Ray are asked, each with a time limit.
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -73,7 +73,7 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     answers: dict[str, Any] = {}
     faults: dict[str, ProbeError] = {}
     whole = {name: value for name, value in machine.environment.items() if name != LIST}
-    asks: dict[str, Callable[[Machine], Any]] = {
+    asks: dict[str, Any] = {
         "npu-smi": _npu_smi,
         "CANN": partial(_answer, code=CANN_PROBE, environment=whole),
     }
