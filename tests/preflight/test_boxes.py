@@ -120,6 +120,7 @@ CASES = [
     ),
     (dict(files={INSTALLED: ""}), "CANN's version", WARNING, "in no ascend_*_install.info", {}),
     (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "LD_LIBRARY_PATH", None, "", {}),
+    (shell(LD_LIBRARY_PATH=f"{ATB}:{ATB[:-1]}0"), "LD_LIBRARY_PATH", WARNING, "sourced twice", {}),
     (dict(without="ninja"), "compilers", FAILED, "ninja is not installed here: rank 0", {}),
     # of another folder
     (
