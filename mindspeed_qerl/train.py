@@ -103,13 +103,12 @@ def _train(
     rehearsed: Recipe | None,
 ) -> int:
     """Train in `directory` and report; the exit code of `run`."""
-    warnings = list(found.warnings)
     if directory.other_versions:
-        warnings.append(
+        found.warnings.append(
             f"the run was started with other versions: {'; '.join(directory.other_versions)}"
         )
     if found.unused and not rehearsed:  # a rehearsal's report names them
-        warnings.append(
+        found.warnings.append(
             f"the {recipe.engine} engine does not use {', '.join(found.unused)} (`python -m "
             "mindspeed_qerl.recipe.keys` says why)"
         )
@@ -119,7 +118,7 @@ def _train(
         evaluations = read_jsonl(directory.eval_file)
         with writer as metrics, Progress(settings.train_iters, name, evaluations) as progress:
             progress.message(f"Run directory: {directory.path}")
-            for warning in warnings:
+            for warning in found.warnings:
                 progress.message(f"Warning: {warning}")
             trainer_of(recipe).train(recipe, directory, metrics, progress)
         directory.finish()
