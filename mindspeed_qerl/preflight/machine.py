@@ -30,7 +30,7 @@ class ProbeError(RuntimeError):
 
 
 class LateError(ProbeError):
-    """The same, within the time that it had."""
+    """A question that was not answered within the time that it had."""
 
 
 class Machine:
