@@ -25,7 +25,7 @@ from rich.text import Text
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.engines import engine_of
 
-from . import files, host, npus, software, variables
+from . import files, host, npus, software
 from .case import (
     ACCEPTED,
     FAILED,
@@ -54,7 +54,7 @@ STYLES = {
 CHECKS: dict[str, dict[str, Any]] = {
     "NPUs": npus.CHECKS,
     "host": {**host.CHECKS, **files.ROOM, **software.CANN},
-    "environment": variables.CHECKS,
+    "environment": host.VARIABLES,
     "versions": software.CHECKS,
     "config": files.CONFIG,
     "model": files.MODEL,
