@@ -115,13 +115,17 @@ def vocabulary(case: Case) -> Check | None:
 # ---- room ----
 
 
-def rank_files(plan: Plan, weights: Callable[[int], tuple[int, int]]) -> dict[str, int]:
-    """The weights in each rank's file of a checkpoint, by its folder; `weights` counts those of one
-    rank of a stage.
+def rank_files(
+    plan: Plan, weights: Callable[..., tuple[int, int]] = training_weights
+) -> dict[str, int]:
+    """Bytes of the weights, 16 bits each, in each rank's file of a checkpoint, by its folder;
+    `weights` counts those of one rank of a plan's stage.
     """
     layout = plan.layout
     folders = rank_folders(layout.tp, layout.pp, layout.ep)
-    return {folder: sum(weights(stage)) for (_, stage, _), folder in folders.items()}
+    return {
+        folder: BF16 * sum(weights(plan, stage=stage)) for (_, stage, _), folder in folders.items()
+    }
 
 
 def run_disk(case: Case) -> Check:
@@ -131,13 +135,12 @@ def run_disk(case: Case) -> Check:
     run = case.recipe.run
     plan = case.legal
     assert plan
-    weights = partial(training_weights, plan)
+    files = rank_files(plan)
     if plan.lora:
-        weights = partial(adapter_weights, plan, settings_of(case.recipe))
-    trained = sum(rank_files(plan, weights).values())
-    size = BF16 * trained
+        files = rank_files(plan, partial(adapter_weights, settings=settings_of(case.recipe)))
+    size = sum(files.values())
     if not case.recipe.npu.no_save_optim:
-        size += ADAMW * trained
+        size += ADAMW * size // BF16
     saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
     free = case.machine.disk(run.root).free
     return enough(
@@ -156,7 +159,7 @@ def base_disk(case: Case) -> Check:
     assert load and plan
     if not case.machine.writable(load):
         return failed(f"{load} cannot be written: the base weights are converted into it")
-    size = BF16 * sum(rank_files(plan, partial(training_weights, plan)).values())
+    size = sum(rank_files(plan).values())
     free = case.machine.disk(load).free
     words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
     return enough(free, size, size, words)
@@ -170,8 +173,8 @@ def host_memory(case: Case) -> Check:
     plan = case.legal
     free, limit = case.machine.memory()
     assert plan
-    sizes = rank_files(plan, partial(training_weights, plan))
-    files = BF16 * sum(sizes.values()) * case.ranks // len(sizes)
+    sizes = rank_files(plan).values()
+    files = sum(sizes) * case.ranks // len(sizes)
     need = files + case.ranks * PROCESS
     return enough(
         free,
@@ -302,7 +305,7 @@ def base_weights(case: Case) -> Check:
     iteration = f"iter_{int(tracker):07d}" if tracker.isdigit() else tracker
     paths = (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
     files = {path.parent.name: path for path in paths}
-    shares = rank_files(plan, partial(training_weights, plan))
+    shares = rank_files(plan)
     layout = plan.layout
     wanted = f"TP {layout.tp} PP {layout.pp} EP {layout.ep} needs {len(shares)} files"
     if files.keys() != shares.keys():
@@ -316,9 +319,8 @@ def base_weights(case: Case) -> Check:
         if not is_zipfile(file):
             words = "an interrupted conversion, or a pointer of git-lfs (git lfs pull)"
             return failed(f"{name}/{file.name} is not whole: {words}", fix)
-        share = BF16 * shares[name]
-        if size < NEARLY * share:
-            words = f"a rank's share of this model is {gigabytes(share)}: another model's?"
+        if size < NEARLY * shares[name]:
+            words = f"a rank's share of this model is {gigabytes(shares[name])}: another model's?"
             return failed(f"{name}/{file.name} has {gigabytes(size)}; {words}", fix)
     return passed(f"{wanted}, which are there")
 
