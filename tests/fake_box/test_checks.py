@@ -72,7 +72,7 @@ SHUT = (
 )
 NO_ACL = "export PYTHONPATH=$(tr : '\\n' <<< \"$PYTHONPATH\" | grep -v Ascend | paste -s -d :)"
 NOEXEC = "mkdir /tmp/c && mount -t tmpfs -o noexec none /tmp/c"
-READ_ONLY = "mkdir /tmp/ro && mount -t tmpfs -o ro none /tmp/ro"
+READ_ONLY = "mkdir /tmp/ro && mount -t tmpfs -o ro,size=1M none /tmp/ro"
 FULL = "mount -o remount,size=1M /tmp && head -c 1000K /dev/zero > /tmp/full"
 POOR = Box(
     free=23 * GB,
