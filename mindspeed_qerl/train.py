@@ -36,12 +36,14 @@ def run(raw: dict[str, Any], name: str, overrides: Sequence[str] = ()) -> int:
     """
     try:
         recipe, found = read(raw)
-        rehearsed = recipe if recipe.rehearsal.enabled else None
-        if rehearsed:
+        rehearsed = None
+        config = raw
+        if recipe.rehearsal.enabled:
             from mindspeed_qerl.rehearsal.prepare import prepare
 
+            rehearsed = recipe
             recipe = prepare(recipe, found)
-        config = to_config(recipe) if rehearsed else raw
+            config = to_config(recipe)
         recipe = _with_run_to_resume(recipe, name, config)
         if not rehearsed:
             found.faults += engine_of(recipe).validate(recipe)
@@ -73,7 +75,7 @@ def _directory(
     """The run's directory, and the step that it resumes after (None: a new run); ValueError or
     OSError if refused.
     """
-    section = recipe.run
+    run = recipe.run
     engine = engine_of(recipe)
     contents: dict[str, Any] = {
         "config": config,
@@ -81,16 +83,15 @@ def _directory(
         "data_files": data_files(recipe),
         "versions": engine.versions(),
     }
-    if section.resume:
-        try:
-            run = RunDirectory.take(section.resume)
-        except OSError as error:
-            raise ConfigError(f"run.resume = {section.resume!r}: {error}") from error
-        after = trainer_of(recipe).last_checkpoint(recipe)
-        return run.resume(may_change=engine.MAY_CHANGE, **contents), after
-    name = section.name or name
-    run = RunDirectory.create(section.root, name, seed=section.seed, label=label, **contents)
-    return run, None
+    if not run.resume:
+        name = run.name or name
+        return RunDirectory.create(run.root, name, seed=run.seed, label=label, **contents), None
+    try:
+        directory = RunDirectory.take(run.resume)
+    except OSError as error:
+        raise ConfigError(f"run.resume = {run.resume!r}: {error}") from error
+    after = trainer_of(recipe).last_checkpoint(recipe)
+    return directory.resume(may_change=engine.MAY_CHANGE, **contents), after
 
 
 def _train(
@@ -102,12 +103,12 @@ def _train(
     rehearsed: Recipe | None,
 ) -> int:
     """Train in `directory` and report; the exit code of `run`."""
-    warnings = list(found.warnings)
     if directory.other_versions:
-        other = "; ".join(directory.other_versions)
-        warnings.append(f"the run was started with other versions: {other}")
+        found.warnings.append(
+            f"the run was started with other versions: {'; '.join(directory.other_versions)}"
+        )
     if found.unused and not rehearsed:  # a rehearsal's report names them
-        warnings.append(
+        found.warnings.append(
             f"the {recipe.engine} engine does not use {', '.join(found.unused)} (`python -m "
             "mindspeed_qerl.recipe.keys` says why)"
         )
@@ -118,7 +119,7 @@ def _train(
         progress = Progress(settings.train_iters, name, evaluations)
         with writer as metrics, progress:
             progress.message(f"Run directory: {directory.path}")
-            for warning in warnings:
+            for warning in found.warnings:
                 progress.message(f"Warning: {warning}")
             trainer_of(recipe).train(recipe, directory, metrics, progress)
         directory.finish()

@@ -367,6 +367,8 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     assert packed == {
         f"mindspeed_qerl/configs/{file.relative_to(CONFIGS)}" for file in CONFIGS.rglob("*.yaml")
     }
+    tables = (ROOT / "mindspeed_qerl").rglob("*.yaml")
+    assert {str(file.relative_to(ROOT)) for file in tables} <= {*names}
     assert not any(
         name.startswith(("tests", "configs", "tools", "cli", "benchmarks")) for name in names
     )

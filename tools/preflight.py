@@ -124,7 +124,7 @@ def main() -> int:
     else:
         from rich.console import Console
 
-        console = Console()
+        console = Console(highlight=False)
         if not console.is_terminal:
             console.width = WIDTH
         print_table(checks, f"Preflight of {name}", console)

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from textwrap import indent
 from typing import Any
 
@@ -22,7 +23,7 @@ from rich.text import Text
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.engines import engine_of
 
-from . import files, host, npus, software, variables
+from . import files, host, npus, software
 from .case import (
     ACCEPTED,
     FAILED,
@@ -47,19 +48,19 @@ STYLES = {
     SKIPPED: "dim",
 }
 # Every check, by group, in the order in which they are printed.
-CHECKS = {
-    "NPUs": npus.ROWS,
-    "host": [*host.ROWS, *variables.LIBRARIES, *software.CANN],
-    "environment": variables.ROWS,
-    "versions": software.ROWS,
-    "config": files.ROWS,
+CHECKS: dict[str, list[Question]] = {
+    "NPUs": npus.CHECKS,
+    "host": [*host.CHECKS, *files.ROOM, *software.CANN],
+    "environment": host.VARIABLES,
+    "versions": software.CHECKS,
+    "config": files.CONFIG,
     "model": files.MODEL,
     "data": files.DATA,
     "checkpoints": files.CHECKPOINTS,
 }
-TABLE = [row for rows in CHECKS.values() for row in rows]
+QUESTIONS = [*chain.from_iterable(CHECKS.values())]
 # Checks that may fail (run.accepted_checks): not what the engine refuses by itself.
-ACCEPTABLE = [plain(row.name) for row in TABLE if not row.refused]
+ACCEPTABLE = [plain(question.name) for question in QUESTIONS if not question.refused]
 
 
 def preflight(
@@ -69,7 +70,7 @@ def preflight(
     a failed line, never an error. What may take long is said before it does, on stderr.
     ConfigError for a run without NPUs.
     """
-    case = replace(case_of(raw, name, nodes), machine=machine)
+    case = case_of(raw, name, nodes)
     recipe = case.recipe
     if not engine_of(recipe).UPSTREAM or recipe.emulate_npu or recipe.rehearsal.enabled:
         raise ConfigError(
@@ -83,11 +84,11 @@ def preflight(
         file=sys.stderr,
         flush=True,
     )
-    case = replace(case, seen=see_npus(machine, own_ray))
+    case = replace(case, machine=machine, seen=see_npus(machine, own_ray))
     checks: list[Check] = []
-    for group, rows in CHECKS.items():
-        for row in rows:
-            checks += _answers(row, group, case)
+    for group, questions in CHECKS.items():
+        for question in questions:
+            checks += _answers(question, group, case)
     for accepted in map(plain, case.recipe.run.accepted_checks):
         if accepted not in ACCEPTABLE:
             words = unknown("check that can be accepted", accepted, ACCEPTABLE)
@@ -96,23 +97,24 @@ def preflight(
     return checks
 
 
-def _answers(row: Question, group: str, case: Case) -> Iterator[Check]:
-    """The lines of a row."""
-    if not all(getattr(case, need) for need in row.needs.split()):
+def _answers(question: Question, group: str, case: Case) -> Iterator[Check]:
+    """The lines of a check."""
+    if not all(getattr(case, need) for need in question.needs.split()):
         return
     try:
-        answer = row.verdict(case)
+        answer = question.verdict(case)
         answers = [answer] if isinstance(answer, Check) else list(answer or ())
     except Exception as error:  # noqa: BLE001  a missing package, an unreadable file: go on
         answers = [failed(f"could not be checked: {type(error).__name__}: {error}")]
     for check in answers:
         state = check.state
         fix = check.fix
+        name = check.name or question.name
         if state in (FAILED, WARNING):
-            fix = fix or row.fix
-        if state == FAILED and not row.refused and case.accepts(row.name):
+            fix = fix or question.fix
+        if state == FAILED and not question.refused and case.accepts(question.name):
             state = ACCEPTED
-        yield replace(check, state=state, name=check.name or row.name, group=group, fix=fix)
+        yield replace(check, state=state, name=name, group=group, fix=fix)
 
 
 def headline(checks: Iterable[Check]) -> str:
@@ -122,7 +124,9 @@ def headline(checks: Iterable[Check]) -> str:
 
 
 def print_table(checks: list[Check], title: str, console: Console) -> None:
-    """The table by group, and below it what to type; commands are not broken into lines."""
+    """The table by group, and below it what to type; commands are not broken into lines. `console`
+    highlights nothing by itself.
+    """
     table = Table(title=title, title_justify="left", expand=True)
     table.add_column("check", width=27)
     table.add_column("state", width=8)
@@ -138,11 +142,11 @@ def print_table(checks: list[Check], title: str, console: Console) -> None:
     console.print(table)
     for check in checks:
         if check.fix:
-            console.print(Text(check.name, style="bold"))
-            console.print(Text(indent(check.fix, "    ")), soft_wrap=True)
+            console.out(check.name, style="bold")
+            console.out(indent(check.fix, "    "))
     names = [plain(check.name) for check in checks if check.state == FAILED]
     names = [name for name in names if name in ACCEPTABLE]
     if names:
         words = f"If a check is wrong about this machine: --accept NAME (one of {', '.join(names)})"
-        console.print(Text(f"\n{words}; the run directory records it"), soft_wrap=True)
-    console.print(Text(f"\n{headline(checks)}"))
+        console.out(f"\n{words}; the run directory records it")
+    console.out(f"\n{headline(checks)}")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +61,15 @@ def enough(have: float, least: float, comfortable: float, found: str, fix: str =
 
 @dataclass(frozen=True)
 class Die:
-    """One NPU as `npu-smi info` shows it: chip `chip` of its card, /dev/davinci{number}; memory in
-    MiB.
+    """One NPU as `npu-smi info` shows it: /dev/davinci{number}; memory in MiB; its processes in
+    words.
     """
 
-    chip: int
     number: int
     health: str
     used: int
     total: int
+    processes: list[str]
 
     @property
     def sick(self) -> bool:
@@ -81,8 +81,6 @@ class Seen:
     """The NPUs that each part of the machine sees."""
 
     dies: Sequence[Die] = ()  # of npu-smi
-    # number of a die -> processes by npu-smi, in words
-    processes: Mapping[int, list[str]] = field(default_factory=dict)
     mapped: Sequence[int] = ()  # the numbers of /dev/davinci*
     acl: int = 0  # CANN's count
     visible: list[str] | None = None  # ASCEND_RT_VISIBLE_DEVICES
@@ -121,9 +119,8 @@ class Case:
     """
 
     recipe: Recipe
-    faults: tuple[Fault, ...]
-    unread: tuple[Fault, ...]
-    plan: Plan | None
+    faults: Sequence[Fault]
+    unread: Sequence[Fault]
     name: str
     nodes: int
     machine: Machine = field(default_factory=Machine)
@@ -146,6 +143,14 @@ class Case:
         """True if base weights are given and not converted yet."""
         load = self.recipe.model.load
         return bool(load and not (Path(load) / TRACKER).is_file())
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """The layout, on nodes that share the ranks equally."""
+        if not self.unread:
+            with suppress(ConfigError):  # of the model: the engine's check has said so
+                return plan_of(self.recipe, ranks_per_node=self.ranks)
+        return None
 
     @property
     def legal(self) -> Plan | None:
@@ -193,17 +198,13 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     recipe, examined = examine(raw)
     engine_of(recipe)
-    plan = None
     sections = (*UPSTREAM_SECTIONS, "model")
-    unread = tuple(
+    unread = [
         fault
         for fault in examined.faults
         if fault.rule in UNREAD and fault.key.partition(".")[0] in sections
-    )
-    if not unread:
-        with suppress(ConfigError):  # of the model: the engine's check has said so
-            plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
-    return Case(recipe, tuple(examined.faults), unread, plan, name, nodes)
+    ]
+    return Case(recipe, examined.faults, unread, name, nodes)
 
 
 def conversion(case: Case) -> list[str]:

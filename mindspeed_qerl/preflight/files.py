@@ -1,11 +1,13 @@
-"""The config: its keys, its layout and memory; and the files that a run reads: the model's, training
-and test data, and the base weights in Megatron's format.
+"""The config: its keys, its layout and memory; room for the files of a run on disks and in the host's
+memory; and the files that it reads: the model's, training and test data, and the base weights in
+Megatron's format.
 """
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from zipfile import is_zipfile
 
@@ -14,7 +16,8 @@ from mindspeed_qerl.common.files import TRACKER, rank_folders
 from mindspeed_qerl.families.checkpoint import whole_files
 from mindspeed_qerl.families.fingerprint import is_pointer
 from mindspeed_qerl.layout.memory import estimate, settings_of
-from mindspeed_qerl.layout.parts import BF16
+from mindspeed_qerl.layout.parts import ADAMW, BF16, adapter_weights
+from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.sizes import model_parameters, training_weights
 from mindspeed_qerl.tasks.checks import check_rows
@@ -35,6 +38,8 @@ from .case import (
 )
 
 CONVERT = "python tools/convert_gsm8k.py --input openai/gsm8k --output "
+# bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
+PROCESS = 4 * 10**9
 NEARLY = 0.95  # of a computed size: what is below it is another file
 # Keys of files that have checks of their own.
 FILES = ("megatron_training.data_path", "task.test_file", "task.train_file")
@@ -108,6 +113,80 @@ def vocabulary(case: Case) -> Check | None:
     )
 
 
+# ---- room ----
+
+
+def rank_files(
+    plan: Plan, weights: Callable[..., tuple[int, int]] = training_weights
+) -> dict[str, int]:
+    """Bytes of the weights, 16 bits each, in each rank's file of a checkpoint, by its folder;
+    `weights` counts those of one rank of a plan's stage.
+    """
+    layout = plan.layout
+    folders = rank_folders(layout.tp, layout.pp, layout.ep)
+    return {
+        folder: BF16 * sum(weights(plan, stage=stage)) for (_, stage, _), folder in folders.items()
+    }
+
+
+def run_disk(case: Case) -> Check:
+    """Room for the run's checkpoints. Sizes are computed: 2 bytes a weight, and 12 of AdamW for
+    each one that is trained, in every rank's file.
+    """
+    run = case.recipe.run
+    plan = case.legal
+    assert plan
+    files = rank_files(plan)
+    if plan.lora:
+        files = rank_files(plan, partial(adapter_weights, settings=settings_of(case.recipe)))
+    size = sum(files.values())
+    if not case.recipe.npu.no_save_optim:
+        size += ADAMW * size // BF16
+    saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
+    free = case.machine.disk(run.root).free
+    return enough(
+        free,
+        size,
+        size * saves,
+        f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
+        f"{gigabytes(free)} free for {run.root}",
+    )
+
+
+def base_disk(case: Case) -> Check:
+    """Room for the converted base weights."""
+    load = case.recipe.model.load
+    plan = case.legal
+    assert load and plan
+    if not case.machine.writable(load):
+        return failed(f"{load} cannot be written: the base weights are converted into it")
+    size = sum(rank_files(plan).values())
+    free = case.machine.disk(load).free
+    words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
+    return enough(free, size, size, words)
+
+
+def host_memory(case: Case) -> Check:
+    """Compares what processes of this machine can still have with what its ranks load at once.
+    Every rank reads its whole file before its weights go to the die
+    (megatron/training/checkpointing.py, torch.load).
+    """
+    plan = case.legal
+    free, limit = case.machine.memory()
+    assert plan
+    sizes = rank_files(plan).values()
+    files = sum(sizes) * case.ranks // len(sizes)
+    need = files + case.ranks * PROCESS
+    return enough(
+        free,
+        files,
+        need,
+        f"{case.ranks} ranks load {gigabytes(files)} of base weights at once; with "
+        f"{gigabytes(PROCESS)} assumed for each process about {gigabytes(need)}. "
+        f"{gigabytes(free)} are left ({limit})",
+    )
+
+
 # ---- files ----
 
 
@@ -149,7 +228,7 @@ def training_files(case: Case) -> Check:
     """
     recipe = case.recipe
     prefix = recipe.task.data_path
-    fix = f"{CONVERT}{quoted(Path(prefix).parent)} --format mindspeed --tokenizer "
+    fix = f"{CONVERT}{shlex.quote(str(Path(prefix).parent))} --format mindspeed --tokenizer "
     fix += f"{recipe.model.path} --max-prompt-length {recipe.sampling.max_prompt_length}"
     try:
         lengths, tokens = read_packed(f"{prefix}_packed_input_ids_document")
@@ -183,7 +262,7 @@ def rows(case: Case) -> Check:
     former are those kept beside a packed file, or the training file's, which NPUs do not read.
     """
     task = case.recipe.task
-    fix = f"{CONVERT}{quoted(Path(task.test_file).parent)}"
+    fix = f"{CONVERT}{shlex.quote(str(Path(task.test_file).parent))}"
     try:
         test = read_rows(task.test_file)
         train = read_packed_rows(task.data_path) or []
@@ -207,15 +286,6 @@ def rows(case: Case) -> Check:
     return passed(f"{counts}, no question in both")
 
 
-def quoted(path: object) -> str:
-    """A path as it is typed in a command.
-
-    >>> quoted("/data/my models")
-    "'/data/my models'"
-    """
-    return shlex.quote(str(path))
-
-
 def base_weights(case: Case) -> Check:
     """The base weights in Megatron's format: one file for each tensor, pipeline and expert rank of
     this layout, a whole zip of a rank's size.
@@ -234,12 +304,10 @@ def base_weights(case: Case) -> Check:
         return failed(f"no {TRACKER} in {load}: not converted yet", fix)
     # else "release"
     iteration = f"iter_{int(tracker):07d}" if tracker.isdigit() else tracker
-    layout = plan.layout
     paths = (Path(load) / iteration).glob("mp_rank_*/model_optim_rng.pt")
     files = {path.parent.name: path for path in paths}
-    shares = {}  # bytes of a rank's file
-    for (_, stage, _), folder in rank_folders(layout.tp, layout.pp, layout.ep).items():
-        shares[folder] = BF16 * sum(training_weights(plan, stage))
+    shares = rank_files(plan)
+    layout = plan.layout
     wanted = f"TP {layout.tp} PP {layout.pp} EP {layout.ep} needs {len(shares)} files"
     if files.keys() != shares.keys():
         return failed(
@@ -258,7 +326,7 @@ def base_weights(case: Case) -> Check:
     return passed(f"{wanted}, which are there")
 
 
-ROWS = [
+CONFIG = [
     Question(
         "keys and values",
         keys,
@@ -274,49 +342,60 @@ ROWS = [
     Question(
         "memory of an NPU",
         memory,
-        "python tools/plan_layout.py --config-name NAME --memory-gb GB    # every part, and "
-        "what else fits",
+        "python tools/plan_layout.py --config-name NAME --memory-gb GB    # every part, and what "
+        "else fits",
         "legal",
     ),
 ]
-
+ROOM = [
+    Question(
+        "host memory",
+        host_memory,
+        "Raise the container's --memory, end what holds the memory (ps -eo pid,rss,args --sort "
+        "-rss | head), or use fewer ranks here",
+        "legal",
+    ),
+    Question(
+        "disk for the run",
+        run_disk,
+        "run.root=DIR, or a larger megatron_training.save_interval    # overrides of the config",
+        "legal",
+    ),
+    Question(
+        "disk for the base",
+        base_disk,
+        "actor_config.load=DIR    # an override of the config",
+        "base_to_convert legal",
+    ),
+]
 MODEL = [
     Question(
         "config.json",
         config_json,
-        "Put the Hugging Face model that the YAML describes there, or: export MODELS=DIR    "
-        "# the folder that it is in",
+        "Put the Hugging Face model that the YAML describes there, or: export MODELS=DIR    # the "
+        "folder that it is in",
         refused=True,
     ),
-    Question(
-        "vocabulary",
-        vocabulary,
-        "++model.NAME.padded_vocab_size=N    # an override of the config",
-    ),
+    Question("vocabulary", vocabulary),
     Question(
         "tokenizer",
         tokenizer,
-        "Download the model's whole directory (git lfs pull)\n"
-        "Take an instruct or chat model, or add its chat_template.jinja",
+        (
+            "Download the model's whole directory (git lfs pull)\n"
+            "Take an instruct or chat model, or add its chat_template.jinja"
+        ),
     ),
-    Question(
-        "weights",
-        weights,
-        "Download the model's whole directory (git lfs pull)",
-        "plan",
-    ),
+    Question("weights", weights, "Download the model's whole directory (git lfs pull)", "plan"),
 ]
-
 DATA = [
     Question("training files", training_files),
     Question("test rows", rows),
 ]
-
 CHECKPOINTS = [
     Question(
         "base weights",
         base_weights,
         "The conversion: python tools/preflight.py --config-name NAME --print-conversion",
         "plan",
-    )
+    ),
 ]

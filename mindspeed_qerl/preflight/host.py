@@ -1,55 +1,67 @@
-"""The host: CPUs, limits, memory, disks; addresses of nodes and of Ray, the host's own name, and
-HCCL's ports.
+"""The host: CPUs, limits, disks; addresses of nodes and of Ray, the host's own name, and HCCL's ports;
+and the variables of the shell: what the engine would set otherwise, and what is left from a recipe,
+a Dockerfile or an earlier repair. The launchers' raylet inherits the shell, so every worker has
+them.
 """
 
 import re
 import socket
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 
 from mindspeed_qerl.ascend.limits import npu_environment
-from mindspeed_qerl.layout.memory import settings_of
-from mindspeed_qerl.layout.parts import ADAMW, BF16, MemorySettings, adapter_weights
-from mindspeed_qerl.layout.plan import Plan
-from mindspeed_qerl.layout.sizes import training_weights
 
 from .case import (
+    LIST,
     Case,
     Check,
     Question,
     enough,
     failed,
-    gigabytes,
     passed,
     warning,
 )
 
-# bytes of a rank's process without weights: assumed for Python, torch, CANN, vLLM; never measured
-PROCESS = 4 * 10**9
+OPEN_FILES = 32768
+SHARED_MEMORY = 10**10  # bytes
 
 
-def at_least(
-    case: Case,
-    measure: str,
-    need: float,
-    words: str,
-    least: float = 0,
-    path: str = "",
-    per_rank: bool = False,
-) -> Check:
-    """A number of the machine, a method of `Machine`, against what a run needs, or each rank."""
-    have = getattr(case.machine, measure)(*filter(None, [path]))
-    if per_rank:
-        need *= case.ranks
-    return enough(have, least, need, words.format(have, need))
+def cpus(case: Case) -> Check:
+    have = case.machine.cpus()
+    need = 5 * case.ranks
+    return enough(have, 0, need, f"{have:,}, and vllm-ascend wants 5 for each rank: {need:,}")
+
+
+def open_files(case: Case) -> Check:
+    limit = case.machine.open_files()
+    words = f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need {OPEN_FILES:,}"
+    return enough(limit, 0, OPEN_FILES, words)
+
+
+def shared_memory(case: Case) -> Check:
+    free = case.machine.disk("/dev/shm").free
+    words = f"{free:,} bytes free; below {SHARED_MEMORY:,} Ray keeps its objects on the disk"
+    return enough(free, 0, SHARED_MEMORY, words)
+
+
+def temporary_files(case: Case) -> Check:
+    """As Ray asks (src/ray/common/file_system_monitor.cc)."""
+    usage = case.machine.disk("/tmp")
+    left = usage.free / usage.total
+    return enough(
+        left,
+        0.05,
+        0.07,
+        f"{left:.1%} of its disk are free; below 5 % Ray spills no object, and a run ends with "
+        "OutOfDiskError",
+    )
 
 
 def user(case: Case) -> Check:
     """HCCL asks for the user's name (vllm-ascend issue 9490: error 19, and nothing else)."""
     name = case.machine.user()
-    if name is None:
+    if name.isdecimal():
         return warning(
-            "the user of this process has no name in /etc/passwd: HCCL was seen to end with "
+            f"the user {name} of this process has no name in /etc/passwd: HCCL was seen to end with "
             '"HcclGetRootInfo ... error code is 19"'
         )
     return passed(name)
@@ -60,73 +72,6 @@ def run_root(case: Case) -> Check | None:
     if case.machine.writable(root):
         return None
     return failed(f"run.root = {root} cannot be written")
-
-
-def run_disk(case: Case) -> Check:
-    """Room for the run's checkpoints. Sizes are computed: 2 bytes a weight, and 12 of AdamW for
-    each one that is trained, in every rank's file.
-    """
-    run = case.recipe.run
-    plan = case.legal
-    assert plan
-    trained = _per_rank(plan, training_weights)
-    if plan.lora:
-        trained = _per_rank(plan, adapter_weights, settings_of(case.recipe))
-    size = BF16 * trained
-    if not case.recipe.npu.no_save_optim:
-        size += ADAMW * trained
-    saves = max(1, run.train_iters // (run.save_interval or run.train_iters))
-    free = case.machine.disk_free(run.root)
-    return enough(
-        free,
-        size,
-        size * saves,
-        f"about {gigabytes(size * saves)} needed ({saves} x {gigabytes(size)}), "
-        f"{gigabytes(free)} free for {run.root}",
-    )
-
-
-def base_disk(case: Case) -> Check:
-    """Room for the converted base weights."""
-    load = case.recipe.model.load
-    plan = case.legal
-    assert load and plan
-    if not case.machine.writable(load):
-        return failed(f"{load} cannot be written: the base weights are converted into it")
-    size = BF16 * _per_rank(plan, training_weights)
-    free = case.machine.disk_free(load)
-    words = f"about {gigabytes(size)} needed, {gigabytes(free)} free for {load}"
-    return enough(free, size, size, words)
-
-
-def _per_rank(
-    plan: Plan, weights: Callable[..., tuple[int, int]], *settings: MemorySettings
-) -> int:
-    """Weights in the files of all tensor, pipeline and expert ranks; `weights` has those of one."""
-    stages = [sum(weights(plan, *settings, stage)) for stage in range(plan.layout.pp)]
-    return plan.layout.tp * plan.layout.ep * sum(stages)
-
-
-def host_memory(case: Case) -> Check:
-    """Compares what processes of this machine can still have with what its ranks load at once.
-    Every rank reads its whole file before its weights go to the die
-    (megatron/training/checkpointing.py, torch.load).
-    """
-    plan = case.legal
-    (free, limit) = case.machine.memory()
-    assert plan
-    layout = plan.layout
-    files = BF16 * _per_rank(plan, training_weights) * case.ranks
-    files //= layout.tp * layout.pp * layout.ep
-    need = files + case.ranks * PROCESS
-    return enough(
-        free,
-        files,
-        need,
-        f"{case.ranks} ranks load {gigabytes(files)} of base weights at once; with "
-        f"{gigabytes(PROCESS)} assumed for each process about {gigabytes(need)}. "
-        f"{gigabytes(free)} are left ({limit})",
-    )
 
 
 # ---- the network ----
@@ -193,89 +138,228 @@ def hccl_ports(case: Case) -> Check | None:
     return passed(f"{words} are free")
 
 
-ROWS = [
+# ---- variables of the shell ----
+
+
+FAMILIES = ("HCCL_", "ASCEND_", "ATB_LLM_", "LCCL_", "OMP_", "PYTORCH_", "TORCH_", "VLLM_")
+# Of these families: set by CANN's and NNAL's set_env.sh, or by the launchers.
+KNOWN = """ASCEND_AICPU_PATH ASCEND_HOME_PATH ASCEND_OPP_PATH ASCEND_TOOLKIT_HOME ASCEND_ROOT
+HCCL_IF_IP HCCL_SOCKET_IFNAME""".split()
+
+
+def harmful(
+    name: str,
+    answer: Callable[[str], Check],
+    pattern: str,
+    why: str,
+    fix: str = "",
+    needs: str = "",
+) -> Question:
+    """The check of a variable whose whole value does harm if it matches `pattern`."""
+
+    def verdict(case: Case) -> Check | None:
+        given = case.machine.environment.get(name)
+        if given is None or not re.fullmatch(pattern, given.strip()):
+            return None
+        return answer(f"{given!r} in the shell: {why}")
+
+    return Question(name, verdict, fix or f"unset {name}", needs)
+
+
+HARMFUL = [
+    harmful(
+        "VLLM_ASCEND_ENABLE_NZ",
+        failed,
+        r"(?!0$).*",
+        "upstream trains with 0, and later vllm-ascend refuses FRACTAL_NZ in RL",
+    ),
+    harmful(
+        "VLLM_USE_V1", failed, r"(?!1$).*", "upstream's workers are written for vLLM's V1 engine"
+    ),
+    harmful(
+        "VLLM_VERSION", failed, r"(?!0.11.0$).*", "vllm-ascend would take the code for another vLLM"
+    ),
+    harmful(
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+        failed,
+        r"",
+        "Ray would hide all but one die from a worker, and set_device(Ray's number) fails",
+    ),
+    harmful(
+        "PYTORCH_NPU_ALLOC_CONF",
+        failed,
+        r"(?=.*expandable_segments\s*:\s*True)(?=.*(max_split_size_mb|garbage_collection_threshold)).*",
+        "torch_npu does not take them together",
+    ),
+    harmful(
+        "OMP_PROC_BIND",
+        failed,
+        r"(?i)(true|close|spread|master|primary).*",
+        "OpenMP binds a worker, and all that it starts, to one core as soon as torch is imported",
+    ),
+    harmful(
+        "VLLM_PLUGINS",
+        failed,
+        r"(?!(.*,)?\s*ascend\s*(,|$)).*",
+        'vLLM loads no other plugins, not vllm-ascend\'s platform: "Failed to infer device type"',
+    ),
+    harmful(
+        "RANK_TABLE_FILE",
+        failed,
+        r".+",
+        "HCCL would take ranks and addresses from it, not from this run",
+    ),
+    harmful(
+        "HCCL_OP_EXPANSION_MODE",
+        failed,
+        r"(?i)AIV.*",
+        "the dispatch of experts waits for the vector cores, which HCCL takes: vLLM hung (107020)",
+        needs="mixture",
+    ),
+    harmful(
+        "ASCEND_LAUNCH_BLOCKING",
+        warning,
+        r"(?!0$).+",
+        "every kernel is waited for, for debugging only",
+    ),
+    harmful(
+        "HCCL_HOST_SOCKET_PORT_RANGE",
+        warning,
+        r".+",
+        "HCCL listens there, and not from HCCL_IF_BASE_PORT on; of a guide for several runs on a "
+        "die",
+    ),
+    harmful(
+        "HCCL_NPU_SOCKET_PORT_RANGE",
+        warning,
+        r".+",
+        "ports of the NPUs' own interfaces, of a guide for several nodes",
+    ),
+    harmful(
+        "HCCL_INTRA_ROCE_ENABLE",
+        warning,
+        r"(?i)1|true",
+        "traffic inside this machine leaves HCCS for the NPUs' network ports",
+    ),
+    harmful(
+        "HCCL_INTRA_PCIE_ENABLE",
+        warning,
+        r"(?i)1|true",
+        "traffic inside this machine leaves HCCS for PCIe",
+    ),
+    harmful(
+        "HCCL_INTER_HCCS_DISABLE",
+        warning,
+        r"(?i)1|true",
+        "traffic leaves HCCS for the NPUs' network ports",
+    ),
+    harmful(
+        "TORCH_DEVICE_BACKEND_AUTOLOAD",
+        warning,
+        r"0",
+        "torch has no torch.npu until torch_npu is imported by name",
+    ),
+    harmful(
+        "RAY_grpc_enable_http_proxy",
+        warning,
+        r"(?i)1|true",
+        "Ray's processes look for each other through http_proxy",
+    ),
+    harmful(
+        "LD_LIBRARY_PATH",
+        warning,
+        r".*cxx_abi_0.*cxx_abi_1.*|.*cxx_abi_1.*cxx_abi_0.*",
+        "cxx_abi_0 and cxx_abi_1: set_env.sh was sourced twice, once with another torch or none; "
+        'with the wrong one libatb.so has "undefined symbol"',
+        fix="In a new shell, where python3 has torch: source /usr/local/Ascend/nnal/atb/set_env.sh",
+        needs="npus_here",
+    ),
+]
+
+
+def of_engine(case: Case) -> Check:
+    """Returns what the engine sets where the shell does not (engine.train), and what else the shell
+    has of these families.
+    """
+    shell = case.machine.environment
+    ours = npu_environment()
+    others = [
+        f"{name} is {shell[name]!r}, the engine would set {value!r}"
+        for name, value in ours.items()
+        if shell.get(name, value) != value
+    ]
+    if others:
+        return warning("; ".join(others))
+    names = {name for name in shell if name.startswith(FAMILIES)} - {*KNOWN, *ours, LIST}
+    return passed(
+        f"as the engine sets them; the workers have these too, which neither it nor set_env.sh "
+        f"sets: {', '.join(sorted(names)) or 'none'}"
+    )
+
+
+def network(case: Case) -> Iterator[Check]:
+    """Yields the variables of HCCL, Gloo and TensorPipe that name no network interface, or no
+    address, of this machine. HCCL's names are prefixes; = before them asks for whole names, ^ for
+    all others (CANN, HCCL_SOCKET_IFNAME).
+    """
+    shell = case.machine.environment
+    there = case.machine.interfaces()
+    for name in ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        value = shell.get(name, "")
+        names = tuple(value.removeprefix("=").split(","))
+        if value and value[0] != "^" and not any(each.startswith(names) for each in there):
+            words = f"{value}: no network interface of this machine is that"
+            yield failed(f"{words}; here are {', '.join(there)}", f"unset {name}", name)
+    address = shell.get("HCCL_IF_IP", "").partition("%")[0].lower()
+    if address and not any(address in addresses for addresses in there.values()):
+        words = f"{address}: no network interface of this machine has it"
+        yield failed(words, "unset HCCL_IF_IP", "HCCL_IF_IP")
+
+
+CHECKS = [
     Question(
         "CPUs to run on",
-        partial(
-            at_least,
-            measure="cpus",
-            need=5,
-            per_rank=True,
-            words="{:,}, and vllm-ascend wants 5 for each rank: {:,}",
-        ),
+        cpus,
         "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the "
         "container's --cpuset-cpus",
     ),
-    Question(
-        "host memory",
-        host_memory,
-        "Raise the container's --memory, end what holds the memory (ps -eo pid,rss,args "
-        "--sort -rss | head), or use fewer ranks here",
-        "legal",
-    ),
-    Question(
-        "open files",
-        partial(
-            at_least,
-            measure="open_files",
-            need=32768,
-            words="ulimit -n is {:,}; Ray's and HCCL's connections may need {:,}",
-        ),
-        "ulimit -n 32768    # in the shell that starts the run",
-    ),
+    Question("open files", open_files, "ulimit -n 32768    # in the shell that starts the run"),
     Question(
         "user",
         user,
-        'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, '
-        "or as root",
+        'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, or as '
+        "root",
     ),
     Question(
         "/dev/shm",
-        partial(
-            at_least,
-            measure="disk_free",
-            path="/dev/shm",
-            need=10000000000,
-            words="{:,} bytes free; below {:,} Ray keeps its objects on the disk",
-        ),
+        shared_memory,
         "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm",
     ),
     Question(
         "/tmp",
-        partial(
-            at_least,
-            measure="disk_left",
-            path="/tmp",
-            least=0.05,
-            need=0.07,
-            words="{:.1%} of its disk are free; below 5 % Ray spills no object, and a run ends with "
-            "OutOfDiskError",
-        ),
+        temporary_files,
         "du -xh -d 2 /tmp | sort -h | tail    # what fills it? Or another disk for it: -v DIR:/tmp",
     ),
     Question("run.root", run_root, "run.root=DIR    # an override of the config"),
     Question(
-        "disk for the run",
-        run_disk,
-        "run.root=DIR, or a larger megatron_training.save_interval    # overrides of the config",
-        "legal",
-    ),
-    Question(
-        "disk for the base",
-        base_disk,
-        "actor_config.load=DIR    # an override of the config",
-        "base_to_convert legal",
-    ),
-    Question(
         "ports of HCCL",
         hccl_ports,
-        "ss -ltnp | grep PORT    # whose?\n"
-        "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # others",
+        (
+            "ss -ltnp | grep PORT    # whose?\n"
+            "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # others"
+        ),
     ),
     Question(
         "host name",
         host_name,
-        "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
-        "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
+        (
+            "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
+            "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node"
+        ),
     ),
+]
+VARIABLES = [
+    Question("variables", of_engine, "unset NAME"),
+    *HARMFUL,
+    Question("network interfaces", network),
 ]

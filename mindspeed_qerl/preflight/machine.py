@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import os
-import pwd
 import re
 import resource
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -26,11 +26,11 @@ MEMORY_FILES = (
 
 
 class ProbeError(RuntimeError):
-    """A question that the machine did not answer, `late`: within the time that it had."""
+    """A question that the machine did not answer."""
 
-    def __init__(self, message: str, late: bool = False):
-        super().__init__(message)
-        self.late = late
+
+class LateError(ProbeError):
+    """A question that was not answered within the time that it had."""
 
 
 class Machine:
@@ -48,7 +48,7 @@ class Machine:
         with all that it started.
 
         Raises:
-            ProbeError: it cannot be started, gave no answer in time, or failed.
+            ProbeError: it cannot be started, gave no answer in time (LateError), or failed.
         """
         try:
             process = subprocess.Popen(
@@ -56,30 +56,26 @@ class Machine:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+                errors="replace",  # which makes it text
                 env=environment,
                 start_new_session=True,
             )
         except OSError:
             raise ProbeError(f"{command[0]} is not installed here") from None
-        fault = ""
         try:
             output, complaint = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            fault = f"no answer within {timeout:g} s"
             # what it started holds the pipes too; what hangs inside a driver cannot be killed
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            output = complaint = ""
+            complaint = ""
             with suppress(subprocess.TimeoutExpired):
                 _, complaint = process.communicate(timeout=1)
-        late = bool(fault)
-        if process.returncode and not late:
-            fault = f"exit {process.returncode}"
-        if fault:
-            last_line = (complaint or output).strip().rpartition("\n")[2]
-            raise ProbeError(f"{command[0]}: {fault}: {last_line[:200]}", late)
+            fault = f"{command[0]}: no answer within {timeout:g} s: {_last_line(complaint)}"
+            raise LateError(fault) from None
+        if process.returncode:
+            last_line = _last_line(complaint or output)
+            raise ProbeError(f"{command[0]}: exit {process.returncode}: {last_line}")
         return output
 
     def glob(self, pattern: str) -> list[str]:
@@ -99,27 +95,19 @@ class Machine:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    def disk_free(self, path: str | Path) -> int:
-        """Bytes free where `path` is, or where it would be made."""
-        return shutil.disk_usage(_nearest(path)).free
-
-    def disk_left(self, path: str | Path) -> float:
-        """The part of the disk of `path` that is free, as Ray asks
-        (src/ray/common/file_system_monitor.cc).
-        """
-        usage = shutil.disk_usage(_nearest(path))
-        return usage.free / usage.total
+    def disk(self, path: str | Path) -> Any:
+        """Bytes of the disk where `path` is, or would be made: `total`, `used` and `free`."""
+        return shutil.disk_usage(_nearest(path))
 
     def cpus(self) -> int:
         """Logical CPUs that this process, and what it starts, may run on."""
         return len(os.sched_getaffinity(0))
 
-    def user(self) -> str | None:
-        """The name of this process's user; None if /etc/passwd, or what stands for it, has none."""
-        try:
-            return pwd.getpwuid(os.geteuid()).pw_name
-        except KeyError:
-            return None
+    def user(self) -> str:
+        """The name of this process's user; the number if /etc/passwd, or what stands for it, has
+        none.
+        """
+        return psutil.Process().username()
 
     def open_files(self) -> int:
         """RLIMIT_NOFILE, the soft limit."""
@@ -189,6 +177,11 @@ class Machine:
             process.info["name"] == name and process.info["status"] != psutil.STATUS_ZOMBIE
             for process in psutil.process_iter(["name", "status"])
         )
+
+
+def _last_line(text: str) -> str:
+    """The end of what a command said, 200 characters at most."""
+    return text.strip().rpartition("\n")[2][:200]
 
 
 def _nearest(path: str | Path) -> Path:

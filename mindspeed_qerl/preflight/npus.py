@@ -5,7 +5,7 @@ some. npu-smi, CANN and Ray are asked, each with a time limit.
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from .case import (
     warning,
 )
 from .host import fault_of_ray_address
-from .machine import Machine, ProbeError
+from .machine import LateError, Machine, ProbeError
 
 # What a die that nobody uses shows, and some: of 64 GB public reports have 2.7 to 3.5 GB.
 IDLE = 1 / 8
@@ -74,7 +74,7 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     answers: dict[str, Any] = {}
     faults: dict[str, ProbeError] = {}
     whole = {name: value for name, value in machine.environment.items() if name != LIST}
-    asks: dict[str, Callable[[Machine], Any]] = {
+    asks: dict[str, Any] = {
         "npu-smi": _npu_smi,
         "CANN": partial(_answer, code=CANN_PROBE, environment=whole),
     }
@@ -90,55 +90,56 @@ def see_npus(machine: Machine, own_ray: bool) -> Seen:
     if nodes and shut:
         words = f"{len(nodes)} dies, and cannot open {', '.join(shut)}: missing, or not this user's"
         faults["/dev/davinci*"] = ProbeError(words)
-    dies, processes = answers.get("npu-smi", ([], {}))
     numbers = sorted(int(node.removeprefix("/dev/davinci")) for node in nodes)
     visible = None
     if LIST in machine.environment:
         given = machine.environment[LIST]
         visible = given.split(",") if given else []
     return Seen(
-        dies, processes, numbers, answers.get("CANN", 0), visible, answers.get("Ray"), faults
+        answers.get("npu-smi", ()),
+        numbers,
+        answers.get("CANN", 0),
+        visible,
+        answers.get("Ray"),
+        faults,
     )
 
 
-def _npu_smi(machine: Machine) -> tuple[list[Die], dict[int, list[str]]]:
+def _npu_smi(machine: Machine) -> list[Die]:
     table = machine.run(["npu-smi", "info"])
-    dies, processes = read_table(table)
+    dies = read_table(table)
     if not dies:
         words = " ".join(table.split())[:200]
         raise ProbeError(f"npu-smi info shows no NPU, or in an unknown form: {words}")
-    return dies, processes
+    return dies
 
 
-def read_table(table: str) -> tuple[list[Die], dict[int, list[str]]]:
-    """The NPUs in the output of `npu-smi info`, and the processes by the number of their die."""
-    dies = []
-    numbers = {}
-    processes: dict[int, list[str]] = {}
+def read_table(table: str) -> list[Die]:
+    """The NPUs in the output of `npu-smi info`."""
+    dies = {}
     for row in DIE.finditer(table):
         number = int(row["number"] or row["card"])
-        numbers[row["card"], row["chip"]] = number
-        chip, used, total = map(int, row.group("chip", "used", "total"))
-        dies.append(Die(chip, number, row["health"], used, total))
+        die = Die(number, row["health"], int(row["used"]), int(row["total"]), [])
+        dies[row["card"], row["chip"]] = die
     for row in PROCESS.finditer(table):
-        words = f"{row['name']} (process {row['pid']}, {row['memory']} MB)"
-        number = numbers.get((row["card"], row["chip"]), -1)
-        processes.setdefault(number, []).append(words)
-    return dies, processes
+        place = (row["card"], row["chip"])
+        if place in dies:
+            words = f"{row['name']} (process {row['pid']}, {row['memory']} MB)"
+            dies[place].processes.append(words)
+    return list(dies.values())
 
 
 def _cluster(machine: Machine) -> Mapping[str, Any] | None:
     """Returns what the running Ray has (ascend/cluster.py); None if none runs."""
-    address = machine.environment.get("RAY_ADDRESS", "")
-    if address in ("", "auto", "local"):
-        if address == "local" or not machine.runs("raylet"):
-            return None
-        return _answer(machine, RAY_PROBE, "auto")
-    fault = fault_of_ray_address(address)
-    if not fault and not machine.listens(address):
-        fault = "nothing listens there"
-    if fault:
-        raise ProbeError(f"RAY_ADDRESS={address} cannot be joined: {fault}")
+    address = machine.environment.get("RAY_ADDRESS") or "auto"
+    if address == "local" or (address == "auto" and not machine.runs("raylet")):
+        return None
+    if address != "auto":
+        fault = fault_of_ray_address(address)
+        if not fault and not machine.listens(address):
+            fault = "nothing listens there"
+        if fault:
+            raise ProbeError(f"RAY_ADDRESS={address} cannot be joined: {fault}")
     return _answer(machine, RAY_PROBE, address)
 
 
@@ -195,20 +196,20 @@ def npu_smi(case: Case) -> Check:
     wanted = case.ranks
     fault = seen.faults.get("npu-smi")
     if fault:
-        verdict = failed if fault.late else warning
+        verdict = failed if isinstance(fault, LateError) else warning
         return verdict(f"{fault}; health and memory of the dies are not known")
     taken = seen.taken(wanted)
     words = f"{len(seen.dies)} dies"
     sick = [f"davinci{die.number}: {die.health}" for die in taken if die.sick]
     if sick:
-        words += f"; of the first {wanted}, which the run uses, {_first(sick)}"
+        words += f"; of the first {wanted}, which the run uses, {'; '.join(sick)}"
     if sick or len(seen.dies) < wanted:
         return failed(words)
     busy = [die for die in taken if die.used > die.total * IDLE]
     if not busy:
         return passed(f"{words}; the first {wanted} that are mapped are healthy and free")
-    held = _first(f"davinci{die.number} ({die.used:,} of {die.total:,} MB)" for die in busy)
-    words += f"; in use: {held}"
+    held = [f"davinci{die.number} ({die.used:,} of {die.total:,} MB)" for die in busy]
+    words += f"; in use: {'; '.join(held)}"
     if case.legal is None:
         return warning(words)
     left = 2**20 * min(die.total - die.used for die in busy)
@@ -224,12 +225,12 @@ def processes(case: Case) -> Check | None:
     held = [
         f"davinci{die.number}: {words}"
         for die in case.seen.taken(case.ranks)
-        for words in case.seen.processes.get(die.number, ())
+        for words in die.processes
     ]
     if not held:
         return None
     return warning(
-        f"{_first(held)}. If one of them uses HCCL, this run cannot listen on the die's port "
+        f"{'; '.join(held)}. If one of them uses HCCL, this run cannot listen on the die's port "
         '("specific port[16666] fail")'
     )
 
@@ -264,34 +265,22 @@ def ray(case: Case) -> Check:
     return passed(words)
 
 
-def _first(words: Iterable[str]) -> str:
-    """The first four, and how many more."""
-    words = list(words)
-    if len(words) > 4:
-        words[4:] = [f"{len(words) - 4} more"]
-    return "; ".join(words)
-
-
-ROWS = [
-    Question(
-        "ranks",
-        ranks,
-        "See the part that loses some",
-        refused=True,
-    ),
+CHECKS = [
+    Question("ranks", ranks, "See the part that loses some", refused=True),
     Question(
         "npu-smi",
         npu_smi,
-        "npu-smi info    # here and on the host; processes are at its end: stop those that "
-        'are yours and left over. "device is used" is another container\n'
-        "ps -eo pid,stat,args | grep npu-smi    # no answer, in state D: it hangs inside the "
-        "driver, as a run would; a reset or reboot by the host's owner\n"
-        "Map /usr/local/bin/npu-smi, /usr/local/dcmi and /usr/local/Ascend/driver into the "
-        "container; export "
-        "LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver"
-        ":$LD_LIBRARY_PATH\n"
-        "A faulty or missing die is a case for the vendor; until then start the container "
-        "with others (--device=/dev/davinciN), or ask for fewer NPUs",
+        (
+            "npu-smi info    # here and on the host; processes are at its end: stop those that "
+            'are yours and left over. "device is used" is another container\n'
+            "ps -eo pid,stat,args | grep npu-smi    # no answer, in state D: it hangs inside the "
+            "driver, as a run would; a reset or reboot by the host's owner\n"
+            "Map /usr/local/bin/npu-smi, /usr/local/dcmi and /usr/local/Ascend/driver into the "
+            "container; export "
+            "LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver:$LD_LIBRARY_PATH\n"
+            "A faulty or missing die is a case for the vendor; until then start the container "
+            "with others (--device=/dev/davinciN), or ask for fewer NPUs"
+        ),
         "npus_here",
     ),
     Question(
@@ -304,35 +293,36 @@ ROWS = [
     Question(
         "/dev/davinci*",
         partial(count, name="/dev/davinci*"),
-        "Start the container with --device=/dev/davinciN of each die, "
-        "--device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc,\n"
-        "and as root with --cap-add DAC_OVERRIDE, or with --group-add and the group of the "
-        "nodes (ls -ln /dev/davinci*)",
+        (
+            "Start the container with --device=/dev/davinciN of each die, "
+            "--device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc,\n"
+            "and as root with --cap-add DAC_OVERRIDE, or with --group-add and the group of the "
+            "nodes (ls -ln /dev/davinci*)"
+        ),
         "npus_here",
     ),
     Question(
         "CANN",
         partial(count, name="CANN"),
-        "npu-smi info    # a die that is not OK, or that a process of another container has\n"
-        "grep -rh ERROR ~/ascend/log/debug/plog | tail    # CANN's own words; "
-        "ASCEND_PROCESS_LOG_PATH moves it\n"
-        "No module named 'acl': export "
-        "PYTHONPATH=$PYTHONPATH:$ASCEND_HOME_PATH/python/site-packages\n"
-        "or ask for fewer NPUs: python tools/plan_layout.py --ranks N",
+        (
+            "npu-smi info    # a die that is not OK, or that a process of another container has\n"
+            "grep -rh ERROR ~/ascend/log/debug/plog | tail    # CANN's own words; "
+            "ASCEND_PROCESS_LOG_PATH moves it\n"
+            "No module named 'acl': export "
+            "PYTHONPATH=$PYTHONPATH:$ASCEND_HOME_PATH/python/site-packages\n"
+            "or ask for fewer NPUs: python tools/plan_layout.py --ranks N"
+        ),
         "npus_here",
     ),
-    Question(
-        "ASCEND_RT_VISIBLE_DEVICES",
-        visible,
-        "unset ASCEND_RT_VISIBLE_DEVICES",
-        "npus_here",
-    ),
+    Question("ASCEND_RT_VISIBLE_DEVICES", visible, needs="npus_here"),
     Question(
         "Ray",
         ray,
-        "unset RAY_ADDRESS; ray stop    # it stops every Ray of this user; the run starts "
-        "its own\n"
-        "or ask for fewer NPUs: python tools/plan_layout.py --ranks N",
+        (
+            "unset RAY_ADDRESS; ray stop    # it stops every Ray of this user; the run starts its "
+            "own\n"
+            "or ask for fewer NPUs: python tools/plan_layout.py --ranks N"
+        ),
         "npus_here",
     ),
 ]

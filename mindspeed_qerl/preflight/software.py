@@ -27,6 +27,19 @@ COMPILERS = (
     "python3-config --extension-suffix",
     "ninja --version",
 )
+# Pinned versions of distributions, and those of them that upstream goes with alone.
+PINS = {
+    "torch": "2.7.1",
+    "torch_npu": "2.7.1",
+    "vllm": "0.11.0",
+    "ray": "2.53.0",
+    "transformers": "4.57.1",
+    "numpy": "1.26.4",
+    "peft": "0.7.1",
+    "tensordict": "0.8.1",
+    "hydra-core": "1.3.2",
+}
+EXACT = ("torch", "torch_npu", "vllm")
 LIMIT = 120  # seconds of a worker's imports; emulated they take 20, from a cold disk longer
 
 
@@ -118,33 +131,27 @@ def operators(case: Case) -> Check:
 # ---- Python ----
 
 
-def version(case: Case, name: str, pin: str, unfit: str | None, why: str) -> Check:
-    """A distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one fails if
-    it begins with `unfit`, for `why`, and else is a warning.
+def version(case: Case, name: str) -> Check:
+    """A distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one is a
+    warning, and fails where upstream does not go with it.
     """
+    pin = PINS[name]
+    fix = f"pip install {name}=={pin}    # docs/ascend.md, Install"
     installed = case.machine.version(name)
     if installed is None:
-        return failed(f"not installed; the pin is {pin}")
+        return failed(f"not installed; the pin is {pin}", fix)
     if re.fullmatch(re.escape(pin) + r"(\.post\d+)?(\+.*)?", installed):
         return passed(installed)
     words = f"{installed} is installed, the pin is {pin}"
-    if unfit is not None and installed.startswith(unfit):
-        return failed(f"{words}: {why}")
-    return warning(words)
-
-
-def pinned(
-    name: str,
-    pin: str,
-    unfit: str | None = None,
-    why: str = "upstream does not go with it",
-) -> Question:
-    """Asks for a distribution that has a pin (`version`)."""
-    return Question(
-        name,
-        partial(version, name=name, pin=pin, unfit=unfit, why=why),
-        f"pip install {name}=={pin}    # docs/ascend.md, Install",
-    )
+    if name in EXACT:
+        return failed(f"{words}: upstream does not go with it", fix)
+    if name == "numpy" and installed.startswith("2"):
+        return failed(
+            f"{words}: with numpy 2 CANN's compiler ends the first set_device, "
+            '"error code is 500001"',
+            fix,
+        )
+    return warning(words, fix)
 
 
 def imports(case: Case) -> Check:
@@ -173,58 +180,41 @@ CANN = [
         "unset ASCEND_HOME_PATH && source /usr/local/Ascend/cann/set_env.sh",
         "npus_here",
     ),
-    Question(
-        "CANN's version",
-        cann_version,
-        "docs/ascend.md, Install: CANN 8.5.0",
-        "npus_here",
-    ),
+    Question("CANN's version", cann_version, "docs/ascend.md, Install: CANN 8.5.0", "npus_here"),
     Question(
         "NNAL",
         partial(folder, variable="ATB_HOME_PATH"),
         "source /usr/local/Ascend/nnal/atb/set_env.sh    # docs/ascend.md, Install",
         "npus_here",
     ),
-    Question(
-        "driver",
-        driver,
-        "Driver and firmware 25.5.0 on the host (docs/ascend.md)",
-    ),
+    Question("driver", driver, "Driver and firmware 25.5.0 on the host (docs/ascend.md)"),
     Question(
         "compilers",
         compilers,
-        "apt install build-essential python3.11-dev\n"
-        "pip install pybind11 ninja    # pybind11 for the python3 of PATH",
+        (
+            "apt install build-essential python3.11-dev\n"
+            "pip install pybind11 ninja    # pybind11 for the python3 of PATH"
+        ),
     ),
     Question(
         "MindSpeed's operators",
         operators,
-        "rm -r FOLDER_OF_THE_LOCK\n"
-        "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run",
+        (
+            "rm -r FOLDER_OF_THE_LOCK\n"
+            "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run"
+        ),
     ),
 ]
-
-ROWS = [
-    pinned("torch", "2.7.1", unfit=""),
-    pinned("torch_npu", "2.7.1", unfit=""),
-    pinned("vllm", "0.11.0", unfit=""),
-    pinned("ray", "2.53.0"),
-    pinned("transformers", "4.57.1"),
-    pinned(
-        "numpy",
-        "1.26.4",
-        unfit="2",
-        why='with numpy 2 CANN\'s compiler ends the first set_device, "error code is 500001"',
-    ),
-    pinned("peft", "0.7.1"),
-    pinned("tensordict", "0.8.1"),
-    pinned("hydra-core", "1.3.2"),
+CHECKS = [
+    *(Question(name, partial(version, name=name)) for name in PINS),
     Question(
         "imports of a worker",
         imports,
-        "What the error asks for; after a crash or no answer:\n"
-        "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\n"
-        "A slow disk? Again: now it is in the cache",
+        (
+            "What the error asks for; after a crash or no answer:\n"
+            "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\n"
+            "A slow disk? Again: now it is in the cache"
+        ),
         "npus_here",
     ),
 ]

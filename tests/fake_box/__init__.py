@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mindspeed_qerl.ascend import contract
-from mindspeed_qerl.preflight import TABLE
+from mindspeed_qerl.preflight.software import PINS
 from tests import ROOT
 from tests.fake_box.npu_smi import table
 
@@ -33,12 +33,6 @@ ASCEND = "/usr/local/Ascend"
 UNSHARE = "unshare --user --map-root-user --mount --net --pid --fork --kill-child".split()
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
-# distribution -> pinned version
-PACKAGES = {
-    question.name: question.verdict.keywords["pin"]
-    for question in TABLE
-    if "pin" in getattr(question.verdict, "keywords", {})
-}
 # Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
 OF_THE_HOST = {
     name
@@ -62,13 +56,7 @@ class Box:
     sick: Mapping[int, str] = field(
         default_factory=dict
     )  # die -> health word of npu-smi: Warning, Alarm, Critical
-    smi: str = "works"  # or missing, hangs, or the words with which it fails
-    cann: str | None = "8.5.0"  # None: no CANN
-    driver: str | None = "25.5.0"
-    nnal: bool = True
-    packages: Mapping[str, str | None] = field(
-        default_factory=dict
-    )  # distribution -> version; None: not installed
+    smi_hangs: bool = False
     installed: bool = (
         True  # vllm-ascend, of the stand-in with its operators: else a checkout on PYTHONPATH
     )
@@ -207,17 +195,21 @@ def _make(box, folder):
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
-    for name, version in {**PACKAGES, **box.packages}.items():
-        if version is not None:
-            info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
-            info.mkdir()
-            (info / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    distributions = dict(PINS)
+    if box.installed:
+        distributions["vllm_ascend"] = "0.11.0"
+    for name, version in distributions.items():
+        info = folder / "site" / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if name == "vllm_ascend":
+            (info / "entry_points.txt").write_text(
+                "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
             )
     scripts = dict.fromkeys(("make", "g++", "python3-config"), "#!/bin/sh\n")
     scripts["npu-smi"] = _npu_smi(box)
     for name, script in scripts.items():
-        if name not in box.without and script:
+        if name not in box.without:
             (folder / "bin" / name).write_text(script)
             (folder / "bin" / name).chmod(0o755)
     if box.pybind11:
@@ -235,15 +227,6 @@ def _make(box, folder):
         _stand_ins(folder, "vllm_ascend.vllm_ascend_C" not in box.raises)
         suffix = sysconfig.get_config_var("EXT_SUFFIX")
         (folder / "upstream" / "vllm-ascend" / "vllm_ascend" / f"vllm_ascend_C{suffix}").touch()
-    if box.installed:
-        info = folder / "site" / "vllm_ascend-0.11.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: vllm_ascend\nVersion: 0.11.0\n"
-        )
-        (info / "entry_points.txt").write_text(
-            "[vllm.platform_plugins]\nascend = vllm_ascend:register\n"
-        )
     binds = {}
     for number, (path, content) in enumerate(files.items()):
         (folder / "binds" / str(number)).write_text(content)
@@ -282,41 +265,32 @@ def _meminfo(box):
 
 
 def _npu_smi(box):
-    if box.smi == "missing":
-        return ""
-    if box.smi == "hangs":
+    if box.smi_hangs:
         return "#!/bin/sh\nexec sleep infinity\n"
-    if box.smi != "works":
-        return f"#!/bin/sh\ncat <<'EOF'\n{box.smi}\nEOF\nexit 255\n"
     shown = table(box.kind, range(box.dies), box.sick, {})
     return f"#!/bin/sh\n[ \"$*\" = info ] || {{ echo 'Error parameter of -t'; exit 255; }}\ncat <<'EOF'\n{shown}EOF\n"
 
 
 def _ascend(box, folder):
     """/usr/local/Ascend: the driver with its tools, CANN with its environment and acl, NNAL."""
-    if box.driver:
-        (folder / "driver").mkdir(exist_ok=True)
-        (folder / "driver" / "version.info").write_text(
-            f"Version={box.driver}\nascendhal_version=7.35.23\n"
-        )
-    if box.cann:
-        home = folder / f"cann-{box.cann}"
-        (home / "x86_64-linux").mkdir(parents=True)
-        (home / "x86_64-linux" / "ascend_toolkit_install.info").write_text(
-            f"package_name=Ascend-cann-toolkit\nversion={box.cann}\narch=x86_64\n"
-        )
-        acl = home / "python" / "site-packages" / "acl"
-        acl.mkdir(parents=True)
-        count = len(box.nodes) if box.acl is None else box.acl
-        module = (HERE / "ascend" / "acl.py").read_text()
-        (acl / "__init__.py").write_text(f"{module}COUNT, ERROR = {count}, {box.acl_error}\n")
-        (home / "opp").mkdir()
-        shutil.copy(HERE / "ascend" / "cann_set_env.sh", home / "set_env.sh")
-        (folder / "cann").symlink_to(home.name)
-    if box.nnal:
-        for abi in (0, 1):
-            (folder / "nnal" / "atb" / "latest" / "atb" / f"cxx_abi_{abi}").mkdir(parents=True)
-        shutil.copy(HERE / "ascend" / "atb_set_env.sh", folder / "nnal" / "atb" / "set_env.sh")
+    (folder / "driver").mkdir()
+    (folder / "driver" / "version.info").write_text("Version=25.5.0\nascendhal_version=7.35.23\n")
+    home = folder / "cann-8.5.0"
+    (home / "x86_64-linux").mkdir(parents=True)
+    (home / "x86_64-linux" / "ascend_toolkit_install.info").write_text(
+        "package_name=Ascend-cann-toolkit\nversion=8.5.0\narch=x86_64\n"
+    )
+    acl = home / "python" / "site-packages" / "acl"
+    acl.mkdir(parents=True)
+    count = len(box.nodes) if box.acl is None else box.acl
+    module = (HERE / "ascend" / "acl.py").read_text()
+    (acl / "__init__.py").write_text(f"{module}COUNT, ERROR = {count}, {box.acl_error}\n")
+    (home / "opp").mkdir()
+    shutil.copy(HERE / "ascend" / "cann_set_env.sh", home / "set_env.sh")
+    (folder / "cann").symlink_to(home.name)
+    for abi in (0, 1):
+        (folder / "nnal" / "atb" / "latest" / "atb" / f"cxx_abi_{abi}").mkdir(parents=True)
+    shutil.copy(HERE / "ascend" / "atb_set_env.sh", folder / "nnal" / "atb" / "set_env.sh")
 
 
 def _checkouts(box, folder):

@@ -6,9 +6,10 @@ import json
 import zipfile
 from pathlib import Path
 
-from mindspeed_qerl.common.files import TRACKER, rank_folders
+from mindspeed_qerl.common.files import TRACKER
 from mindspeed_qerl.layout.plan import plan_of
-from mindspeed_qerl.layout.sizes import model_parameters, training_weights
+from mindspeed_qerl.layout.sizes import model_parameters
+from mindspeed_qerl.preflight.files import rank_files
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.tasks.gsm8k.convert import convert
@@ -25,16 +26,8 @@ def prepare(name, folder, nodes=1, rows=ROWS):
     recipe = read_recipe(raw)
     model = models / Path(recipe.model.path).name
     plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
-    it = plan.layout
-    stages = [2 * int(sum(training_weights(plan, stage))) for stage in range(it.pp)]
     write_model(model, 2 * model_parameters(plan.shape))
-    write_base(
-        models / Path(recipe.model.load).name,
-        {
-            folder: stages[stage]
-            for (_, stage, _), folder in rank_folders(it.tp, it.pp, it.ep).items()
-        },
-    )
+    write_base(models / Path(recipe.model.load).name, rank_files(plan))
     packed = data / "gsm8k" / model.name / Path(recipe.task.data_path).name
     write_data(data / "gsm8k", packed, rows)
     return {"MODELS": str(models), "DATA": str(data)}

@@ -72,7 +72,7 @@ SHUT = (
 )
 NO_ACL = "export PYTHONPATH=$(tr : '\\n' <<< \"$PYTHONPATH\" | grep -v Ascend | paste -s -d :)"
 NOEXEC = "mkdir /tmp/c && mount -t tmpfs -o noexec none /tmp/c"
-READ_ONLY = "mkdir /tmp/ro && mount -t tmpfs -o ro none /tmp/ro"
+READ_ONLY = "mkdir /tmp/ro && mount -t tmpfs -o ro,size=1M none /tmp/ro"
 FULL = "mount -o remount,size=1M /tmp && head -c 1000K /dev/zero > /tmp/full"
 POOR = Box(
     free=23 * GB,
@@ -82,34 +82,13 @@ POOR = Box(
         "/etc/hosts": f"127.0.0.1 localhost\n10.9.9.9 {os.uname().nodename}\n",
     },
 )
-OF_POOR = {
-    "host memory": (FAILED, "16 ranks load 107 GB of base weights at once"),
-    "/dev/shm": (WARNING, "Ray keeps its objects on the disk"),
-    "disk for the run": (FAILED, "10.0 GB free"),
-    "host name": (WARNING, "the name of no address"),
-    "open files": (WARNING, "ulimit -n is 1,024"),
-}
 FULL_CGROUP = {"memory.max": f"{400 * GB}", "memory.current": f"{380 * GB}"}
-OLD = Box(
-    cann="8.2.RC1",
-    driver="24.1.0",
-    nnal=False,
-    without=("make",),
-    pybind11=False,
-    packages={"torch": "2.5.1", "torch_npu": None, "numpy": "2.2.6"},
-)
-OF_OLD = {
-    "CANN's version": (FAILED, "MindSpeed at the pin is for 8.3.RC1"),
-    "driver": (FAILED, "24.1.0; MindSpeed-RL's guide names 25.5.0"),
-    "NNAL": (FAILED, "ATB_HOME_PATH is not set"),
-    "compilers": (FAILED, "make is not installed here; python3: exit 1"),
-    "torch": (FAILED, "2.5.1 is installed, the pin is 2.7.1"),
-    "torch_npu": (FAILED, "not installed"),
-    "numpy": (FAILED, "error code is 500001"),
-}
 # what is done to a box, and what its checks say
 BROKEN = {
-    "npu-smi hangs": (dict(box=Box(smi="hangs")), {"npu-smi": (FAILED, "no answer within 20 s")}),
+    "npu-smi hangs": (
+        dict(box=Box(smi_hangs=True)),
+        {"npu-smi": (FAILED, "no answer within 20 s")},
+    ),
     "a sick die": (
         dict(box=Box(sick={3: "Alarm"}), config=TWELVE),
         {"npu-smi": (FAILED, "of the first 12, which the run uses, davinci3")},
@@ -127,7 +106,16 @@ BROKEN = {
         dict(box=Box(), shell={"RAY_ADDRESS": "127.0.0.1:1"}, options=()),
         {"Ray": (FAILED, "RAY_ADDRESS=127.0.0.1:1 cannot be joined: nothing listens there")},
     ),
-    "a poor host": (dict(box=POOR, before="ulimit -n 1024"), OF_POOR),
+    "a poor host": (
+        dict(box=POOR, before="ulimit -n 1024"),
+        {
+            "host memory": (FAILED, "16 ranks load 107 GB of base weights at once"),
+            "/dev/shm": (WARNING, "Ray keeps its objects on the disk"),
+            "disk for the run": (FAILED, "10.0 GB free"),
+            "host name": (WARNING, "the name of no address"),
+            "open files": (WARNING, "ulimit -n is 1,024"),
+        },
+    ),
     "a full container": (
         dict(box=Box(cgroup=FULL_CGROUP)),
         {"host memory": (FAILED, "20.0 GB are left")},
@@ -158,7 +146,10 @@ BROKEN = {
             "disk for the run": (FAILED, "0.0 GB free"),
         },
     ),
-    "another stack": (dict(box=OLD), OF_OLD),
+    "no compilers": (
+        dict(box=Box(without=("make",), pybind11=False)),
+        {"compilers": (FAILED, "make is not installed here; python3: exit 1")},
+    ),
 }
 
 

@@ -8,31 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_qerl.preflight import CHECKS, FAILED, PASSED, TABLE, preflight
-from mindspeed_qerl.preflight.machine import ProbeError
+from mindspeed_qerl.preflight import CHECKS, FAILED, PASSED, QUESTIONS, preflight
+from mindspeed_qerl.preflight.machine import LateError, ProbeError
+from mindspeed_qerl.preflight.software import PINS
 from mindspeed_qerl.recipe.compose import compose
 from tests.fake_box.npu_smi import table
 from tests.fake_box.prepared import prepare
 
 NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"
-PACKAGES = {
-    "torch": "2.7.1",
-    "torch_npu": "2.7.1.post1",
-    "vllm": "0.11.0+empty",
-    "ray": "2.53.0",
-    "transformers": "4.57.1",
-    "numpy": "1.26.4",
-    "peft": "0.7.1",
-    "tensordict": "0.8.1",
-    "hydra-core": "1.3.2",
-}
+PACKAGES = PINS | {"torch_npu": "2.7.1.post1", "vllm": "0.11.0+empty"}
 CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_1"
 INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
 DRIVER = "/usr/local/Ascend/driver/version.info"
+FILES = {INSTALLED: "version=8.5.0", DRIVER: "Version=25.5.0"}
 SHELL = {"ASCEND_HOME_PATH": CANN, "ATB_HOME_PATH": ATB}
+ROOM = 10**12  # of a disk
 GROUPS = tuple(CHECKS)
 
 
@@ -49,33 +43,33 @@ class Box:
     shut: tuple[str, ...] = ()  # device nodes that cannot be opened
     acl: int | None = 16
     ray: dict | None = None  # what a running cluster has
-    hangs: tuple[str, ...] = ()  # commands that never answer: a word of theirs
+    ray_hangs: bool = False
     shell: dict[str, str] = field(default_factory=dict)  # beside SHELL
     environment: dict[str, str] = field(default_factory=lambda: dict(SHELL))
     there: tuple[str, ...] = ()  # more folders and files
-    files: dict[str, str] = field(default_factory=dict)  # path -> content
+    files: dict[str, str] = field(default_factory=dict)  # path -> content, beside FILES
     listening: tuple[str, ...] = ()  # HOST:PORT
     room: int = 1500 * 10**9
     shut_folders: tuple[str, ...] = ()  # that cannot be written
     limit: int = 65536
     shm: int = 500 * 10**9
-    disk: int = 2 * 10**12
+    free: int = 2 * 10**12  # of all other disks
     left: float = 0.4  # of the disk of /tmp
     taken: tuple[int, ...] = ()  # ports
     without: str = ""  # a command that is not installed
     imported: str = "imported in 31 s\n"  # what the imports of a worker say
-    cann: str = "version=8.5.0"
     packages: dict[str, str | None] = field(default_factory=dict)  # other than PACKAGES
 
     def __post_init__(self):
         self.environment |= self.shell
+        self.files = FILES | self.files
         self.asked = []  # commands, with their environment
 
     def run(self, command, timeout=20, environment=None):
         words = " ".join(command)
         self.asked.append((words, environment))
-        if any(word in words for word in self.hangs):
-            raise ProbeError(f"{command[0]}: no answer within {timeout:g} s", late=True)
+        if "ray.init" in words and self.ray_hangs:
+            raise LateError(f"{command[0]}: no answer within {timeout:g} s")
         if "acl.rt.get_device_count" in words and self.acl is not None:
             assert "ASCEND_RT_VISIBLE_DEVICES" not in environment
             return f"warnings of CANN\nanswer {self.acl}\n"
@@ -95,19 +89,16 @@ class Box:
         return [path for path in there if fnmatch(path, pattern)]
 
     def read(self, path):
-        files = {INSTALLED: self.cann, DRIVER: "Version=25.5.0"}
-        if str(path) in files | self.files:
-            return (files | self.files)[str(path)]
+        if str(path) in self.files:
+            return self.files[str(path)]
         return Path(path).read_text() if Path(path).is_file() else ""
 
     def version(self, distribution):
         return {**PACKAGES, **self.packages}.get(distribution)
 
-    def disk_free(self, path):
-        return self.shm if str(path) == "/dev/shm" else self.disk
-
-    def disk_left(self, path):
-        return self.left
+    def disk(self, path):
+        free = {"/dev/shm": self.shm, "/tmp": self.left * ROOM}.get(path, self.free)
+        return SimpleNamespace(total=ROOM, free=free)
 
     def cpus(self):
         return 320
@@ -140,7 +131,7 @@ class Box:
         return port not in self.taken
 
     def runs(self, name):
-        return self.ray is not None or "ray.init" in self.hangs
+        return self.ray is not None or self.ray_hangs
 
 
 NO_NPU = dict(smi=None, nodes=(), acl=None, environment={})
@@ -199,14 +190,22 @@ def look(raw, box=None, nodes=1, own_ray=False):
     assert not [check for check in checks if "could not be checked" in check.found]
     assert len({(check.group, check.name) for check in checks}) == len(checks)
     assert all(check.fix for check in checks if check.state == FAILED)
-    mine = {row.name for row in TABLE}
     dynamic = (
         "config",
         "versions",
         "environment",
     )  # keys, rules, repositories and interfaces have lines of their own
-    assert all(check.name in mine or check.group in dynamic for check in checks)
+    names = [question.name for question in QUESTIONS]
+    assert len(set(names)) == len(names)
+    assert all(check.name in names or check.group in dynamic for check in checks)
     return {check.name: check for check in checks}
+
+
+def said(checks, name, words, state=FAILED):
+    """The check of that name, which has that state and says these words."""
+    check = checks[name]
+    assert check.state == state and words in check.found, check
+    return check
 
 
 def not_passed(checks):

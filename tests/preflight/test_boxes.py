@@ -14,6 +14,7 @@ from tests.preflight.conftest import (
     DRIVER,
     EIGHT,
     GROUPS,
+    INSTALLED,
     NAME,
     NO_NPU,
     Box,
@@ -21,6 +22,7 @@ from tests.preflight.conftest import (
     look,
     not_passed,
     npu_smi,
+    said,
 )
 
 TWELVE, SIXTEEN = (",".join(map(str, range(count))) for count in (12, 16))
@@ -74,7 +76,7 @@ CASES = [
         "of which 4 are free; the others are held by process 7 (python x.py): upstream would wait",
         LOST,
     ),
-    (dict(hangs=("ray.init",)), "Ray", FAILED, "no answer within 20 s", {}),
+    (dict(ray_hangs=True), "Ray", FAILED, "no answer within 20 s", {}),
     # the host
     # by the numbers of the dies
     (
@@ -92,7 +94,13 @@ CASES = [
     (dict(taken=(12347,)), PORTS, FAILED, "12345 to 12360: 12347 taken", {}),
     (shell(HCCL_IF_BASE_PORT="65530"), PORTS, FAILED, "must be numbers from 1024 to 65535", OTHER),
     # CANN and compilers
-    (dict(cann="version=8.2.RC1"), "CANN's version", FAILED, "the pin is for 8.3.RC1", {}),
+    (
+        dict(files={INSTALLED: "version=8.2.RC1"}),
+        "CANN's version",
+        FAILED,
+        "the pin is for 8.3.RC1",
+        {},
+    ),
     (shell(ATB_HOME_PATH=""), "NNAL", FAILED, "ATB_HOME_PATH is not set", {}),
     (shell(ASCEND_HOME_PATH="/no"), "CANN's paths", FAILED, "no such folder", VERSION),
     (dict(files={DRIVER: "Version=24.1.0"}), "driver", FAILED, "24.1.0; MindSpeed-RL's", {}),
@@ -103,9 +111,16 @@ CASES = [
         "left by a build that was killed",
         {},
     ),
-    (dict(cann="version=8.4.0"), "CANN's version", WARNING, "run for 8.5.0 and 8.3.RC1", {}),
-    (dict(cann=""), "CANN's version", WARNING, "in no ascend_*_install.info", {}),
-    (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "NNAL's libraries", None, "", {}),
+    (
+        dict(files={INSTALLED: "version=8.4.0"}),
+        "CANN's version",
+        WARNING,
+        "run for 8.5.0 and 8.3.RC1",
+        {},
+    ),
+    (dict(files={INSTALLED: ""}), "CANN's version", WARNING, "in no ascend_*_install.info", {}),
+    (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "LD_LIBRARY_PATH", None, "", {}),
+    (shell(LD_LIBRARY_PATH=f"{ATB}:{ATB[:-1]}0"), "LD_LIBRARY_PATH", WARNING, "sourced twice", {}),
     (dict(without="ninja"), "compilers", FAILED, "ninja is not installed here: rank 0", {}),
     # of another folder
     (
@@ -164,7 +179,7 @@ def test_a_box(ready, change, name, state, found, more):
     if state is None:
         assert name not in checks
     else:
-        assert checks[name].state == state and found in checks[name].found
+        said(checks, name, found, state)
 
 
 def test_a_box_that_is_ready(ready):
@@ -248,8 +263,8 @@ def test_addresses_of_ray(ready, address, found):
 
 def test_two_nodes_of_eight(ready):
     assert not_passed(look(ready, Box(**EIGHT), nodes=2)) == {}
-    one = look(ready, Box(**EIGHT, ray=cluster(8)), nodes=2)["Ray"]
-    assert one.state == FAILED and "with 8 NPUs on 1 nodes: upstream would wait for 16" in one.found
+    one = look(ready, Box(**EIGHT, ray=cluster(8)), nodes=2)
+    said(one, "Ray", "with 8 NPUs on 1 nodes: upstream would wait for 16")
     both = Box(**EIGHT, ray=cluster(16, cpus=640, nodes=2))
     assert not_passed(look(ready, both, nodes=2)) == {}
 

@@ -17,7 +17,7 @@ from tests import ROOT
 from tests.fake_box.broken_files import POINTER, WEIGHTS, write_packed
 from tests.fake_box.prepared import write_base
 from tests.families.public_models import MODELS
-from tests.preflight.conftest import Box, look, not_passed, rewrite
+from tests.preflight.conftest import Box, look, not_passed, rewrite, said
 
 LARGE = 30 * 10**9  # enough for a rank of any layout
 QWEN3_MOE = MODELS["Qwen3-30B-A3B"]
@@ -72,8 +72,7 @@ def test_an_illegal_layout(ready):
 
 def test_a_rollout_that_leaves_no_cache(ready):
     ready["generate_config"]["gpu_memory_utilization"] = 0.2
-    check = look(ready)["memory of an NPU"]
-    assert check.state == FAILED and "left for its KV cache" in check.found
+    said(look(ready), "memory of an NPU", "left for its KV cache")
 
 
 # ---- model ----
@@ -92,10 +91,10 @@ def test_the_rotary_base_of_another_model(own, model, described):
     config = {**QWEN3_MOE, **described}
     kept = {key: value for key, value in config.items() if value is not None}
     rewrite(model / "config.json", json.dumps(kept))
-    check = look(own)["config.json"]
+    words = "rotary_base = 1000000 in the config, but the qwen3_moe model"
+    check = said(look(own), "config.json", words)
     unread = described["rope_theta"] is None  # by the transformers of NPUs, which is 4
-    assert check.state == FAILED and ('Write "rope_theta": 10000000.0' in check.found) == unread
-    assert "rotary_base = 1000000 in the config, but the qwen3_moe model" in check.found
+    assert ('Write "rope_theta": 10000000.0' in check.found) == unread
     assert "rotary_base: 10000000" in check.fix
 
 
@@ -188,7 +187,7 @@ def test_data_that_does_not_fit(own, rows, state, found):
     for column, values in rows.items():
         write_packed(Path(own["megatron_training"]["data_path"]).parent, column, values)
     checks = look(own)
-    assert checks["training files"].state == state and found in checks["training files"].found
+    said(checks, "training files", found, state)
     others = {"test rows": WARNING} if len(rows["labels"]) == 200 else {}  # of 80 training rows
     assert not_passed(checks) == {"training files": state} | others
 
@@ -198,9 +197,8 @@ def test_a_packed_test_split_is_not_trained_on(own):
     for column in ("input_ids", "labels"):
         folder = Path(own["megatron_training"]["data_path"]).parent
         write_packed(folder, column, {"input_ids": [[1]], "labels": [[1]]}[column] * count)
-    check = look(own)["test rows"]
     words = f"{count} packed prompts, 80 training rows, {count} test rows: they are not of one"
-    assert check.state == FAILED and check.found.startswith(words)
+    said(look(own), "test rows", words)
 
 
 def test_questions_of_both_files(own):
@@ -228,8 +226,8 @@ def test_the_room_that_checkpoints_need(ready):
     experts = 48 * 128 * 32 * ((2048 + 2 * 768) + (768 + 2048))
     size = 14 * (16 * dense + experts)
     assert f"({116 // 20} x {size / 1e9:.1f} GB)" in look(ready)["disk for the run"].found
-    for disk, state in ((5 * size, PASSED), (5 * size - 1, WARNING), (size - 1, FAILED)):
-        assert look(ready, Box(disk=disk))["disk for the run"].state == state
+    for free, state in ((5 * size, PASSED), (5 * size - 1, WARNING), (size - 1, FAILED)):
+        assert look(ready, Box(free=free))["disk for the run"].state == state
 
 
 def test_what_a_conversion_needs(own):
@@ -241,7 +239,7 @@ def test_what_a_conversion_needs(own):
     check = look(own)["disk for the base"]
     need = float(re.search(r"about (\d+) GB", check.found)[1])
     assert need == pytest.approx(16 * 3.09 + 58, rel=0.01) and check.state == PASSED
-    for box in (Box(disk=10**11), Box(shut_folders=(load,))):
+    for box in (Box(free=10**11), Box(shut_folders=(load,))):
         assert look(own, box)["disk for the base"].state == FAILED
 
 
@@ -307,8 +305,7 @@ def test_base_weights_that_are_missing_or_cut(own):
     rewrite(load / "iter_0000001" / "mp_rank_00_003" / "model_optim_rng.pt", "PK")
     assert "mp_rank_00_003/model_optim_rng.pt is not whole" in look(own)["base weights"].found
     (load / TRACKER).unlink()
-    check = look(own)["base weights"]
-    assert check.state == FAILED and "not converted yet" in check.found
+    check = said(look(own), "base weights", "not converted yet")
     assert shlex.join(conversion_command(read(own)[0])) in check.fix
 
 
