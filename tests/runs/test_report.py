@@ -110,7 +110,7 @@ def test_a_picture_that_cannot_be_drawn_is_named_and_in_nobodys_way(made_run, mo
     assert not (run.plots_dir / "time.png").exists()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 @pytest.mark.parametrize("steps, aqn", [(1, True), (2, True), (20, False), (130, True)])
 def test_pictures_of_short_and_long_runs_have_whole_axes(made_run, drawn, steps, aqn):
     run = made_run(steps, aqn)
