@@ -1,6 +1,5 @@
-"""The config: its keys, its layout and memory; room for the files of a run on disks and in the host's
-memory; and the files that it reads: the model's, training and test data, and the base weights in
-Megatron's format.
+"""The config; room for a run's files on disks and in memory; and what it reads: the model's files,
+training and test data, and the base weights in Megatron's format.
 """
 
 import shlex

@@ -1,7 +1,6 @@
-"""The host: CPUs, limits, disks; addresses of nodes and of Ray, the host's own name, and HCCL's ports;
-and the variables of the shell: what the engine would set otherwise, and what is left from a recipe,
-a Dockerfile or an earlier repair. The launchers' raylet inherits the shell, so every worker has
-them.
+"""The host: CPUs, limits, disks; addresses of nodes and of Ray, the host's own name, HCCL's ports; and
+the variables of the shell, what the engine would set otherwise and what is left from a recipe, a
+Dockerfile or an earlier repair: the launchers' raylet inherits the shell, so every worker has them.
 """
 
 import re
