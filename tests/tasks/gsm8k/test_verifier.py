@@ -24,31 +24,39 @@ from mindspeed_qerl.tasks.gsm8k.verifier import (
     score_batch,
 )
 from tests import GSM8K, ROOT, needs_gsm8k
-from tests.tasks.gsm8k.tables import plain, rows_of
+from tests.tables import cells, plain
 
-# (response, gold, strict, flexible): the table of docs/verifier.md, where the reasons are.
-FIELD_TABLE = [
-    ("#### 72.", "72", 1, 1),
-    ("#### 72.0", "72", 1, 1),
-    ("#### $72", "72", 1, 1),
-    ("####72", "72", 1, 1),
-    ("#### 1,000", "1000", 1, 1),
-    ("#### **72**", "72", 1, 1),
-    ("#### 10 ... #### 72", "72", 0, 1),
-    ("#### 10\n\nWait, that is wrong.\n#### 72", "72", 0, 1),
-    ("The answer is 72.", "72", 0, 1),
-    ("#### 72" + " and so on" * 48, "72", 1, 1),
-    ("#### 72\n" + "as shown. " * 48, "72", 1, 1),
-    ("#### -5", "-5", 1, 1),
-    ("#### 50%", "50", 1, 1),
-    ("#### 72 dollars", "72", 1, 1),
-    ("#### 72 or 73", "72", 0, 0),
-    ("#### 72. 48 of them in May", "72", 0, 1),
-    ("#### 10\\,000", "10000", 1, 1),
-    ("#### 3\\frac{1}{2}", "3", 0, 0),
-    ("#### 2 million", "2", 0, 0),
-    ("#### 48 + 24 = 72", "72", 0, 1),
-]
+
+def rows_of(table):
+    """(response, gold, strict, flexible) of each line."""
+    return [
+        (text, gold, int(strict), int(flexible)) for text, gold, strict, flexible in cells(table)
+    ]
+
+
+# Response ¦ gold ¦ strict ¦ flexible: the table of docs/verifier.md, where the reasons are.
+FIELD_TABLE = rows_of(rf"""
+#### 72. ¦ 72 ¦ 1 ¦ 1
+#### 72.0 ¦ 72 ¦ 1 ¦ 1
+#### $72 ¦ 72 ¦ 1 ¦ 1
+####72 ¦ 72 ¦ 1 ¦ 1
+#### 1,000 ¦ 1000 ¦ 1 ¦ 1
+#### **72** ¦ 72 ¦ 1 ¦ 1
+#### 10 ... #### 72 ¦ 72 ¦ 0 ¦ 1
+#### 10⏎⏎Wait, that is wrong.⏎#### 72 ¦ 72 ¦ 0 ¦ 1
+The answer is 72. ¦ 72 ¦ 0 ¦ 1
+#### 72{" and so on" * 48} ¦ 72 ¦ 1 ¦ 1
+#### 72⏎{"as shown. " * 48} ¦ 72 ¦ 1 ¦ 1
+#### -5 ¦ -5 ¦ 1 ¦ 1
+#### 50% ¦ 50 ¦ 1 ¦ 1
+#### 72 dollars ¦ 72 ¦ 1 ¦ 1
+#### 72 or 73 ¦ 72 ¦ 0 ¦ 0
+#### 72. 48 of them in May ¦ 72 ¦ 0 ¦ 1
+#### 10\,000 ¦ 10000 ¦ 1 ¦ 1
+#### 3\frac{{1}}{{2}} ¦ 3 ¦ 0 ¦ 0
+#### 2 million ¦ 2 ¦ 0 ¦ 0
+#### 48 + 24 = 72 ¦ 72 ¦ 0 ¦ 1
+""")
 # What stands behind "#### " ¦ gold ¦ strict ¦ flexible.
 NUMBERS = rows_of(r"""
 72 ¦ 73 ¦ 0 ¦ 0
@@ -338,27 +346,27 @@ def test_bad_input_is_named(call, words):
 
 @pytest.mark.parametrize(
     "written, canonical",
-    [
-        ("1,000", "1000"),
-        (" 72 ", "72"),
-        ("72.", "72"),
-        ("-7", "-7"),
-        ("$7.50", "7.5"),
-        ("0.05", "0.05"),
-        ("-.5", "-0.5"),
-        ("10%", "10"),
-        ("10 000", "10000"),
-        ("10\\,000", "10000"),
-        ("10\u2019000", "10000"),
-        ("2 million", "2000000"),
-        ("50 \u20ac", "50"),
-        ("\\boxed{72}", "72"),
-        ("-0.0", "0"),
-        ("3/4", "0.75"),
-        ("1/3", "1/3"),
-        ("109,200,000", "109200000"),
-        ("\u22127", "-7"),
-    ],
+    cells(r"""
+1,000 ¦ 1000
+ 72  ¦ 72
+72. ¦ 72
+-7 ¦ -7
+$7.50 ¦ 7.5
+0.05 ¦ 0.05
+-.5 ¦ -0.5
+10% ¦ 10
+10 000 ¦ 10000
+10\,000 ¦ 10000
+10\u2019000 ¦ 10000
+2 million ¦ 2000000
+50 \u20ac ¦ 50
+\boxed{72} ¦ 72
+-0.0 ¦ 0
+3/4 ¦ 0.75
+1/3 ¦ 1/3
+109,200,000 ¦ 109200000
+\u22127 ¦ -7
+"""),
 )
 def test_canonical_form(written, canonical):
     assert canonical_number(written) == canonical
