@@ -11,6 +11,7 @@ import pytest
 from mindspeed_qerl.ascend import limits
 from mindspeed_qerl.common.errors import ConfigError
 from tests import checked, put
+from tests.tables import cells
 from tests.upstream.rehearsal import FAMILIES, make_config
 
 
@@ -69,70 +70,39 @@ GRAPHS = {"generate_config.enforce_eager": False}
 # (base_training_engine.py:531) and plans for those of one
 EPOCHS = {"rl_config.epochs": 2}
 TOO_FAST = "actor_config.lr_warmup_fraction = {}: upstream moves the schedule on in every epoch"
+OF_ONE_KEY = cells("""
+rl_config.verifier_function ¦ ["gsm8k_strct"] ¦ \
+rl_config.verifier_function: unknown verifier 'gsm8k_strct', did you mean 'gsm8k_strict'?
+actor_config.moe_tp_extend_ep ¦ false ¦ \
+moe_tp_extend_ep = False must be True with num_experts: without it
+model.tiny.moe_token_dispatcher_type ¦ "alltoall" ¦ \
+the only dispatcher that MindSpeed-LLM has LoRA for
+megatron_training.lora_alpha ¦ 16.5 ¦ lora_alpha = 16.5 must be a whole number
+actor_config.num_layers_per_virtual_pipeline_stage ¦ 1 ¦ \
+must be left out: exports, routing replay and the reference know one chunk
+generate_config.enable_expert_parallel ¦ false ¦ \
+enable_expert_parallel = False must be True with num_experts: the sync
+megatron_training.data_path ¦ "nowhere" ¦ \
+nowhere_packed_input_ids_document.bin. Make it with `python tools/convert_gsm8k.py
+model.tiny.rotary_base ¦ null ¦ \
+rotary_base is left out of the config, which is 10000 to Megatron, but the qwen3_moe
+model.tiny.qk_layernorm ¦ false ¦ qk_layernorm = False in the config, but the qwen3_moe model of\u0020
+task.prompt ¦ "plain" ¦ task.prompt must be left out: the packed training rows hold chat prompts
+run.resume ¦ "somewhere" ¦ run.resume needs actor_config.load
+hardware_error.training ¦ "gaussian" ¦ \
+hardware_error.training must be left out: errors are modelled on the local engine
+rollout_quantization.format ¦ "fp8" ¦ rollout_quantization.format = 'fp8' rounds activations
+rollout_quantization.format ¦ "int8_w8a8" ¦ rollout_quantization.format = 'int8_w8a8' with experts
+rollout_quantization ¦ {"format": "nvfp4", "lora": "beside"} ¦ \
+rollout_quantization.lora must be left out: a sync brings merged weights
+rollout_quantization.format ¦ "mxfp4" ¦ \
+the model's moe_intermediate_size = 48 is no multiple of its blocks of 32 inputs
+model.tiny.moe_aux_loss_coeff ¦ null ¦ \
+Set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant
+rl_config.use_remove_padding ¦ true ¦ needs megatron_training.use_flash_attn: true
+""")
 FAULTS = [
-    (
-        {"rl_config.verifier_function": ["gsm8k_strct"]},
-        "rl_config.verifier_function: unknown verifier 'gsm8k_strct', did you mean 'gsm8k_strict'?",
-    ),
-    (
-        {"actor_config.moe_tp_extend_ep": False},
-        "moe_tp_extend_ep = False must be True with num_experts: without it",
-    ),
-    (
-        {"model.tiny.moe_token_dispatcher_type": "alltoall"},
-        "the only dispatcher that MindSpeed-LLM has LoRA for",
-    ),
-    ({"megatron_training.lora_alpha": 16.5}, "lora_alpha = 16.5 must be a whole number"),
-    (
-        {"actor_config.num_layers_per_virtual_pipeline_stage": 1},
-        "must be left out: exports, routing replay and the reference know one chunk",
-    ),
-    (
-        {"generate_config.enable_expert_parallel": False},
-        "enable_expert_parallel = False must be True with num_experts: the sync",
-    ),
-    (
-        {"megatron_training.data_path": "nowhere"},
-        "nowhere_packed_input_ids_document.bin. Make it with `python tools/convert_gsm8k.py",
-    ),
-    (
-        {"model.tiny.rotary_base": None},
-        "rotary_base is left out of the config, which is 10000 to Megatron, but the qwen3_moe",
-    ),
-    (
-        {"model.tiny.qk_layernorm": False},
-        "qk_layernorm = False in the config, but the qwen3_moe model of ",
-    ),
-    (
-        {"task.prompt": "plain"},
-        "task.prompt must be left out: the packed training rows hold chat prompts",
-    ),
-    ({"run.resume": "somewhere"}, "run.resume needs actor_config.load"),
-    (
-        {"hardware_error.training": "gaussian"},
-        "hardware_error.training must be left out: errors are modelled on the local engine",
-    ),
-    (
-        {"rollout_quantization.format": "fp8"},
-        "rollout_quantization.format = 'fp8' rounds activations",
-    ),
-    (
-        {"rollout_quantization.format": "int8_w8a8"},
-        "rollout_quantization.format = 'int8_w8a8' with experts",
-    ),
-    (
-        {"rollout_quantization": {"format": "nvfp4", "lora": "beside"}},
-        "rollout_quantization.lora must be left out: a sync brings merged weights",
-    ),
-    (
-        {"rollout_quantization.format": "mxfp4"},
-        "the model's moe_intermediate_size = 48 is no multiple of its blocks of 32 inputs",
-    ),
-    (
-        {"model.tiny.moe_aux_loss_coeff": None},
-        "Set model.tiny.moe_aux_loss_coeff=0.0, or the value that is meant",
-    ),
-    ({"rl_config.use_remove_padding": True}, "needs megatron_training.use_flash_attn: true"),
+    *(({key: json.loads(value)}, message) for key, value, message in OF_ONE_KEY),
     (
         REPLAY | {"generate_config.enable_prefix_caching": True},
         "no routes for tokens that it finds",

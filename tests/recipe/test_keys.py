@@ -2,6 +2,7 @@
 breaks the check.
 """
 
+import json
 import math
 import re
 import runpy
@@ -14,6 +15,7 @@ import yaml
 from mindspeed_qerl.recipe import keys
 from mindspeed_qerl.recipe.compose import compose
 from tests import ROOT
+from tests.tables import cells
 
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 BASE = {
@@ -71,89 +73,36 @@ def test_a_config_for_npus_needs_one_change_to_run_on_the_local_engine():
 
 @pytest.mark.parametrize(
     "engine, key, value, message",
-    [
-        (
-            "both",
-            "rl_config.advantage_whiten",
-            True,
-            "must be left out: nothing in upstream reads it",
-        ),
-        ("both", "megatron_training.optimizer", "muon", "must be 'adam'"),
-        (
-            "both",
-            "rl_config.kl_ctrl_type",
-            "adaptive",
-            "must be 'fixed': GRPO never updates the adaptive controller",
-        ),
-        (
-            "both",
-            "rl_config.beta",
-            0.04,
-            "must be left out: nothing in GRPO reads it; the weight of the KL term",
-        ),
-        (
-            "both",
-            "generate_config.sampling_config.top_p",
-            0.9,
-            "must be 1: the policy that is trained is the whole",
-        ),
-        ("both", "megatron_training.stage", "ray_dapo", "must be 'ray_grpo'"),
-        (
-            "both",
-            "actor_config.save",
-            "somewhere",
-            "must be left out: checkpoints are kept in the run directory",
-        ),
-        ("both", "megatron_training.split", "90,10,0", "must be '100,0,0'"),
-        (
-            "both",
-            "actor_config.lr_decay_style",
-            "WSD",
-            "must be 'constant' or 'linear' or 'cosine'",
-        ),
-        (
-            "both",
-            "rl_config.async_engine",
-            True,
-            "must be False: AQN and the seeds of prompts are in",
-        ),
-        ("both", "rl_config.token_level_loss", False, "must be left out or True"),
-        ("local", "generate_config.sampling_config.seed", 2, "must be left out"),
-        ("local", "megatron_training.moe_aux_loss_coeff", 0.01, "must be 0"),
-        (
-            "mindspeed_rl",
-            "generate_config.torchair_graph",
-            True,
-            "must be False: torchair's graphs keep stale weights",
-        ),
-        ("mindspeed_rl", "generate_config.dtype", "float32", "must be 'bfloat16'"),
-        (
-            "mindspeed_rl",
-            "megatron_training.recompute_method",
-            "uniform",
-            "must be left out or 'block' with lora_target_",
-        ),
-        (
-            "mindspeed_rl",
-            "actor_config.moe_alltoall_overlap_comm",
-            True,
-            "must be False with num_experts and lora_",
-        ),
-        (
-            "mindspeed_rl",
-            "megatron_training.lora_ckpt_filter",
-            False,
-            "must be True with lora_target_modules",
-        ),
-        (
-            "mindspeed_rl",
-            "actor_config.moe_token_dispatcher_type",
-            "alltoall",
-            "must be 'alltoall_seq' with num_experts",
-        ),
-    ],
+    cells("""
+both ¦ rl_config.advantage_whiten ¦ true ¦ must be left out: nothing in upstream reads it
+both ¦ megatron_training.optimizer ¦ "muon" ¦ must be 'adam'
+both ¦ rl_config.kl_ctrl_type ¦ "adaptive" ¦ \
+must be 'fixed': GRPO never updates the adaptive controller
+both ¦ rl_config.beta ¦ 0.04 ¦ must be left out: nothing in GRPO reads it; the weight of the KL term
+both ¦ generate_config.sampling_config.top_p ¦ 0.9 ¦ \
+must be 1: the policy that is trained is the whole
+both ¦ megatron_training.stage ¦ "ray_dapo" ¦ must be 'ray_grpo'
+both ¦ actor_config.save ¦ "somewhere" ¦ must be left out: checkpoints are kept in the run directory
+both ¦ megatron_training.split ¦ "90,10,0" ¦ must be '100,0,0'
+both ¦ actor_config.lr_decay_style ¦ "WSD" ¦ must be 'constant' or 'linear' or 'cosine'
+both ¦ rl_config.async_engine ¦ true ¦ must be False: AQN and the seeds of prompts are in
+both ¦ rl_config.token_level_loss ¦ false ¦ must be left out or True
+local ¦ generate_config.sampling_config.seed ¦ 2 ¦ must be left out
+local ¦ megatron_training.moe_aux_loss_coeff ¦ 0.01 ¦ must be 0
+mindspeed_rl ¦ generate_config.torchair_graph ¦ true ¦ \
+must be False: torchair's graphs keep stale weights
+mindspeed_rl ¦ generate_config.dtype ¦ "float32" ¦ must be 'bfloat16'
+mindspeed_rl ¦ megatron_training.recompute_method ¦ "uniform" ¦ \
+must be left out or 'block' with lora_target_
+mindspeed_rl ¦ actor_config.moe_alltoall_overlap_comm ¦ true ¦ \
+must be False with num_experts and lora_
+mindspeed_rl ¦ megatron_training.lora_ckpt_filter ¦ false ¦ must be True with lora_target_modules
+mindspeed_rl ¦ actor_config.moe_token_dispatcher_type ¦ "alltoall" ¦ \
+must be 'alltoall_seq' with num_experts
+"""),
 )
 def test_a_value_that_would_not_happen_is_refused(engine, key, value, message):
+    value = json.loads(value)
     for each in keys.ENGINES if engine == "both" else (engine,):
         (found,) = faults(each, {key: value})
         assert found.startswith(f"{key} = {value!r} {message}")
