@@ -13,6 +13,7 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.time import idle_share, stage_work
 from mindspeed_qerl.recipe.types import Batch, Layout
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
+from tests.tables import cells
 from tests.tasks.gsm8k.tool import run_tool
 
 CONFIG = "grpo_qwen3_30b_a3b_gsm8k_16npu"
@@ -195,29 +196,29 @@ def test_no_layout_is_explained():
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        ([*MODEL, "16", "--check", "tpp=3"], "unknown key in --check: 'tpp', did you mean"),
-        ([*MODEL, "16", "--check", "tp=three"], "--check tp=three: the size must be a whole"),
-        ([*MODEL, "16", "--check", "tp=0"], "must be a whole number of at least 1"),
-        ([*MODEL, "16", "--check", "tp=4,tp=2"], "--check tp=4,tp=2: tp is given twice"),
-        (["--model", "qwen3_30b", "--ranks", "16"], "unknown model 'qwen3_30b', did you mean"),
-        (["--model", "tests", "--ranks", "16"], "tests has no config.json"),
-        (["--model", "qwen3_30b_a3b"], "--model and --ranks are needed"),
-        (["--ranks", "sixteen"], "invalid int value"),
-        ([*MODEL, "0"], "--ranks 0 must be at least 1"),
-        ([*MODEL, "1000000007"], "--ranks 1000000007 must be at least 1 and at most 100,000"),
-        ([*MODEL, "16", "--memory-gb=nan"], "--memory-gb nan must be finite and above 0"),
-        ([*MODEL, "16", "--memory-gb=0"], "--memory-gb 0 must be finite and above 0"),
-        ([*MODEL, "16", "--tokens", "1,2"], "--tokens 1,2 must be three numbers"),
-        ([*MODEL, "16", "--tokens", "100,900,300"], "must be three numbers"),
-        ([*MODEL, "16", "actor_config.lr=1"], "is an override of a config"),
-        (["--config-name", "grpo_qwen3"], "unknown config name 'grpo_qwen3'"),
-        (["--config-name", CONFIG, "--ranks", "12"], "rl_config.actor_resource.num_npus=12"),
-        (["--config-name", CONFIG, "++foo.bar=1"], "unknown key 'foo'"),
-    ],
+    cells("""
+--model qwen3_30b_a3b --ranks 16 --check tpp=3 ¦ unknown key in --check: 'tpp', did you mean
+--model qwen3_30b_a3b --ranks 16 --check tp=three ¦ --check tp=three: the size must be a whole
+--model qwen3_30b_a3b --ranks 16 --check tp=0 ¦ must be a whole number of at least 1
+--model qwen3_30b_a3b --ranks 16 --check tp=4,tp=2 ¦ --check tp=4,tp=2: tp is given twice
+--model qwen3_30b --ranks 16 ¦ unknown model 'qwen3_30b', did you mean
+--model tests --ranks 16 ¦ tests has no config.json
+--model qwen3_30b_a3b ¦ --model and --ranks are needed
+--ranks sixteen ¦ invalid int value
+--model qwen3_30b_a3b --ranks 0 ¦ --ranks 0 must be at least 1
+--model qwen3_30b_a3b --ranks 1000000007 ¦ --ranks 1000000007 must be at least 1 and at most 100,000
+--model qwen3_30b_a3b --ranks 16 --memory-gb=nan ¦ --memory-gb nan must be finite and above 0
+--model qwen3_30b_a3b --ranks 16 --memory-gb=0 ¦ --memory-gb 0 must be finite and above 0
+--model qwen3_30b_a3b --ranks 16 --tokens 1,2 ¦ --tokens 1,2 must be three numbers
+--model qwen3_30b_a3b --ranks 16 --tokens 100,900,300 ¦ must be three numbers
+--model qwen3_30b_a3b --ranks 16 actor_config.lr=1 ¦ is an override of a config
+--config-name grpo_qwen3 ¦ unknown config name 'grpo_qwen3'
+--config-name grpo_qwen3_30b_a3b_gsm8k_16npu --ranks 12 ¦ rl_config.actor_resource.num_npus=12
+--config-name grpo_qwen3_30b_a3b_gsm8k_16npu ++foo.bar=1 ¦ unknown key 'foo'
+"""),
 )
 def test_a_wrong_command_line(arguments, message):
-    result = plan_layout(*arguments)
+    result = plan_layout(*arguments.split())
     assert result.returncode == 2 and message in result.stderr and "Traceback" not in result.stderr
 
 
