@@ -26,6 +26,7 @@ from mindspeed_qerl.tasks.gsm8k import verifier
 from mindspeed_qerl.tasks.rewards import RewardError, call_reward, load_reward, score, try_rewards
 from mindspeed_qerl.tasks.rows import row_of
 from tests import ROOT
+from tests.tables import cells
 
 ROWS = [
     row_of({"prompt": f"question {i}", "answer": str(i), "level": i}, f"data.jsonl:{i + 1}")
@@ -432,25 +433,21 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
 
 @pytest.mark.parametrize(
     "name, words",
-    [
-        (
-            "gsm8k_strikt",
-            (
-                "unknown verifier 'gsm8k_strikt', did you mean 'gsm8k_strict'? Known: gsm8k, "
-                "gsm8k_strict. Your own is written module:function"
-            ),
-        ),
-        ("own_rewards.py:my_reward", "No module named 'own_rewards.py'"),
-        (":my_reward", "cannot be loaded: ValueError: Empty module name"),
-        ("no_such:f", "No module named 'no_such'. It is written as in an import"),
-        ("package.other:f", "looked for in this folder (FOLDER) and on PYTHONPATH"),
-        ("needs:f", "No module named 'no_such_package'"),
-        ("broken:f", "'broken:f' cannot be loaded: ZeroDivisionError: division by zero"),
-        ("unfinished:f", "SyntaxError: invalid syntax (unfinished.py, line 1)"),
-        ("script:f", "SystemExit: usage"),
-        ("own_rewards:my_rewards", "unknown function 'my_rewards', did you mean 'my_reward'?"),
-        ("own_rewards:limit", "unknown function 'limit'"),
-    ],
+    cells("""
+gsm8k_strikt ¦ \
+unknown verifier 'gsm8k_strikt', did you mean 'gsm8k_strict'? Known: gsm8k, \
+gsm8k_strict. Your own is written module:function
+own_rewards.py:my_reward ¦ No module named 'own_rewards.py'
+:my_reward ¦ cannot be loaded: ValueError: Empty module name
+no_such:f ¦ No module named 'no_such'. It is written as in an import
+package.other:f ¦ looked for in this folder (FOLDER) and on PYTHONPATH
+needs:f ¦ No module named 'no_such_package'
+broken:f ¦ 'broken:f' cannot be loaded: ZeroDivisionError: division by zero
+unfinished:f ¦ SyntaxError: invalid syntax (unfinished.py, line 1)
+script:f ¦ SystemExit: usage
+own_rewards:my_rewards ¦ unknown function 'my_rewards', did you mean 'my_reward'?
+own_rewards:limit ¦ unknown function 'limit'
+"""),
 )
 def test_what_is_wrong_with_a_name(modules, name, words):
     with pytest.raises(ConfigError) as error:
