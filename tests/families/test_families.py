@@ -19,6 +19,7 @@ from mindspeed_qerl.families import (
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
 from mindspeed_qerl.layout.sizes import model_parameters
+from tests.tables import cells
 from tests.upstream.rehearsal import FAMILIES as REHEARSED
 
 
@@ -130,24 +131,24 @@ def test_the_rehearsals_arguments_are_the_familys(family):
 
 @pytest.mark.parametrize(
     "family, key, told",
-    [
-        ("qwen3_moe", "rotary_base", "10000"),
-        ("qwen2", "norm_epsilon", "1e-05"),
-        ("qwen3_moe", "norm_topk_prob", "False"),
-        ("qwen3", "qk_layernorm", "False"),
-        ("qwen2_moe", "add_qkv_bias", "False"),
-        ("qwen3_moe", "num_query_groups", "1"),
-        ("qwen3_moe", "num_experts", "None"),
-        ("qwen2_moe", "n_shared_experts", "None"),
-        ("qwen2_moe", "spec", "None"),
-        ("qwen3", "normalization", "'LayerNorm'"),
-        ("qwen3", "swiglu", "False"),
-        ("qwen3", "disable_bias_linear", "False"),
-        ("qwen3", "position_embedding_type", "'learned_absolute'"),
-        ("qwen3", "untie_embeddings_and_output_weights", "False"),
-        ("qwen3", "group_query_attention", "False"),
-        ("qwen3", "hidden_dropout", "0.1"),
-    ],
+    cells("""
+qwen3_moe ¦ rotary_base ¦ 10000
+qwen2 ¦ norm_epsilon ¦ 1e-05
+qwen3_moe ¦ norm_topk_prob ¦ False
+qwen3 ¦ qk_layernorm ¦ False
+qwen2_moe ¦ add_qkv_bias ¦ False
+qwen3_moe ¦ num_query_groups ¦ 1
+qwen3_moe ¦ num_experts ¦ None
+qwen2_moe ¦ n_shared_experts ¦ None
+qwen2_moe ¦ spec ¦ None
+qwen3 ¦ normalization ¦ 'LayerNorm'
+qwen3 ¦ swiglu ¦ False
+qwen3 ¦ disable_bias_linear ¦ False
+qwen3 ¦ position_embedding_type ¦ 'learned_absolute'
+qwen3 ¦ untie_embeddings_and_output_weights ¦ False
+qwen3 ¦ group_query_attention ¦ False
+qwen3 ¦ hidden_dropout ¦ 0.1
+"""),
 )
 def test_a_key_that_is_left_out_counts_with_megatrons_default(family, key, told):
     config, arguments = rehearsed(family)

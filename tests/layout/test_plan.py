@@ -17,6 +17,7 @@ from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.recipe.writer import to_config
 from tests.families.public_models import MODELS
+from tests.tables import cells
 
 
 @pytest.fixture
@@ -91,18 +92,18 @@ def test_layer_lists(raw):
 
 @pytest.mark.parametrize(
     "key, value, message",
-    [
-        ("num_attention_heads", 0, "num_attention_heads = 0 in the section model"),
-        ("num_layers", 4.0, "num_layers = 4.0 in the section model"),
-        ("num_layers", None, "num_layers is missing in the section model"),
-        ("padded_vocab_size", 10**10, "padded_vocab_size = 10000000000 in the section model"),
-        ("moe_router_topk", 300, "num_experts_per_tok = 300 must be at most num_experts = 128"),
-        ("moe_ffn_hidden_size", None, "moe_intermediate_size = 0 must be at least 1"),
-        ("rotary_base", "big", "rotary_base = 'big' in the section model"),
-    ],
+    cells("""
+num_attention_heads ¦ 0 ¦ num_attention_heads = 0 in the section model
+num_layers ¦ 4.0 ¦ num_layers = 4.0 in the section model
+num_layers ¦ null ¦ num_layers is missing in the section model
+padded_vocab_size ¦ 10000000000 ¦ padded_vocab_size = 10000000000 in the section model
+moe_router_topk ¦ 300 ¦ num_experts_per_tok = 300 must be at most num_experts = 128
+moe_ffn_hidden_size ¦ null ¦ moe_intermediate_size = 0 must be at least 1
+rotary_base ¦ "big" ¦ rotary_base = 'big' in the section model
+"""),
 )
 def test_an_impossible_size_in_the_section_model(raw, key, value, message):
-    raw["model"]["qwen3_30b_a3b"][key] = value
+    raw["model"]["qwen3_30b_a3b"][key] = json.loads(value)
     with pytest.raises(ConfigError) as refused:
         shape_of_model(read_recipe(raw))
     assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
@@ -141,25 +142,25 @@ WRITTEN = {
 
 @pytest.mark.parametrize(
     "changed, message",
-    [
-        ({"hidden_size": 0}, "hidden_size = 0 in config.json: "),
-        ({"num_attention_heads": 10**9 + 1}, "num_attention_heads = 1000000001 in config.json: "),
-        ({"vocab_size": "4"}, "refuses config.json: .*vocab_size.*expected int, got str"),
-        ({"num_experts": None}, "config.json does not state num_experts"),
-        ({"num_key_value_heads": None}, "'num_key_value_heads' expected int, got NoneType"),
-        ({"head_dim": 0}, "head_dim = 0 in config.json: "),
-        ({"hidden_size": 3}, "head_dim = 0 in config.json: "),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 must be at most num_experts = 8"),
-        ({"num_experts_per_tok": 0}, "num_experts_per_tok = 0 must be at least 1"),
-        ({"model_type": "qwen3", "intermediate_size": 0}, "intermediate_size = 0 must be at least"),
-        ({"rope_theta": "big"}, "rope_theta = 'big' in config.json: "),
-        ({"rope_theta": float("nan")}, "rope_theta = nan in config.json: "),
-        ({"tie_word_embeddings": "no"}, "'tie_word_embeddings' expected bool, got str"),
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] in config.json is not modelled here"),
-    ],
+    cells(r"""
+{"hidden_size": 0} ¦ hidden_size = 0 in config.json:\u0020
+{"num_attention_heads": 1000000001} ¦ num_attention_heads = 1000000001 in config.json:\u0020
+{"vocab_size": "4"} ¦ refuses config.json: .*vocab_size.*expected int, got str
+{"num_experts": null} ¦ config.json does not state num_experts
+{"num_key_value_heads": null} ¦ 'num_key_value_heads' expected int, got NoneType
+{"head_dim": 0} ¦ head_dim = 0 in config.json:\u0020
+{"hidden_size": 3} ¦ head_dim = 0 in config.json:\u0020
+{"num_experts_per_tok": 9} ¦ num_experts_per_tok = 9 must be at most num_experts = 8
+{"num_experts_per_tok": 0} ¦ num_experts_per_tok = 0 must be at least 1
+{"model_type": "qwen3", "intermediate_size": 0} ¦ intermediate_size = 0 must be at least
+{"rope_theta": "big"} ¦ rope_theta = 'big' in config.json:\u0020
+{"rope_theta": NaN} ¦ rope_theta = nan in config.json:\u0020
+{"tie_word_embeddings": "no"} ¦ 'tie_word_embeddings' expected bool, got str
+{"mlp_only_layers": [0]} ¦ mlp_only_layers = \[0\] in config.json is not modelled here
+"""),
 )
 def test_a_config_json_that_cannot_be(tmp_path, changed, message):
-    (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, **changed}))
+    (tmp_path / "config.json").write_text(json.dumps({**WRITTEN, **json.loads(changed)}))
     with pytest.raises(ConfigError, match=message):
         read_shape(tmp_path)
 
