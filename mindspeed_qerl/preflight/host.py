@@ -5,7 +5,7 @@ Dockerfile or an earlier repair: the launchers' raylet inherits the shell, so ev
 
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from mindspeed_qerl.ascend.limits import npu_environment
 
@@ -77,8 +77,6 @@ def run_root(case: Case) -> Check | None:
 
 
 PORTS = range(1024, 65536)
-# of the launcher's Ray (examples/grpo/launch.sh): its head, its dashboard agent, its workers
-RAY_PORTS = {6380, 6381, 52365, *range(20002, 30000)}
 BASE = "HCCL_IF_BASE_PORT"
 
 
@@ -129,12 +127,24 @@ def hccl_ports(case: Case) -> Check | None:
             f"{PORTS[0]} to {PORTS[-1]}"
         )
     words = f"{base} to {ours[-1]}"
-    if shared := sorted(RAY_PORTS.intersection(ours)):
-        return failed(f"{words}: {shared[0]} to {shared[-1]} are those of the launcher's Ray")
-    taken = ", ".join(str(port) for port in ours if not case.machine.may_listen(port=port))
-    if taken:
-        return failed(f"{words}: {taken} taken")
+    of_ray = _ports_of_ray(shell)
+    if shared := [str(port) for port in ours if port in of_ray]:
+        return failed(f"{words}: {', '.join(shared)} of Ray")
+    if taken := [str(port) for port in ours if not case.machine.may_listen(port=port)]:
+        return failed(f"{words}: {', '.join(taken)} taken")
     return passed(f"{words} are free")
+
+
+def _ports_of_ray(shell: Mapping[str, str]) -> set[int]:
+    """Returns the ports that the run's Ray listens at: the one that is joined, or the launcher's
+    (examples/grpo/launch.sh) with its client server, dashboard agent and workers.
+    """
+    joined = shell.get("RAY_ADDRESS", "").rpartition(":")[2]
+    if joined.isdecimal():
+        return {int(joined)}
+    given = shell.get("RAY_PORT", "")
+    head = int(given) if given.isdecimal() else 6380  # the launcher refuses others
+    return {head, head + 1, 52365, *range(20002, 30000)}
 
 
 # ---- variables of the shell ----

@@ -144,7 +144,10 @@ CASES = [
     (shell(HCCL_OP_EXPANSION_MODE="AIV"), "HCCL_OP_EXPANSION_MODE", FAILED, "107020", {}),
     (shell(VLLM_PLUGINS="lora,ascending"), "VLLM_PLUGINS", FAILED, "to infer device type", {}),
     (shell(HCCL_IF_IP="FE80::1%eth0"), "HCCL_IF_IP", None, "", {}),
-    (shell(HCCL_IF_BASE_PORT="19988"), PORTS, FAILED, "20002 to 20003 are those", OTHER),
+    (shell(HCCL_IF_BASE_PORT="19988"), PORTS, FAILED, "20002, 20003 of Ray", OTHER),
+    (shell(RAY_PORT="12344"), PORTS, FAILED, "12345 of Ray", {}),
+    (shell(RAY_PORT="12361"), PORTS, PASSED, "12345 to 12360 are free", {}),
+    (shell(RAY_ADDRESS="10.0.0.9:12360"), PORTS, FAILED, "12360 of Ray", {"Ray": FAILED}),
     (shell(HCCL_IF_BASE_PORT="19986"), PORTS, PASSED, "19986 to 20001 are free", OTHER),
     (
         shell(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,garbage_collection_threshold : 0.9"),
