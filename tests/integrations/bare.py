@@ -13,6 +13,7 @@ import torch  # noqa: F401
 
 BLOCKED = ("hydra", "omegaconf", "pydantic", "matplotlib", "scipy", "pyarrow", "yaml", "rich")
 BLOCKED += ("megatron", "psutil", "ray", "safetensors", "transformers")
+BLOCKED += ("vllm",)  # which only `register` and `keep_weights` import
 
 
 class Nothing:
