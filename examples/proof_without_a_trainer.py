@@ -31,7 +31,6 @@ from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.report import faults, read_lines, table
 
 MODEL = "models/tiny_qwen3_moe"
-FORGOTTEN = "model.layers.1.mlp.experts.3.up_proj.weight"
 left_out = set()
 load_weights = Qwen3MoeForCausalLM.load_weights
 
@@ -48,7 +47,7 @@ def main() -> None:
     weights = load_file(f"{MODEL}/model.safetensors")
     for step in range(3):
         if step == 2:
-            left_out.add(FORGOTTEN)
+            left_out.add("model.layers.1.mlp.experts.3.up_proj.weight")
         sent = {name: weight * (1 + 0.01 * step) for name, weight in weights.items()}
         llm.apply_model(methodcaller("load_weights", sent.items()))
         llm.reset_prefix_cache()
