@@ -108,7 +108,7 @@ $(VENV)/.dev: $(VENV)/.local requirements/dev.txt requirements/oracles.txt
 UNUSED := torch torchvision torchaudio torchcodec triton nvidia-modelopt pulp nltk flask flask-restful aniso8601 blinker \
           itsdangerous pytest pytest-cov pytest-mock pytest-random-order coverage iniconfig pluggy
 lock:
-	uv pip compile requirements/base.in requirements/local.in --quiet --no-header --no-annotate $(UNUSED:%=--no-emit-package %) -o requirements/local.txt
+	uv pip compile $(patsubst %,requirements/%.in,base report npu tools local) --quiet --no-header --no-annotate $(UNUSED:%=--no-emit-package %) -o requirements/local.txt
 
 clean:
 	rm -rf $(VENV) $(UPSTREAM_VENV) build *.egg-info

@@ -18,6 +18,9 @@ def names(file: str) -> list[str]:
     return [line for line in lines if line]
 
 
+REPORT = names("report.in")
+NPU = [*REPORT, *names("npu.in")]  # torch, vLLM and Ray are MindSpeed-RL's own there
+TOOLS = [*NPU, *names("tools.in")]
 INSIDE = {
     f"mindspeed_qerl.{folder}": folder for folder in ("cli", "tools", "configs")
 }  # the package
@@ -65,7 +68,14 @@ setup(
     python_requires=">=3.11",
     install_requires=names("base.in"),
     extras_require={
-        "local": ["torch==2.13.0", *names("local.in")],  # `make install` takes the locked list
+        "report": REPORT,
+        "npu": NPU,
+        "tools": TOOLS,
+        "local": [
+            "torch==2.13.0",
+            *TOOLS,
+            *names("local.in"),
+        ],  # `make install` takes the locked list
         "dev": names("dev.in"),
-    },  # on NPUs torch, vLLM and Ray are MindSpeed-RL's own
+    },
 )

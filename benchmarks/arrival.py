@@ -41,6 +41,7 @@ from torch import nn
 from torch.nn.functional import linear, silu
 
 from mindspeed_qerl.common.files import write_whole
+from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.local.batch import Answer, build_batch
 from mindspeed_qerl.lora.arrival import variance_of_rounding
 from mindspeed_qerl.lora.proof import join, movement
@@ -48,7 +49,6 @@ from mindspeed_qerl.lora.rounding import dither_of, merged
 from mindspeed_qerl.quantization.formats import quantize_nvfp4
 from mindspeed_qerl.quantization.weights import LINEARS
 from mindspeed_qerl.runs.plots import BLUE, GREEN, ORANGE, RED, STYLE
-from mindspeed_qerl.runs.report import markdown_table
 from mindspeed_qerl.tasks.prompts import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

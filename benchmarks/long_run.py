@@ -28,10 +28,10 @@ if __name__ == "__main__":  # a file of a checkout
 import numpy as np
 import psutil
 
+from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl, series
 from mindspeed_qerl.runs.plots import STYLE
-from mindspeed_qerl.runs.report import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLES = ("driver", "rank 0", "rank 1", "rollout engine", "Ray")

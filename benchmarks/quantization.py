@@ -29,11 +29,11 @@ if __name__ == "__main__":  # a file of a checkout
 import numpy as np
 from noise import rows_by_sigma
 
+from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.compare.run import find_runs, read_run
 from mindspeed_qerl.recipe.features import ROLLOUT_FORMATS
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
-from mindspeed_qerl.runs.report import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = 16  # steps of a run that learns nothing, 256 answers each

@@ -39,13 +39,13 @@ from arrival import Adapted, Policy  # beside this file
 from mindspeed_qerl.algorithm.advantages import group_advantages
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
 from mindspeed_qerl.common.files import write_whole
+from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.compare.page import interval
 from mindspeed_qerl.compare.statistics import LEAST_SEEDS, Estimate, estimate
 from mindspeed_qerl.local.batch import Answer, PromptOrder, build_batch
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
-from mindspeed_qerl.runs.report import markdown_table
 from mindspeed_qerl.tasks.prompts import load_tokenizer, plain_ids
 from mindspeed_qerl.tasks.rewards import score
 from mindspeed_qerl.tasks.rows import Row, read_rows

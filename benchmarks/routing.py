@@ -34,13 +34,13 @@ if __name__ == "__main__":  # a file of a checkout
 import numpy as np
 from noise import rows_by_sigma
 
+from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.compare.comparison import SIGNIFICANCE, compare
 from mindspeed_qerl.compare.page import interval
 from mindspeed_qerl.compare.run import find_runs, read_run
 from mindspeed_qerl.compare.statistics import estimate
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, GREEN, RED, STYLE
-from mindspeed_qerl.runs.report import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 MODES = {"none": (RED, "o"), "rollout": (BLUE, "^")}

@@ -30,7 +30,7 @@ if __name__ == "__main__":  # a file of a checkout
 
 from step import REPO, SIZES, make_model, measure, our_overrides
 
-from mindspeed_qerl.runs.report import markdown_table
+from mindspeed_qerl.common.markdown import markdown_table
 
 SETTING = replace(SIZES["tiny"], warm_up=0, steps=1)
 COMMANDS = {  # what trains nothing

@@ -39,6 +39,7 @@ import numpy as np
 from sequential import limits, looks, seeds_planned  # beside this file
 from studies import DIGITS, ROOT, STUDIES, Data
 
+from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.compare.comparison import SIGNIFICANCE
 from mindspeed_qerl.compare.page import interval
 from mindspeed_qerl.compare.run import read_run
@@ -46,7 +47,6 @@ from mindspeed_qerl.compare.statistics import effect_shown, estimate
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.metrics import read_jsonl
 from mindspeed_qerl.runs.plots import BLUE, RED, STYLE
-from mindspeed_qerl.runs.report import markdown_table
 from mindspeed_qerl.sweep import finished
 
 ONE_RANK = ("rl_config.actor_resource.num_npus=1",)

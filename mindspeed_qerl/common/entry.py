@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# of requirements/base.in, what no command can do without
+# of setup.py's extra `tools`, what no command can do without
 NEEDED = ("hydra", "numpy", "pydantic", "rich", "yaml")
 
 
@@ -92,6 +92,6 @@ def _name_missing(kind, error, trace) -> None:
 def _explain(lack: str) -> None:
     print(
         f"error: {sys.executable} {lack}: `make install` in a checkout makes a .venv with "
-        "everything, `pip install .` there adds what needs no engine; on NPUs see docs/ascend.md",
+        "everything, `pip install '.[tools]'` there adds what needs no engine; on NPUs see docs/ascend.md",
         file=sys.stderr,
     )

@@ -16,6 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import IO, Any
 
+Rows = list[dict[str, Any]]  # of a file of JSON lines
+
 POSITION = "data.json"  # of the NPU engine's run, beside a checkpoint's ranks
 # megatron/training/checkpointing.py:get_checkpoint_tracker_filename
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -38,6 +40,29 @@ def write_whole(file: Path, text: str) -> None:
         # else a machine that loses power may keep the name, and no bytes
         os.fsync(content.fileno())
     os.replace(aside, file)
+
+
+def read_jsonl(path: Path) -> Rows:
+    """The rows of a file of JSON lines, such as a run's metrics; a missing file has none.
+
+    A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any
+    other line that is not a JSON object raises ValueError with file and line.
+    """
+    if not path.exists():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            nonfinite = row.pop("nonfinite", {})
+            rows.append(row | {name: float(text) for name, text in nonfinite.items()})
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
+                "Remove the line to read the rest"
+            ) from error
+    return rows
 
 
 def sha256(file: Path) -> str:

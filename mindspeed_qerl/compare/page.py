@@ -12,8 +12,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from mindspeed_qerl.common.files import json_text
+from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.runs.plots import COLORS, STYLE, stack
-from mindspeed_qerl.runs.report import markdown_table
 
 from .comparison import (
     EVALUATED_OTHERWISE,

@@ -2,7 +2,8 @@
 
     python -m mindspeed_qerl.integrations.report FOLDER
 
-Prints a table by sync, writes noise.png beside the lines, and ends with 1 if something is wrong.
+Prints a table by sync, writes noise.png beside the lines (with what `pip install '.[report]'`
+brings), and ends with 1 if something is wrong.
 """
 
 import argparse
@@ -11,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.entry import quietly
-from mindspeed_qerl.runs.metrics import Rows, read_jsonl
-from mindspeed_qerl.runs.plots import write_plots
-from mindspeed_qerl.runs.report import markdown_table
+from mindspeed_qerl.common.files import Rows, read_jsonl
+from mindspeed_qerl.common.markdown import markdown_table
 
 REACHED = ("aqn/target_", "aqn/reached_")
 DRAWN = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
@@ -109,7 +109,14 @@ def table(rows: Rows) -> list[str]:
 
 
 def draw(rows: Rows, folder: Path) -> list[Path]:
-    """The noise by step, as a picture in `folder`; no file where there was none."""
+    """The noise by step, as a picture in `folder`; no file where there was none, or where what
+    draws is not installed, which is said.
+    """
+    try:
+        from mindspeed_qerl.runs.plots import write_plots
+    except ModuleNotFoundError as lacking:
+        print(f"no picture: {lacking}; pip install '.[report]' brings it", file=sys.stderr)
+        return []
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
         if row["event"] != "arrival" and not row["rank"]:

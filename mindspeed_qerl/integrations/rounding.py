@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_qerl.lora.arrival import parts_of
+from mindspeed_qerl.lora.rounding import dither_of
 
 ROWS = 4096  # rounded at a time: their random bits are as large as they
 
@@ -20,8 +21,6 @@ def rounded_without_bias(name: str, tensor: Tensor, matrices: Container[str]) ->
     is_concerned = any(part_name in matrices for part_name, _ in parts_of(name, tensor))
     if tensor.dtype != torch.float32 or not is_concerned:
         return tensor
-    from mindspeed_qerl.lora.rounding import dither_of  # pydantic and such
-
     result = tensor.bfloat16()
     for (part_name, part), (_, rounded) in zip(parts_of(name, tensor), parts_of(name, result)):
         if part_name not in matrices:

@@ -27,6 +27,7 @@ from torch import Tensor
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import select_targets
+from mindspeed_qerl.common.files import read_jsonl
 from mindspeed_qerl.common.share import is_too_little
 from mindspeed_qerl.lora.arrival import Arrival, Factors, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
@@ -296,8 +297,6 @@ class WorkerRollout:
 
     def _measured_before(self, step: int) -> dict[int, dict[str, float]]:
         """Returns what this rank was told before, from the lines of a run that is resumed."""
-        from mindspeed_qerl.runs.metrics import read_jsonl  # pydantic and such
-
         files = sorted(Path(self.settings.report).glob("*.jsonl"), key=os.path.getmtime)
         found = {}
         for file in files:

@@ -13,11 +13,13 @@ export.
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.families.tensors import ROW, ParameterMapping
+if TYPE_CHECKING:  # vLLM's workers round, too, where pydantic and YAML may be missing
+    from mindspeed_qerl.families.tensors import ParameterMapping
 
 CHUNK = 1 << 18  # elements that a CPU rounds at a time, which its cache holds
 
@@ -70,9 +72,11 @@ def dither_of(name: str, shape: Sequence[int]) -> Dither:
 
 
 def dither_of_part(
-    mapping: ParameterMapping, shape: Sequence[int], tp_rank: int, tp_size: int
+    mapping: "ParameterMapping", shape: Sequence[int], tp_rank: int, tp_size: int
 ) -> Dither:
     """The random bits of a rank's part [outputs, inputs] of a Megatron parameter."""
+    from mindspeed_qerl.families.tensors import ROW
+
     outputs, inputs = shape
     if mapping.shared == ROW:
         inputs *= tp_size

@@ -71,12 +71,11 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_qerl.common.files import write_whole
+from mindspeed_qerl.common.files import Rows, read_jsonl, write_whole
 
 from .directory import RunDirectory
 
 MetricsRow = Mapping[str, float]  # by name
-Rows = list[dict[str, Any]]  # of a file
 
 WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
 
@@ -161,29 +160,6 @@ class MetricsWriter(ExitStack):
             # The step is a value of its own: W&B's argument `step` drops rows out of order, such as
             # a late evaluation.
             self._wandb.log({"step": step, **row})
-
-
-def read_jsonl(path: Path) -> Rows:
-    """The rows of a file written by MetricsWriter; a missing file has none.
-
-    A last row that was cut off before its newline is what a kill leaves behind, and is dropped. Any
-    other line that is not a JSON object raises ValueError with file and line.
-    """
-    if not path.exists():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            nonfinite = row.pop("nonfinite", {})
-            rows.append(row | {name: float(text) for name, text in nonfinite.items()})
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number}: damaged line, expected a JSON object ({error}): {line[:80]!r}. "
-                "Remove the line to read the rest"
-            ) from error
-    return rows
 
 
 def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:

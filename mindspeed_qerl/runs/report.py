@@ -8,7 +8,7 @@ writes RUN_DIR/summary.md and RUN_DIR/plots/*.png, and prints the summary.
 import argparse
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from mindspeed_qerl.common.entry import quietly
+from mindspeed_qerl.common.markdown import markdown_table
 
 from .directory import RunDirectory
 from .metrics import Rows, read_jsonl, series
@@ -153,20 +154,6 @@ def _warnings(rows: Rows) -> list[str]:
             "the reward was 0 at every step: look at rollouts.jsonl, and at the verifier's method"
         )
     return warnings
-
-
-def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """The lines of a table.
-
-    >>> markdown_table(("a", "b"), [("1|2", "3")])
-    ['| a | b |', '| --- | --- |', '| 1\\\\|2 | 3 |']
-    """
-    table = []
-    for row in (header, *rows):
-        cells = [cell.replace("|", "\\|").replace("\n", "<br>") for cell in row]
-        table.append(f"| {' | '.join(cells)} |")
-    table.insert(1, f"| {' | '.join(['---'] * len(cells))} |")
-    return table
 
 
 def main() -> int:

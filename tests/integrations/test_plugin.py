@@ -37,6 +37,15 @@ def test_noise_in_vllms_own_process(tmp_path, extension):
 
 
 @pytest.mark.full
+def test_the_example_without_a_trainer_names_what_was_planted():
+    """As docs/integrations.md shows it; no other matrix is named."""
+    shown = run_program("examples/proof_without_a_trainer.py", ROOT).splitlines()
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    assert shown and all(line in page for line in shown)
+    assert [line for line in shown if "model.layers" in line] == shown[-1:]
+
+
+@pytest.mark.full
 def test_ten_syncs_by_vllms_weight_transfer(tmp_path):
     """As TRL's server syncs: the noise of one step is not there in the next, also where the norms
     are not sent, and all that is sent arrives.

@@ -4,7 +4,6 @@ import inspect
 import json
 import logging
 import math
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -418,16 +417,6 @@ def test_settings(tmp_path, monkeypatch):
         read_settings({"report": "a", "rounding": "unbaised"})
     with pytest.raises(ValueError, match=r"min_arrived = 90 must be in 0\.\.1"):
         read_settings({"report": "a", "min_arrived": 90})
-
-
-def test_imports_are_light():
-    """What runs inside vLLM's workers brings nothing of our engines."""
-    program = (
-        "import sys, mindspeed_qerl.integrations.vllm\n"
-        "heavy = {'ray', 'hydra', 'megatron', 'omegaconf', 'matplotlib', 'vllm', 'pydantic'}\n"
-        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 NOISE_LINE = {"event": "noise", "sync": 1, "rank": 0}
