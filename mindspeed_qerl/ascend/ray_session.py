@@ -76,7 +76,7 @@ def check_shared(run: Path) -> None:
 
 
 def this_node_first(groups: list[Any]) -> list[Any]:
-    """Upstream's placement groups with those on this node first: their order is that of the ranks
+    """Puts upstream's placement groups on this node first: their order is that of the ranks
     (launcher.py:231-246). Ray may put the first one anywhere, and the first ranks write the
     checkpoints: they would lie on the other node, where this one's run directory is not.
     """

@@ -37,7 +37,7 @@ def prepare_with_noise(trainer: Any) -> Any:
 
 
 def parts_of(batches: list[dict[str, Any]]) -> list[Parts]:
-    """Those of the batches of ms-swift's `_prepare_batch_inputs`."""
+    """Returns the parts of the batches of ms-swift's `_prepare_batch_inputs`."""
     answers = [batch["grpo_batch"] for batch in batches]
     return [
         (each.rollout_per_token_logps, each.old_per_token_logps, each.completion_mask)

@@ -42,6 +42,6 @@ def add_noise(trainer: Any, **settings: Any) -> WorkerRollout:
 
 
 def parts_of(batch: dict[str, Any]) -> list[Parts]:
-    """Those of a batch of TRL's `_generate_and_score_completions`."""
+    """Returns the parts of a batch of TRL's `_generate_and_score_completions`."""
     own = batch["completion_mask"] * batch.get("tool_mask", 1)  # not a tool's tokens
     return [(batch["sampling_per_token_logps"], batch["old_per_token_logps"], own)]
