@@ -352,7 +352,7 @@ def gradients_by_autograd(
 
 def before_unbiased_rounding(weight: torch.Tensor) -> torch.Tensor:
     """What bfloat16's nearest is of a weight that is rounded up by the share it has of a spacing."""
-    spacing = torch.ldexp(torch.ones(()), weight.detach().abs().frexp().exponent - 8)
+    spacing = torch.exp2(weight.detach().abs().frexp().exponent - 8.0)
     return weight + spacing * (torch.rand(weight.shape) - 0.5)
 
 
