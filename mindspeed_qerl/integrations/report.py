@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.entry import quietly
+from mindspeed_qerl.lora.arrival import syncs_to_see
 from mindspeed_qerl.runs.metrics import Rows, read_jsonl
 from mindspeed_qerl.runs.plots import write_plots
 from mindspeed_qerl.runs.report import markdown_table
 
+FAULTS = (1, 100, 10_000, 1_000_000)  # elements
 REACHED = ("aqn/target_", "aqn/reached_")
 DRAWN = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
 # what `table`, `faults` and `draw` read of each
@@ -71,6 +73,18 @@ def faults(rows: Rows) -> list[str]:
                 "noise did not end. If the run is over, set noise.total_steps to its steps"
             )
     return sentences
+
+
+def power(rows: Rows) -> list[str]:
+    """Says how soon the sampled elements show a fault, by the largest tensor."""
+    total, elements = max((row.get("largest", 0), row.get("elements", 0)) for row in rows)
+    if not total:
+        return []
+    syncs_of = {fault: syncs_to_see(fault, total, elements) for fault in FAULTS if fault < total}
+    found = ", ".join(f"{syncs:,} ({fault:,})" for fault, syncs in syncs_of.items())
+    return [
+        f"proofs until a fault that stays is seen with 99 % (elements of it, of {total:,}): {found}"
+    ]
 
 
 def table(rows: Rows) -> list[str]:
@@ -139,6 +153,8 @@ def main() -> None:
     for picture in draw(rows, folder):
         print(f"picture: {picture}")
     sentences = faults(rows)
+    for line in power(rows):
+        print(line)
     print("\n".join(sentences or ["nothing is wrong"]))
     sys.exit(bool(sentences))
 

@@ -232,6 +232,8 @@ class WorkerRollout:
             too_little=too_little,
             of=what,
             tensors=len(arrival.sent),
+            largest=arrival.largest,
+            elements=arrival.elements,
             not_compared=not_compared,
             unchanged=arrival.unchanged,
             failures=[failure._asdict() for failure in failures],

@@ -104,6 +104,17 @@ def test_noise_is_of_the_step_and_never_of_two(served, tmp_path):
     assert faults(rows) == []
 
 
+def test_the_report_says_how_soon_a_fault_is_seen(served, tmp_path, monkeypatch, capsys):
+    worker, _ = served
+    sync(worker, 1.0)
+    worker.execute_model()
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        report.main()
+    told = "is seen with 99 % (elements of it, of 256): 19 (1), 1 (100)"
+    assert told in capsys.readouterr().out
+
+
 TARGET = {"schedule": "target", "sigma_start": 0.01, "num_stages": 5, "total_steps": 20}
 
 
