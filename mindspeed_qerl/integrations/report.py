@@ -25,6 +25,7 @@ EVENTS = {
     "aqn/measured_std aqn/changed_fraction",
     "measured": "sync rank step",
     "arrival": "sync rank tensors failures of not_compared unchanged",
+    "problem": "sync rank problem",
 }
 
 
@@ -52,6 +53,8 @@ def faults(rows: Rows) -> list[str]:
             sentences.append(f"{where}: {failure['name']}: {failure['problem']}")
         if row.get("too_little"):
             sentences.append(f"{where}: {row['too_little']}")
+        if row["event"] == "problem":
+            sentences.append(f"{where}: {row['problem']}")
         if row["event"] == "noise":
             by_step.setdefault(row["step"], []).append(row)
     for step, workers in by_step.items():
@@ -80,8 +83,10 @@ def power(rows: Rows) -> list[str]:
     total, elements = max((row.get("largest", 0), row.get("elements", 0)) for row in rows)
     if not total:
         return []
-    syncs_of = {fault: syncs_to_see(fault, total, elements) for fault in FAULTS if fault < total}
-    found = ", ".join(f"{syncs:,} ({fault:,})" for fault, syncs in syncs_of.items())
+    syncs = [
+        f"{syncs_to_see(fault, total, elements):,} ({fault:,})" for fault in FAULTS if fault < total
+    ]
+    found = ", ".join(syncs)
     return [
         f"proofs until a fault that stays is seen with 99 % (elements of it, of {total:,}): {found}"
     ]
@@ -105,7 +110,9 @@ def table(rows: Rows) -> list[str]:
         elif row["event"] == "measured":
             words = [f"{row[name]:.3g}" for name in row if name.startswith(REACHED)]
             cells["reached"] = " of ".join(reversed(words))
-        else:
+        elif row.get("reason"):
+            cells["arrived"] = f"{row['of']} not compared: {row['reason']}"
+        elif row["event"] == "arrival":
             arrived = row["tensors"] - len(row["failures"])
             cells["arrived"] = f"{arrived} of {row['tensors']} {row['of']}"
             if row["not_compared"]:
@@ -126,7 +133,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
     """The noise by step, as a picture in `folder`; no file where there was none."""
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if row["event"] != "arrival" and not row["rank"]:
+        if row["event"] in ("noise", "measured") and not row["rank"]:
             shown = {name: row[name] for name in row if name.startswith(DRAWN)}
             steps.setdefault(row["step"], {}).update(shown)
     pictures, missing = write_plots([*steps.values()], [], folder, str(folder))
@@ -155,7 +162,11 @@ def main() -> None:
     sentences = faults(rows)
     for line in power(rows):
         print(line)
-    print("\n".join(sentences or ["nothing is wrong"]))
+    unknown = sum("reason" in row for row in rows)
+    if unknown and not sentences:
+        print(f"nothing that was compared is wrong; not compared: {unknown}")
+    else:
+        print("\n".join(sentences or ["nothing is wrong"]))
     sys.exit(bool(sentences))
 
 

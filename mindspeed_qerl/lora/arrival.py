@@ -110,22 +110,18 @@ class Arrival:
         """True if all that was sent is what the sync before had sent."""
         if not self.before or self.sent.keys() != self.before.keys():
             return False
-        places = {name: self._of_both_syncs(each.shape) for name, each in self.sent.items()}
-        return all(
-            torch.equal(self.sent[name].values[now], self.before[name].values[then])
-            for name, (now, then) in places.items()
-        )
+        for name, sample in self.sent.items():
+            now, then = self._of_both_syncs(sample.shape)
+            if not torch.equal(sample.values[now], self.before[name].values[then]):
+                return False
+        return True
 
-    def _of_both_syncs(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Returns which noted elements of this sync the sync before had noted, and where."""
-        noted = torch.arange(len(positions(shape, self.elements, self.number)))
-        if self._has_all(shape):
-            return noted, noted
-        stay, now, following = noted.chunk(3)
-        return torch.cat([stay, now]), torch.cat([stay, following])
-
-    def _has_all(self, shape: torch.Size) -> bool:
-        return not 0 < self.elements < math.prod(shape)
+    def _of_both_syncs(self, shape: torch.Size) -> tuple[slice, slice]:
+        """Returns which noted elements the sync before had noted, too: where now, where then."""
+        few = self.elements
+        if not 0 < few < math.prod(shape):
+            return slice(0, None), slice(0, None)
+        return slice(few, 2 * few), slice(2 * few, None)
 
     def failures(self, held: Iterable[Held]) -> list[Failure]:
         """Returns what is not there as it was sent, or is there and was never sent for.
@@ -169,7 +165,8 @@ class Arrival:
             values: of the sample's elements that are in this part. inside: which ones, bool.
         """
         sample = self.sent[held.name]
-        stay = len(inside) if self._has_all(sample.shape) else self.elements
+        now, _ = self._of_both_syncs(sample.shape)
+        stay = now.start or None  # the sample that stays, or all
         inside = inside[:stay]
         values = values[: inside.sum()]
         first, before = self.first.setdefault((held.name, held.start), (sample, values))
@@ -192,11 +189,9 @@ class Arrival:
         before = self.before.get(held.name)
         if before and before.shape == sample.shape:
             now, then = self._of_both_syncs(sample.shape)
-            kept = inside[now]
-            old = before.values[then][kept]
-            whole = torch.zeros(len(inside), dtype=values.dtype)
-            whole[inside] = values
-            if len(old) and self._equal(whole[now][kept], old):
+            first = inside[: now.start].sum()
+            old = before.values[then][inside[now]]
+            if len(old) and self._equal(values[first : first + len(old)], old):
                 return "it is still what the sync before had sent"
         if held.part.dim() == 2 and held.part.shape == sample.shape == held.part.shape[::-1]:
             mirrored = _elements(held.part, sample.index[inside].flip(1))
