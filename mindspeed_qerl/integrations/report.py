@@ -14,7 +14,9 @@ from typing import Any
 from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.common.files import Rows, read_jsonl
 from mindspeed_qerl.common.markdown import markdown_table
+from mindspeed_qerl.lora.arrival import syncs_to_see
 
+FAULTS = (1, 100, 10_000, 1_000_000)  # elements
 REACHED = ("aqn/target_", "aqn/reached_")
 DRAWN = ("step", "aqn/expected_std", "aqn/measured_std", "aqn/changed_fraction", *REACHED)
 # what `table`, `faults` and `draw` read of each
@@ -23,6 +25,7 @@ EVENTS = {
     "aqn/measured_std aqn/changed_fraction",
     "measured": "sync rank step",
     "arrival": "sync rank tensors failures of not_compared unchanged",
+    "problem": "sync rank problem",
 }
 
 
@@ -50,6 +53,8 @@ def faults(rows: Rows) -> list[str]:
             sentences.append(f"{where}: {failure['name']}: {failure['problem']}")
         if row.get("too_little"):
             sentences.append(f"{where}: {row['too_little']}")
+        if row["event"] == "problem":
+            sentences.append(f"{where}: {row['problem']}")
         if row["event"] == "noise":
             by_step.setdefault(row["step"], []).append(row)
     for step, workers in by_step.items():
@@ -73,6 +78,20 @@ def faults(rows: Rows) -> list[str]:
     return sentences
 
 
+def power(rows: Rows) -> list[str]:
+    """Says how soon the sampled elements show a fault, by the largest tensor."""
+    total, elements = max((row.get("largest", 0), row.get("elements", 0)) for row in rows)
+    if not total:
+        return []
+    syncs = [
+        f"{syncs_to_see(fault, total, elements):,} ({fault:,})" for fault in FAULTS if fault < total
+    ]
+    found = ", ".join(syncs)
+    return [
+        f"proofs until a fault that stays is seen with 99 % (elements of it, of {total:,}): {found}"
+    ]
+
+
 def table(rows: Rows) -> list[str]:
     """Markdown, a line for each sync, of rank 0."""
     header = ("sync", "step", "sigma", "norms", "measured std", "changed", "reached", "arrived")
@@ -91,7 +110,9 @@ def table(rows: Rows) -> list[str]:
         elif row["event"] == "measured":
             words = [f"{row[name]:.3g}" for name in row if name.startswith(REACHED)]
             cells["reached"] = " of ".join(reversed(words))
-        else:
+        elif row.get("reason"):
+            cells["arrived"] = f"{row['of']} not compared: {row['reason']}"
+        elif row["event"] == "arrival":
             arrived = row["tensors"] - len(row["failures"])
             cells["arrived"] = f"{arrived} of {row['tensors']} {row['of']}"
             if row["not_compared"]:
@@ -119,7 +140,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
         return []
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if row["event"] != "arrival" and not row["rank"]:
+        if row["event"] in ("noise", "measured") and not row["rank"]:
             shown = {name: row[name] for name in row if name.startswith(DRAWN)}
             steps.setdefault(row["step"], {}).update(shown)
     pictures, missing = write_plots([*steps.values()], [], folder, str(folder))
@@ -146,7 +167,13 @@ def main() -> None:
     for picture in draw(rows, folder):
         print(f"picture: {picture}")
     sentences = faults(rows)
-    print("\n".join(sentences or ["nothing is wrong"]))
+    for line in power(rows):
+        print(line)
+    unknown = sum("reason" in row for row in rows)
+    if unknown and not sentences:
+        print(f"nothing that was compared is wrong; not compared: {unknown}")
+    else:
+        print("\n".join(sentences or ["nothing is wrong"]))
     sys.exit(bool(sentences))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
+from mindspeed_qerl.common.share import is_too_little
 from mindspeed_qerl.lora.arrival import parts_of
 from mindspeed_qerl.lora.rounding import dither_of
 
@@ -31,3 +32,19 @@ def rounded_without_bias(name: str, tensor: Tensor, matrices: Container[str]) ->
             chunk = dither.part((first, 0), rows.shape)
             rounded[first : first + ROWS] = chunk.rounded(rows)
     return result
+
+
+def too_little(
+    least: float, arrived: float | None = None, arrived_error: float = 0.0
+) -> str | None:
+    """Says how much of the update is missing, of which `least` has to arrive; None if enough did,
+    or it is not known.
+    """
+    if arrived is None or not is_too_little(arrived, arrived_error, least):
+        return None
+    return (
+        f"{100 * arrived:.2g} % of the update arrived in vLLM (standard error "
+        f"{100 * arrived_error:.2g} %), and min_arrived = {least:g} asks for more: the rest was "
+        'rounded away. Load the trainer in float32 and set rounding: "unbiased", or sync adapters '
+        "alone; min_arrived: 0 accepts it"
+    )

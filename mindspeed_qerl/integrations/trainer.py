@@ -11,17 +11,25 @@ from torch import Tensor
 from mindspeed_qerl.algorithm.metrics import merge, mismatch
 from mindspeed_qerl.lora.arrival import PREFIX, Factors
 
-from .vllm import Method, WorkerRollout
+from .vllm import Method, WorkerRollout, wrap
 
 # log-probs of a batch's tokens by vLLM and by the trainer, and their mask
 Parts = tuple[Tensor | None, Tensor, Tensor]
 
 
 def follow(rollout: WorkerRollout, trainer: Any) -> None:
-    """The noise is that of the trainer's step and run, the update that of its adapters."""
+    """The noise is that of the trainer's step and run, the update that of its adapters; what is
+    known of the last sync goes into its log beside the loss.
+    """
     rollout.step = lambda: trainer.state.global_step
     rollout.total_steps = lambda: trainer.state.max_steps
     rollout.adapters = lambda: adapters_of(trainer.model)
+
+    def log(original: Method, logs: dict[str, float], *args, **kwargs) -> None:
+        figures = rollout.figures() if "loss" in logs else {}
+        original(logs | figures, *args, **kwargs)
+
+    wrap(trainer, "log", log)
 
 
 def adapters_of(model: torch.nn.Module) -> dict[str, list[Factors]]:

@@ -14,9 +14,7 @@ import contextlib
 import json
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,32 +26,22 @@ from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.common.files import read_jsonl
-from mindspeed_qerl.common.share import is_too_little
-from mindspeed_qerl.lora.arrival import Arrival, Factors, scaled_adapters
-from mindspeed_qerl.lora.held import Held, held_adapters, held_parts
+from mindspeed_qerl.lora.arrival import Arrival, Factors
+from mindspeed_qerl.lora.held import Held, held_parts
 
 from .cpu import refuse_packed_weights
-from .rounding import rounded_without_bias
+from .requests import BYPASSED, LoadedAdapters, Steps, Weights, new_requests
+from .rounding import rounded_without_bias, too_little
 from .settings import VARIABLE, Settings, settings_of_environment
 
 logger = logging.getLogger(__name__)
 
-# adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
-NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
 # vLLM's own ways to bring weights, which put others in their place before they load them
 RELOADS = ("start_weight_update", "reload_weights")
 # attributes of workers
 MARK = "mindspeed_qerl_rollout"
 WILL_ATTACH = "mindspeed_qerl_will_attach"
 Method = Callable[..., Any]  # of a worker, a model or a trainer
-
-
-class Weights(Enum):
-    """Says what a worker can sample from."""
-
-    WHOLE = "whole"  # as they were synced, or loaded from disk
-    ARRIVING = "arriving"  # a sync has begun, and ends with the next batch
-    DISCARDED = "discarded"  # by a sleep at level 2
 
 
 def wrap(owner: Any, name: str, wrapper: Method) -> None:
@@ -79,9 +67,10 @@ class WorkerRollout:
         RuntimeError: the worker has noise already, or weights that none can be synced into.
     """
 
-    adapter: int | None = None  # sent, and not yet compared
-    not_compared = 0  # adapters of NOT_COMPARED that came with it
     syncs = 0
+    failed = 0  # proofs and batches
+    sigma: float | None = None  # of the last noise
+    has_reloaded = False  # in this sync, in one of vLLM's own ways
     injector: NoiseInjector | None = None  # while its noise is on
     controller: NoiseController | None = None  # from the first noise on
     noise_step = -1  # of the last noise
@@ -106,8 +95,10 @@ class WorkerRollout:
         self.total_steps: Callable[[], int | None] = lambda: None
         self.adapters: Callable[[], dict[str, list[Factors]]] = dict
         self.arrival = Arrival(settings.elements)
-        # scaled here and there, which may round in another order
-        self.adapter_arrival = Arrival(settings.elements, tolerance=2)
+        self.steps = Steps()
+        self.loaded = LoadedAdapters(settings.elements)
+        self.share: dict[str, Any] = {}
+        self.told: set[str] = set()  # problems of batches
         self.unbiased: set[str] = set()  # matrices that are rounded without bias, by name
         if settings.rounding == "unbiased":
             for held in held_parts(self.model):
@@ -122,11 +113,23 @@ class WorkerRollout:
         for name in RELOADS:
             if hasattr(worker, name):
                 wrap(worker, name, self._reload)
+        if hasattr(worker, "finish_weight_update"):
+            wrap(worker, "finish_weight_update", self._finish_reload)
 
     @property
     def model(self) -> torch.nn.Module:
         """The worker's, found anew: a reload may replace its parameters."""
         return self.worker.get_model()
+
+    def figures(self) -> dict[str, float]:
+        """Returns metrics for a trainer's own log: what is known of the last sync."""
+        known = {
+            "sync/count": self.syncs,
+            "sync/failures": self.failed,
+            "sync/arrived": self.share.get("arrived"),
+            "aqn/sigma": self.sigma,
+        }
+        return {name: value for name, value in known.items() if value is not None}
 
     @contextlib.contextmanager
     def clean(self) -> Iterator[None]:
@@ -157,22 +160,27 @@ class WorkerRollout:
 
     def _reload(self, original: Method, *args, **kwargs) -> Any:
         self._start_sync()
+        self.has_reloaded = True
         return original(*args, **kwargs)
 
     def _add_lora(self, original: Method, request: Any) -> Any:
         self._refuse_discarded()
         self._start_sync()
-        tensors = getattr(request, "lora_tensors", None)  # verl's and ms-swift's requests
-        if tensors and self._is_proved:
-            self.adapter = request.lora_int_id
-            self.adapter_arrival.begin()
-            self.not_compared = 0
-            for name, tensor in scaled_adapters(tensors, request.peft_config):
-                if re.search(NOT_COMPARED, name):
-                    self.not_compared += 1
-                else:  # before vLLM scales B in place
-                    self.adapter_arrival.expect(name, tensor)
+        self.loaded.load(request, self.syncs)
+        if self.loaded.is_new(request) or getattr(request, "lora_tensors", None):
+            self._note_adapter(request)
         return original(request)
+
+    def _note_adapter(self, request: Any) -> None:
+        reason = self.loaded.expect(request) if self._is_proved else None
+        if reason:
+            self._write_not_compared("adapters", reason)
+
+    def _finish_reload(self, original: Method, *args, **kwargs) -> Any:
+        result = original(*args, **kwargs)
+        if self.loaded.required and not self.worker.list_loras():
+            self.loaded.remove(self.syncs)
+        return result
 
     def _sleep(self, original: Method, level: int = 1) -> Any:
         self._take_off()
@@ -189,17 +197,34 @@ class WorkerRollout:
 
     def _execute_model(self, original: Method, *args, **kwargs) -> Any:
         self._refuse_discarded()
+        requests = new_requests(*args)
+        for request in requests:
+            if request.lora_request and self.loaded.is_new(request.lora_request):
+                self._start_sync()
+                self._note_adapter(request.lora_request)
         if self.weights is Weights.ARRIVING:
             self.weights = Weights.WHOLE
             if self._is_proved and self.arrival.sent:
                 self._prove("weights", self.arrival, held_parts(self.model))
+            elif self._is_proved and self.has_reloaded:
+                self._write_not_compared("weights", BYPASSED)
+        if self.settings.arrival_every and not self.is_clean:
+            self._check(requests)
         if self.settings.noise is not None and not (self.injector or self.is_clean):
             self._put_on()
         result = original(*args, **kwargs)
-        if self.adapter is not None:  # the first batch has brought it to its modules
-            self._prove_adapter(self.adapter)
-            self.adapter = None
+        if self.loaded.waiting is not None:  # the first batch has brought it to its modules
+            held = self.loaded.held(self.worker)
+            self._prove("adapters", self.loaded.arrival, held, self.loaded.not_compared)
         return result
+
+    def _check(self, requests: Iterable[Any]) -> None:
+        """Names what a training batch samples with that it should not, once."""
+        for problem in (*self.loaded.problems(requests), self.steps.problem(self.step())):
+            if problem and problem not in self.told:
+                self.told.add(problem)
+                self._write("problem", problem=problem)
+                self._fail(problem)
 
     @property
     def _is_proved(self) -> bool:
@@ -211,28 +236,26 @@ class WorkerRollout:
             return
         self._take_off()
         self.syncs += 1
+        self.has_reloaded = False
+        self.steps.has_synced = True
         self.weights = Weights.ARRIVING
         self.arrival.begin(self.adapters())
-
-    def _prove_adapter(self, adapter: int) -> None:
-        slots = self.worker.model_runner.lora_manager._adapter_manager.lora_index_to_id
-        held: Iterable[Held] = ()
-        if adapter in slots:
-            held = held_adapters(self.model, slots.index(adapter))
-        self._prove("adapters", self.adapter_arrival, held, self.not_compared)
 
     def _prove(
         self, what: str, arrival: Arrival, held: Iterable[Held], not_compared: int = 0
     ) -> None:
         failures = arrival.failures(held)
         share = arrival.share if what == "weights" and not failures else {}
-        problem = too_little = self._too_little(**share)
+        self.share = share or self.share
+        problem = little = too_little(self.settings.min_arrived, **share)
         self._write(
             "arrival",
             **share,
-            too_little=too_little,
+            too_little=little,
             of=what,
             tensors=len(arrival.sent),
+            largest=arrival.largest,
+            elements=arrival.elements,
             not_compared=not_compared,
             unchanged=arrival.unchanged,
             failures=[failure._asdict() for failure in failures],
@@ -243,24 +266,19 @@ class WorkerRollout:
                 f"{len(failures)} of {len(arrival.sent)} tensors of the {what} did not arrive in "
                 f"vLLM: {shown}"
             )
-        if not problem:
-            return
+        if problem:
+            self._fail(problem)
+
+    def _write_not_compared(self, what: str, reason: str) -> None:
+        nothing = {"tensors": 0, "not_compared": 0, "unchanged": False, "failures": []}
+        self._write("arrival", of=what, reason=reason, **nothing)
+
+    def _fail(self, problem: str) -> None:
+        self.failed += 1
         message = f"sync {self.syncs}: {problem}"
         if self.settings.stop:
             raise RuntimeError(f"{message}. (stop: false in {VARIABLE} reports it and goes on.)")
         logger.error(message)
-
-    def _too_little(self, arrived: float | None = None, arrived_error: float = 0.0) -> str | None:
-        """Says how much of the update is missing; None if enough arrived, or it is not known."""
-        least = self.settings.min_arrived
-        if arrived is None or not is_too_little(arrived, arrived_error, least):
-            return None
-        return (
-            f"{100 * arrived:.2g} % of the update arrived in vLLM (standard error "
-            f"{100 * arrived_error:.2g} %), and min_arrived = {least:g} asks for more: the rest was "
-            'rounded away. Load the trainer in float32 and set rounding: "unbiased", or sync adapters '
-            "alone; min_arrived: 0 accepts it"
-        )
 
     def _put_on(self) -> None:
         settings = self.settings
@@ -278,6 +296,7 @@ class WorkerRollout:
         report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step
+        self.sigma = report.sigma
         if step == schedule.total_steps:
             stays = f"sigma stays {report.sigma:.3g}"
             logger.warning(f"AQN's schedule has {step} steps, and the run goes on: {stays}")

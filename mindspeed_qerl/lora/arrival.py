@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -45,8 +45,11 @@ class Failure(NamedTuple):
 class Arrival:
     """Compares what was sent in this sync, and in the one before it, with what is held.
 
+    Of a large tensor three samples are noted: one that stays, from which the share is known; one
+    of this sync, which the sync before noted, too; and one of the next sync.
+
     Args:
-        elements: of each tensor, that are compared; 0: all of them.
+        elements: of each tensor and sample; 0: all of them.
         tolerance: differences that are still equal, in units of the rounding of the tensor's
             largest sampled value; 0: bits. More where the sender rounds elsewhere than we do.
 
@@ -58,6 +61,7 @@ class Arrival:
     def __init__(self, elements: int = 64, tolerance: float = 0.0):
         self.elements = elements
         self.tolerance = tolerance
+        self.number = 1  # of the sync; all ranks count the same
         self.sent: dict[str, Sample] = {}
         self.before: dict[str, Sample] = {}
         self.adapters: Mapping[str, list[Factors]] = {}
@@ -73,6 +77,7 @@ class Arrival:
         if self.sent:
             self.before = self.sent
             self.sent = {}
+            self.number += 1
 
     def expect(self, name: str, tensor: Tensor, sent: Tensor | None = None) -> None:
         """`tensor` is sent under a name of transformers, of PEFT, or of stacked experts; `sent`:
@@ -80,7 +85,7 @@ class Arrival:
         """
         parts = parts_of(name, tensor if sent is None else sent)
         for (part_name, exact), (_, part) in zip(parts_of(name, tensor), parts):
-            index = positions(part.shape, self.elements)
+            index = positions(part.shape, self.elements, self.number)
             known = self._exact(part_name, exact, index)
             self.sent[part_name] = Sample(_elements(part, index), index, part.shape, known)
 
@@ -96,12 +101,27 @@ class Arrival:
         return _elements(tensor, index) if tensor.dtype == torch.float32 else None
 
     @property
+    def largest(self) -> int:
+        """Elements of the largest tensor that was sent."""
+        return max((math.prod(sample.shape) for sample in self.sent.values()), default=0)
+
+    @property
     def unchanged(self) -> bool:
         """True if all that was sent is what the sync before had sent."""
         if not self.before or self.sent.keys() != self.before.keys():
             return False
-        samples = self.sent.items()
-        return all(torch.equal(each.values, self.before[name].values) for name, each in samples)
+        for name, sample in self.sent.items():
+            now, then = self._of_both_syncs(sample.shape)
+            if not torch.equal(sample.values[now], self.before[name].values[then]):
+                return False
+        return True
+
+    def _of_both_syncs(self, shape: torch.Size) -> tuple[slice, slice]:
+        """Returns which noted elements the sync before had noted, too: where now, where then."""
+        few = self.elements
+        if not 0 < few < math.prod(shape):
+            return slice(0, None), slice(0, None)
+        return slice(few, 2 * few), slice(2 * few, None)
 
     def failures(self, held: Iterable[Held]) -> list[Failure]:
         """Returns what is not there as it was sent, or is there and was never sent for.
@@ -145,11 +165,15 @@ class Arrival:
             values: of the sample's elements that are in this part. inside: which ones, bool.
         """
         sample = self.sent[held.name]
+        now, _ = self._of_both_syncs(sample.shape)
+        stay = now.start or None  # the sample that stays, or all
+        inside = inside[:stay]
+        values = values[: inside.sum()]
         first, before = self.first.setdefault((held.name, held.start), (sample, values))
         moved = values.double() - before.double()
         if sample.exact is None or first.exact is None:
             return [torch.full((3,), math.nan)] if moved.any() else []
-        update = (sample.exact.double() - first.exact.double())[inside]
+        update = (sample.exact.double() - first.exact.double())[:stay][inside]
         variance = variance_of_rounding(values.double(), update, torch.finfo(values.dtype).eps)
         return [torch.stack([moved * update, update**2, variance * update**2]).sum(1)]
 
@@ -163,8 +187,12 @@ class Arrival:
         if not held.part.any():
             return "all of it is 0"
         before = self.before.get(held.name)
-        if before and self._equal(values, before.values[inside]):
-            return "it is still what the sync before had sent"
+        if before and before.shape == sample.shape:
+            now, then = self._of_both_syncs(sample.shape)
+            first = inside[: now.start].sum()
+            old = before.values[then][inside[now]]
+            if len(old) and self._equal(values[first : first + len(old)], old):
+                return "it is still what the sync before had sent"
         if held.part.dim() == 2 and held.part.shape == sample.shape == held.part.shape[::-1]:
             mirrored = _elements(held.part, sample.index[inside].flip(1))
             if self._equal(mirrored, expected):
@@ -234,17 +262,38 @@ def scaled_adapters(
         yield name, tensor * scaling if ".lora_B." in name else tensor
 
 
-@cache
-def positions(shape: torch.Size, elements: int) -> Tensor:
-    """Indices [elements, dimensions] of a sample that depends on the shape alone; of all elements
-    if there are no more, or `elements` is 0.
+@lru_cache(maxsize=256)
+def positions(shape: torch.Size, elements: int, number: int = 1) -> Tensor:
+    """Indices [noted, dimensions] of three samples of `elements`: one that depends on the shape
+    alone, that of the sync `number` and that of the sync after it; of all elements if there are no
+    more than `elements`, or these are 0.
 
     >>> positions(torch.Size([2, 2]), 0).tolist()
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
     total = math.prod(shape)
     if 0 < elements < total:
-        flat = torch.randint(total, (elements,), generator=torch.Generator().manual_seed(total))
+        samples = []
+        for each in (0, number, number + 1):
+            seed = (total + each * 2654435761) % 2**32  # torch drops the bits above
+            generator = torch.Generator().manual_seed(seed)
+            samples.append(torch.randint(total, (elements,), generator=generator))
+        flat = torch.cat(samples)
     else:
         flat = torch.arange(total)
     return torch.stack(torch.unravel_index(flat, shape), dim=1)
+
+
+def syncs_to_see(fault: int, total: int, elements: int) -> int:
+    """Returns how many syncs it takes to see with 99 % a fault that stays, of `fault` elements of a
+    tensor's `total`, of which each sync samples `elements` anew (0: all).
+
+    A block of 128 x 128 in a matrix of 2048 x 2048:
+
+    >>> syncs_to_see(128 * 128, 2048 * 2048, 64)
+    19
+    """
+    if not 0 < elements < total or fault >= total:
+        return 1
+    missed = elements * math.log1p(-fault / total)  # log of the probability, in one sync
+    return math.ceil(math.log(0.01) / missed)

@@ -103,6 +103,17 @@ def test_noise_is_of_the_step_and_never_of_two(served, tmp_path):
     assert faults(rows) == []
 
 
+def test_the_report_says_how_soon_a_fault_is_seen(served, tmp_path, monkeypatch, capsys):
+    worker, _ = served
+    sync(worker, 1.0)
+    worker.execute_model()
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        report.main()
+    told = "is seen with 99 % (elements of it, of 256): 19 (1), 1 (100)"
+    assert told in capsys.readouterr().out
+
+
 TARGET = {"schedule": "target", "sigma_start": 0.01, "num_stages": 5, "total_steps": 20}
 
 
@@ -197,7 +208,7 @@ def test_a_sync_of_adapters_alone_does_not_add_noise_to_noise(served):
     norm = sync(worker, 1.0)
     rollout.step = lambda: 3
     for _ in range(4):
-        worker.add_lora(SimpleNamespace())
+        worker.add_lora(SimpleNamespace(lora_int_id=1))
         worker.execute_model()
     for sampled in worker.sampled:
         assert torch.equal(sampled, worker.sampled[0])
@@ -208,7 +219,7 @@ def test_weights_discarded_asleep_and_not_sent_again_are_an_error(served):
     worker, _ = served
     sync(worker, 1.0)
     worker.sleep(2)
-    for use in (worker.execute_model, lambda: worker.add_lora(SimpleNamespace())):
+    for use in (worker.execute_model, lambda: worker.add_lora(SimpleNamespace(lora_int_id=1))):
         with pytest.raises(RuntimeError, match="level 2, which discards the weights"):
             use()
     sync(worker, 1.0)
@@ -245,7 +256,10 @@ def arrivals_of_lora(folder, dtype, updates=(0, 1, 2), is_told=True, **settings)
         model.head = torch.nn.Linear(256, 1024, bias=False, dtype=kind)
     twin.head.weight.data.normal_(std=0.02).copy_(twin.head.weight.bfloat16())
     config = LoraConfig(r=32, lora_alpha=64, target_modules=["head"])
-    trainer = SimpleNamespace(model=get_peft_model(twin, config))
+    logged: list[dict] = []
+    trainer = SimpleNamespace(
+        model=get_peft_model(twin, config), state=SimpleNamespace(global_step=0), log=logged.append
+    )
     direction = torch.randn(1024, 32).sign()
     worker, rollout = serve(folder, held, noise=None, elements=0, stop=False, **settings)
     if is_told:
@@ -257,7 +271,15 @@ def arrivals_of_lora(folder, dtype, updates=(0, 1, 2), is_told=True, **settings)
         worker.model.load_weights([(n, w) for n, w in sent.items() if "lora_" not in n])
         trainer.model.unmerge_adapter()
         worker.execute_model()
-    return read_lines(folder)
+    rows = read_lines(folder)
+    if is_told:  # as TRL and ms-swift log
+        trainer.log({"loss": 0.5})
+        trainer.log({"eval_loss": 0.5})
+        figures = {"sync/count": len(updates), "sync/failures": len(faults(rows))}
+        if (arrived := rows[-1].get("arrived")) is not None:
+            figures["sync/arrived"] = arrived
+        assert logged == [{"loss": 0.5} | figures, {"eval_loss": 0.5}]
+    return rows
 
 
 WAY_OUT = 'Load the trainer in float32 and set rounding: "unbiased", or sync adapters alone'

@@ -109,6 +109,9 @@ def main(model: str, folder: Path, mode: str) -> None:
     if mode == "noise":
         assert noisy_steps == {2, 3, 4} and evaluations
         check_noisy_answers(trainer, served, model)
+        logged = [row for row in trainer.state.log_history if "loss" in row]
+        assert [row["aqn/sigma"] for row in logged[:3]] == [0, 0, 0.05]
+        assert logged[-1]["sync/count"] >= 5 and logged[-1]["sync/failures"] == 0
     history = [
         {name: row[name] for name in LOGGED} for row in trainer.state.log_history if "loss" in row
     ]

@@ -99,7 +99,8 @@ def main(model: str, mode: str) -> None:
     for step in range(STEPS):
         trainer.sync()
         sent = {name: weight for name, weight in trainer.named() if "norm" in name}
-        trainer.llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        trainer.llm.generate(prompt, use_tqdm=False, lora_request=trainer.lora)
         noisy = norms_of(worker.get_model())
         check_noise(noisy, sent, schedule.sigma(step))
         twin = trainer.twin

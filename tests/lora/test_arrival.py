@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
+from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters, syncs_to_see
 from mindspeed_qerl.lora.held import Held, held_parts
 
 LAYER = "model.layers.0."
@@ -89,7 +89,7 @@ PLANTED = {
     "scaled twice": (
         lambda sent, before: {NAMES[0]: 2 * sent[NAMES[0]]},
         NAMES[:1],
-        "64 of 64 sampled elements differ",
+        "192 of 192 sampled elements differ",
     ),
     "noise of the sync before is still on": (
         lambda sent, before: {NAMES[5]: sent[NAMES[5]] + 0.05},
@@ -115,6 +115,48 @@ def test_a_sync_that_changes_nothing_is_told():
     assert synced(model(1), model(1)).unchanged
     assert not synced(model(1), model(2)).unchanged
     assert not synced(model(1)).unchanged
+
+
+def test_a_stale_tensor_is_named_in_every_sync_and_an_unchanged_one_is_told():
+    """The sampled elements are others in each sync, and those of the sync before are at hand."""
+    arrival = Arrival(8)
+    for seed in range(1, 12):
+        for name, tensor in model(seed).items():
+            arrival.expect(name, tensor)
+        if seed > 1:
+            problems = {failure.problem for failure in arrival.failures(parts(model(seed - 1)))}
+            assert problems == {"it is still what the sync before had sent"}
+        assert arrival.failures(parts(model(seed))) == [] and not arrival.unchanged
+        arrival.begin()
+        for name, tensor in model(seed).items():
+            arrival.expect(name, tensor)
+        assert arrival.unchanged
+        arrival.begin()
+
+
+def test_a_fault_of_one_block_is_seen_in_the_syncs_that_are_promised():
+    """A block of 8 x 8 in 64 x 64 that is never loaded; 100 tensors, 8 elements of each."""
+    promised = syncs_to_see(64, 64 * 64, 8)
+    assert promised == 37 and syncs_to_see(64, 64 * 64, 0) == syncs_to_see(1, 64, 64) == 1
+    arrival = Arrival(8)
+    unseen = {}
+    for number in range(100):  # the samples of tensors of one shape are the same: blocks differ
+        row, column = 6 * (number // 10), 6 * (number % 10)
+        unseen[f"{number}.weight"] = (slice(row, row + 8), slice(column, column + 8))
+    seen_after = []
+    for sync in range(1, promised + 1):
+        arrival.begin()
+        held = {}
+        for name, block in unseen.items():
+            sent = torch.full((64, 64), float(sync))
+            arrival.expect(name, sent)
+            held[name] = sent.clone()
+            held[name][block] = 0
+        for name, _ in arrival.failures(parts(held)):
+            unseen.pop(name)
+            seen_after.append(sync)
+    assert len(unseen) <= 4  # one in the mean
+    assert sum(sync <= promised // 4 for sync in seen_after) < 98  # and not much sooner
 
 
 @pytest.mark.parametrize("held_dtype", [torch.float32, torch.bfloat16])
