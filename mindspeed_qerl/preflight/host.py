@@ -127,7 +127,7 @@ def hccl_ports(case: Case) -> Check | None:
             f"{PORTS[0]} to {PORTS[-1]}"
         )
     words = f"{base} to {ours[-1]}"
-    of_ray = _ports_of_ray(shell)
+    of_ray = ports_of_ray(shell)
     if shared := [str(port) for port in ours if port in of_ray]:
         return failed(f"{words}: {', '.join(shared)} of Ray")
     if taken := [str(port) for port in ours if not case.machine.may_listen(port=port)]:
@@ -135,7 +135,7 @@ def hccl_ports(case: Case) -> Check | None:
     return passed(f"{words} are free")
 
 
-def _ports_of_ray(shell: Mapping[str, str]) -> set[int]:
+def ports_of_ray(shell: Mapping[str, str]) -> set[int]:
     """Returns the ports that the run's Ray listens at: the one that is joined, or the launcher's
     (examples/grpo/launch.sh) with its client server, dashboard agent and workers.
     """
