@@ -30,6 +30,7 @@ from rehearsal import HERE, PACKED, environment, finished, make_config, run_modu
 from varied_reward import varied
 
 from mindspeed_qerl.aqn.injector import standard_normal
+from mindspeed_qerl.lora.rounding import dither_of
 from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
 
 SIGMA, KL, SAMPLES = 0.05, 0.1, 8
@@ -329,7 +330,8 @@ def gradients_by_autograd(
     probe, dtype: torch.dtype, is_unbiased: bool = False
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Of the loss of the probed update for every full adapter, by autograd through transformers'
-    model in `dtype`, whose merged weights are rounded to nearest, or `is_unbiased`; float32 leaves.
+    model in `dtype`, whose merged weights are rounded to nearest, or by the engines' bits if
+    `is_unbiased`; float32 leaves.
     """
     leaves = {
         name: tuple(t.clone().requires_grad_() for t in pair)
@@ -337,11 +339,14 @@ def gradients_by_autograd(
     }
     with torch.no_grad():
         reference = answers_log_probs(probe, probe.hf(with_adapters(probe.full, {})), dtype)
-    merged = with_adapters(probe.full, leaves)
+    merged = to_hf(with_adapters(probe.full, leaves), probe.model.config)
     if is_unbiased:
-        for name in leaves:
-            merged[name] = before_unbiased_rounding(merged[name])
-    current = answers_log_probs(probe, to_hf(merged, probe.model.config), dtype)
+        for name, weight in merged.items():
+            if weight.requires_grad:
+                exact = weight.detach().contiguous()
+                rounded = dither_of(name, weight.shape).rounded(exact)
+                merged[name] = weight + (rounded - exact)  # straight through
+    current = answers_log_probs(probe, merged, dtype)
     advantages = [row["advantages"][0] for row in probe.batch() if row["response"]]
     assert any(advantages)
     grpo_loss(
@@ -350,26 +355,19 @@ def gradients_by_autograd(
     return {name: tuple(t.grad for t in pair) for name, pair in leaves.items()}
 
 
-def before_unbiased_rounding(weight: torch.Tensor) -> torch.Tensor:
-    """What bfloat16's nearest is of a weight that is rounded up by the share it has of a spacing."""
-    spacing = torch.exp2(weight.detach().abs().frexp().exponent - 8.0)
-    return weight + spacing * (torch.rand(weight.shape) - 0.5)
-
-
 def norm_of(gradients: dict) -> torch.Tensor:
     return torch.stack([g.norm() for pair in gradients.values() for g in pair]).norm()
 
 
 def test_gradients_of_every_adapter(probe):
     """Against autograd of the same loss on the float32 model. The yardstick is transformers' own
-    bfloat16, with weights to nearest and, as the engines have them, without bias: upstream's worst
-    tensor may be off by no more than twice its worst. The gradient norm that upstream clips by
-    counts each parameter once.
+    bfloat16, with weights to nearest and by the bits of lora/rounding.py, whose chance moves all
+    gradients one way: upstream's worst tensor may be off by no more than twice its worst. The
+    gradient norm that upstream clips by counts each parameter once.
     """
     options = {key: value for key, value in probe.options.items() if key not in PACKED}
     if options not in (PLAIN, REPLAYED):
         pytest.skip("of GRPO's own loss; with other options the local engine is compared")
-    torch.manual_seed(0)
     exact = gradients_by_autograd(probe, torch.float32)
     to_nearest = gradients_by_autograd(probe, torch.bfloat16)
     unbiased = gradients_by_autograd(probe, torch.bfloat16, is_unbiased=True)
