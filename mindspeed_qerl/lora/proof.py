@@ -20,6 +20,7 @@ from .rounding import Dither, rounded
 Movement = dict[str, dict[str, float]]  # LoRA target -> what `movement` says of its tensors
 LARGEST = ("max_error", "resolution", "lost")  # of several tensors the largest counts
 NORMS = ("moved", "expected")
+SHARE = ("arrived", "arrived_error")  # of joined ones, which are joined anew
 
 
 def movement(
@@ -91,6 +92,8 @@ def join(movements: Iterable[Movement]) -> Movement:
     for target, entries in by_target.items():
         whole = {}
         for key in entries[0]:
+            if key in SHARE:
+                continue
             values = [entry[key] for entry in entries]
             whole[key] = max(values) if key in LARGEST else sum(values)
             if key in NORMS:

@@ -151,3 +151,14 @@ def test_a_layer_multiplies_with_the_merged_weight_and_gradients_go_straight_thr
         assert torch.equal(layer.merged_weight(), weight) and torch.equal(
             layer(x)[0], linear(x, weight)
         )
+
+
+def test_layers_with_and_without_an_update_are_joined_again():
+    """As an NPU's rank joins its layers: those of a layer may have no update yet."""
+    one = torch.ones(8, 8).bfloat16()
+    dither = dither_of("x", (8, 8))
+    still = {"x": movement(one, one, torch.zeros(8, 8), dither)}
+    moved = {"x": movement(one + 0.5, one, torch.full((8, 8), 0.5), dither)}
+    for parts in ([still, moved], [moved, still]):
+        layers = [join([part]) for part in parts]
+        assert join(layers) == join(parts) and join(parts)["x"]["arrived"] == 1
