@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from mindspeed_qerl.lora.arrival import PREFIX, parts_of
+
 FIRST = "model.layers.0.self_attn.q_proj.weight"  # loaded once in each sync of weights
-PREFIX = "base_model.model."  # of PEFT
 OLD = "it is still what the sync before had sent"
 DIFFER = "sampled elements differ"
 HEALTHY = 50  # syncs
@@ -55,21 +56,18 @@ def faults_of(matrix: str, gate: str, up: str) -> dict[str, Fault]:
 
 def weight_faults(family: str) -> dict[str, Fault]:
     """Returns those of a model's weights; NaN, from which no trainer recovers, is the last."""
-    layer = "model.layers.1."
+    mlp = "model.layers.1.mlp."
     if family == "qwen3":
-        mlp = layer + "mlp."
-        return faults_of(
-            layer + "self_attn.o_proj.weight", mlp + "gate_proj.weight", mlp + "up_proj.weight"
-        )
+        return faults_of(mlp + "down_proj.weight", mlp + "gate_proj.weight", mlp + "up_proj.weight")
     third, fifth = (
-        [f"{layer}mlp.experts.{expert}.{leaf}_proj.weight" for leaf in ("gate", "up", "down")]
+        [f"{mlp}experts.{expert}.{leaf}_proj.weight" for leaf in ("gate", "up", "down")]
         for expert in (3, 5)
     )
+    exchanged = [{a: b, b: a} for a, b in zip(third, fifth)]
     gate, up, down = third
-    exchanged = {**dict(zip(third, fifth)), **dict(zip(fifth, third))}
     return {
-        "experts in w13": Fault({name: to for name, to in exchanged.items() if "down" not in name}),
-        "experts in w2": Fault({name: to for name, to in exchanged.items() if "down" in name}),
+        "experts in w13": Fault(exchanged[0] | exchanged[1]),
+        "experts in w2": Fault(exchanged[2]),
         "an expert zero": Fault(dict.fromkeys(third, zero), "all of it is 0"),
         **faults_of(down, gate, up),
     }
@@ -119,15 +117,16 @@ class Loader:
             self.sync += whole.replace(".base_layer", "") == FIRST
             is_planted = self.sync in self.faults and self.rank in (None, tensor_rank())
             changes = self.faults[self.sync].changes if is_planted else {}
-            bare = whole.removeprefix(PREFIX)
-            prefix = whole.removesuffix(bare)
-            for name, tensor in published(bare, stacked):
-                change = changes.get(name, name)
+            # vLLM loads each expert, too
+            parts = parts_of(whole, stacked) if ".experts." in whole else [(whole, stacked)]
+            for name, tensor in parts:
+                key = PREFIX.sub("", name)
+                change = changes.get(key, key)
                 if isinstance(change, str):
-                    yield prefix + change, tensor
+                    yield name.replace(key, change), tensor
                 elif (changed := change(tensor, self.last)) is not None:
-                    yield prefix + name, changed
-                self.last[name] = tensor.clone()
+                    yield name, changed
+                self.last[key] = tensor.clone()
 
     def below(self, load: Callable) -> Callable:
         return lambda model, pairs: load(model, self.planted(pairs))
@@ -153,17 +152,3 @@ def tensor_rank() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank()
-
-
-def published(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Returns the experts that transformers stacks by their published names; others as they are."""
-    experts, _, leaf = name.rpartition(".")
-    leaves = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.get(leaf, ())
-    if not (experts.endswith(".experts") and leaves):
-        return [(name, tensor)]
-    parts = [each.chunk(len(leaves)) for each in tensor]
-    return [
-        (f"{experts}.{expert}.{leaf}_proj.weight", part)
-        for expert, each in enumerate(parts)
-        for leaf, part in zip(leaves, each)
-    ]

@@ -24,12 +24,36 @@ LACKING = {
         NO_ADAPTER.format(59, 59) + "; sync 60, of weights, has removed it from vLLM",
     ],
 }
-ALL = [
-    (stack, family) for stack in ("transfer", "trl", "verl") for family in ("qwen3", "qwen3_moe")
-]
-ALL += [
-    (stack, "qwen3") for stack in ("transfer_tp", "sparse", "m2n", "verl_adapters", "path_adapters")
-]
+FAMILIES = ("qwen3", "qwen3_moe")
+ALL = [(stack, family) for stack in ("transfer", "trl", "verl", "swift") for family in FAMILIES]
+DENSE = ("transfer_tp", "sparse", "m2n", "verl_adapters", "path_adapters")
+ALL += [(stack, "qwen3") for stack in DENSE]
+
+
+def check_report(folder, stack, family):
+    """Each fault of the program is named as what it is, and nothing else."""
+    rows = report.read_lines(folder)
+    planted = faults_by_sync(stack, family)
+    assert len({row["sync"] for row in rows}) >= HEALTHY + len(planted)
+    found = {}
+    for row in rows:
+        for name, problem in (each.values() for each in row.get("failures", ())):
+            found.setdefault(row["sync"], {})[name] = problem
+            assert row["rank"] == row["world"] - 1
+    problems = [row["problem"] for row in rows if row["event"] == "problem"]
+    assert len(report.faults(rows)) == sum(map(len, found.values())) + len(problems)
+    for sync, fault in planted.items():
+        expected = fault.named()
+        named = found.pop(sync)
+        assert named.keys() == expected.keys()
+        for name, words in expected.items():
+            assert re.search(words, named[name]), (sync, name)
+    if stack == "path_adapters":  # vLLM does not read a file again under the name of an older one
+        assert set(found.pop(62).values()) == {OLD}
+    assert found == {}
+    lacking = LACKING.get(stack, [])
+    assert len(problems) == len(lacking)
+    assert all(map(str.startswith, problems, lacking))
 
 
 @pytest.mark.full
@@ -54,29 +78,7 @@ def test_each_fault_is_named_and_no_healthy_sync_is(tmp_path, stack, family):
         VERL_RAY_JOB_ID="test",
         **variables,
     )
-    rows = report.read_lines(tmp_path / "report")
-    planted = faults_by_sync(stack, family)
-    assert len({row["sync"] for row in rows}) >= HEALTHY + len(planted)
-    found = {}
-    for row in rows:
-        for name, problem in (each.values() for each in row.get("failures", ())):
-            found.setdefault(row["sync"], {})[name] = problem
-            assert row["rank"] == row["world"] - 1
-    for sync, fault in planted.items():
-        expected = fault.named()
-        named = found.pop(sync)
-        assert named.keys() == expected.keys()
-        for name, words in expected.items():
-            assert re.search(words, named[name]), (sync, name)
-    if stack == "path_adapters":  # vLLM does not read a file again under the name of an older one
-        assert set(found.pop(62).values()) == {OLD}
-    assert found == {}
-    problems = [row["problem"] for row in rows if row["event"] == "problem"]
-    lacking = LACKING.get(stack, [])
-    assert len(problems) == len(lacking)
-    assert all(map(str.startswith, problems, lacking))
-    of_syncs = sum(len(fault.named()) for fault in planted.values())
-    assert len(report.faults(rows)) == of_syncs + len(problems)
+    check_report(tmp_path / "report", stack, family)
 
 
 def test_each_cell_of_the_matrix_has_its_test():
