@@ -3,7 +3,6 @@
 python planted_run.py STACK FAMILY MODEL
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -35,14 +34,6 @@ def trl(model: str, syncs: int) -> None:
 
     trainer.vllm_generation.sync_weights = sync_but_once
     trainer.train()
-
-
-def swift(model: str, syncs: int) -> None:
-    from tests.integrations import swift_run
-
-    family = json.loads(Path(model, "config.json").read_text())["model_type"]
-    words = {"max_steps": syncs, "model_type": family, "tuner_type": "full", "learning_rate": 1e-3}
-    swift_run.main(model, "out", *(f"--{name}={value}" for name, value in words.items()))
 
 
 def change(twin, is_changed=lambda name: True) -> None:
@@ -101,6 +92,7 @@ def verl(model: str, syncs: int, mode: str = "merged") -> None:
 
     replace_what_a_cpu_has_not()
     trainer = Trainer(model, mode)
+    sample(trainer.llm)  # with the base of adapters, which is a sync
     for _ in range(syncs):
         trainer.sync()
         sample(trainer.llm, trainer.lora)
@@ -114,7 +106,7 @@ def verl_adapters(model: str, syncs: int) -> None:
 
 STACKS = {
     each.__name__: each
-    for each in (trl, swift, transfer, transfer_tp, sparse, m2n, path_adapters, verl, verl_adapters)
+    for each in (trl, transfer, transfer_tp, sparse, m2n, path_adapters, verl, verl_adapters)
 }
 
 

@@ -55,10 +55,10 @@ def main(model: str, folder: str, *more: str) -> None:
     reward.write_text(REWARD)
     words = ["--model", model, "--dataset", str(data), "--output_dir", folder]
     words += ["--external_plugins", str(PLUGIN), str(reward)]
-    words += ["--target_modules", "q_proj", "o_proj"]
+    words += ["--target_modules", "q_proj", "o_proj", *more]
     for name, value in SETTINGS.items():
         words += [f"--{name}", str(value)]
-    rlhf_main([*words, *more])  # of two values the last one counts
+    rlhf_main(words)
 
 
 if __name__ == "__main__":
