@@ -349,7 +349,8 @@ def test_the_family_is_that_of_the_config_json(own, model):
     """Of the Megatron arguments only while there is none."""
     rewrite(model / "config.json", json.dumps({**QWEN3_MOE, "model_type": "gemma2"}))
     with pytest.raises(
-        ConfigError, match="Qwen3-30B-A3B-Instruct-2507: model_type 'gemma2' is an architecture of its own"
+        ConfigError,
+        match="Qwen3-30B-A3B-Instruct-2507: model_type 'gemma2' is an architecture of its own",
     ):
         conversion_command(read(own)[0])
     (model / "config.json").unlink()

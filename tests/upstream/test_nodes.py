@@ -60,7 +60,9 @@ def files(tmp_path_factory):
     """MODELS and DATA, where the config looks."""
     folder = tmp_path_factory.mktemp("files")
     model = make_model("qwen3_moe", folder / "models" / "Qwen3-30B-A3B-Instruct-2507")
-    write_base_checkpoint(model, folder / "models" / "Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep2", ep=2)
+    write_base_checkpoint(
+        model, folder / "models" / "Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep2", ep=2
+    )
     data = make_data(model, folder / "made")
     shutil.copytree(data / "chat", folder / "data" / "gsm8k")
     shutil.copytree(data / "packed", folder / "data" / "gsm8k" / model.name)
