@@ -297,7 +297,7 @@ evaluate.evaluate(job, evaluate.Path(sys.argv[3]), print)
 """
     paths = [tiny_model, tiny_model / "data" / "test_chat.parquet", tmp_path / "out"]
     command = [sys.executable, "-c", program, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "2 NPUs, imported: []"
 
 
