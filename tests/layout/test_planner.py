@@ -50,7 +50,7 @@ def test_exactly_the_training_layouts_that_can_run(shape, world):
         (QWEN3, 16, (1, 1, 16, 1, 16)),
         (QWEN3, 12, (1, 3, 4, 1, 4)),
         (QWEN15, 16, (1, 1, 4, 1, 4)),
-        (DENSE, 8, (1, 1, 1, 1, 1)),
+        (DENSE, 8, (4, 1, 1, 2, 1)),
     ],
 )
 def test_the_first_choice(shape, world, best):
