@@ -2,7 +2,8 @@
 
 from .base import Adaptor, Conversion, Family
 
-OPTIONS = ("--use-mcore-models", "--model-type", "GPT", "--add-qkv-bias", "--params-dtype", "bf16")
+DENSE = ("--use-mcore-models", "--model-type", "GPT", "--params-dtype", "bf16")
+OPTIONS = (*DENSE[:3], "--add-qkv-bias", *DENSE[3:])
 SPEC = ("mindspeed_llm.tasks.models.spec.qwen2_moe_spec", "layer_spec")
 KNOWN = (
     # Qwen2 and Qwen2.5, dense: biases on the projections of queries, keys and values. MindSpeed-LLM
@@ -57,7 +58,12 @@ KNOWN = (
         conversion=Conversion("convert_ckpt_v2.py", "qwen3-moe", ("--moe-grouped-gemm",)),
         adaptor=Adaptor("Qwen3MoeMVWeightAdaptor"),
     ),
-    # Llama 2 and its relatives (SmolLM2), dense: no biases, plain queries and keys. The NPU engine
-    # lacks it.
-    Family("llama", "LlamaForCausalLM", own_head_dim=True),
+    # Llama, dense: no biases, plain queries and keys; rotary positions of Llama 3 from 3.1 on.
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        own_head_dim=True,
+        conversion=Conversion("convert_ckpt.py", "llama2", DENSE),
+        adaptor=Adaptor("QwenMVWeightAdaptor"),
+    ),
 )

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import astuple
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -19,6 +20,8 @@ from . import arithmetic
 from .batch import Answer
 
 BLOCK = 128  # tokens: the largest of vLLM's on a CPU
+# what vLLM calls the numbers of Llama3Rope
+SCALING = ("scaling_factor", "low_freq_factor", "high_freq_factor", "orig_max_position")
 
 
 def start_vllm(
@@ -84,12 +87,18 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
     built: list[tuple[str, Any, Any]] = [
         ("architecture", type(model).__name__, family_of(shape).architecture)
     ]
+    scaling = astuple(shape.rope_scaling) if shape.rope_scaling else ()
+    rotary = "Llama3RotaryEmbedding" if scaling else "RotaryEmbedding"
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
             built += [
-                ("rotary positions", type(module).__name__, "RotaryEmbedding"),
+                ("rotary positions", type(module).__name__, rotary),
                 ("rope_theta", module.base, shape.rope_theta),
                 ("rotary width", module.rotary_dim, shape.head_dim),
+                *(
+                    (name, getattr(module, name, None), each)
+                    for name, each in zip(SCALING, scaling)
+                ),
             ]
         elif isinstance(module, RMSNorm):
             built.append(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
