@@ -131,10 +131,10 @@ class ModelShape:
     @property
     def rope(self) -> dict[str, Any]:
         """Returns the rotary positions as config.json's rope_parameters have them."""
-        if self.rope_scaling is None:
-            return {"rope_type": "default", "rope_theta": self.rope_theta}
-        scaling = asdict(self.rope_scaling)
-        return {"rope_type": "llama3", "rope_theta": self.rope_theta, **scaling}
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_scaling:
+            rope |= asdict(self.rope_scaling) | {"rope_type": "llama3"}
+        return rope
 
     @property
     def linears(self) -> tuple[Linear, ...]:

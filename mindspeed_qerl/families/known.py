@@ -2,8 +2,7 @@
 
 from .base import Adaptor, Conversion, Family
 
-DENSE = ("--use-mcore-models", "--model-type", "GPT", "--params-dtype", "bf16")
-OPTIONS = (*DENSE[:3], "--add-qkv-bias", *DENSE[3:])
+OPTIONS = ("--use-mcore-models", "--model-type", "GPT", "--add-qkv-bias", "--params-dtype", "bf16")
 SPEC = ("mindspeed_llm.tasks.models.spec.qwen2_moe_spec", "layer_spec")
 KNOWN = (
     # Qwen2 and Qwen2.5, dense: biases on the projections of queries, keys and values. MindSpeed-LLM
@@ -63,7 +62,7 @@ KNOWN = (
         "llama",
         "LlamaForCausalLM",
         own_head_dim=True,
-        conversion=Conversion("convert_ckpt.py", "llama2", DENSE),
+        conversion=Conversion("convert_ckpt.py", "llama2", (*OPTIONS[:3], *OPTIONS[4:])),
         adaptor=Adaptor("QwenMVWeightAdaptor"),
     ),
 )

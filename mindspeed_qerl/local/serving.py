@@ -87,18 +87,16 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
     built: list[tuple[str, Any, Any]] = [
         ("architecture", type(model).__name__, family_of(shape).architecture)
     ]
-    scaling = astuple(shape.rope_scaling) if shape.rope_scaling else ()
-    rotary = "Llama3RotaryEmbedding" if scaling else "RotaryEmbedding"
+    rotary = "RotaryEmbedding", (None,) * 4
+    if shape.rope_scaling:
+        rotary = "Llama3RotaryEmbedding", astuple(shape.rope_scaling)
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
+            numbers = tuple(getattr(module, name, None) for name in SCALING)
             built += [
-                ("rotary positions", type(module).__name__, rotary),
+                ("rotary positions", (type(module).__name__, numbers), rotary),
                 ("rope_theta", module.base, shape.rope_theta),
                 ("rotary width", module.rotary_dim, shape.head_dim),
-                *(
-                    (name, getattr(module, name, None), each)
-                    for name, each in zip(SCALING, scaling)
-                ),
             ]
         elif isinstance(module, RMSNorm):
             built.append(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))

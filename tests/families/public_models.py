@@ -263,19 +263,7 @@ OTHERS = {
         {**QWEN3_30B, "decoder_sparse_step": 2},
         "decoder_sparse_step = 2",
     ),
-    "deepseek-coder-6.7b-instruct": (
-        llama(
-            *LLAMA_7B,
-            32256,
-            num_key_value_heads=32,
-            rope_theta=100000,
-            max_position_embeddings=16384,
-            rope_scaling={"factor": 4.0, "type": "linear"},
-        ),
-        "rope_type is 'linear'",
-    ),
     "a Llama with biases": (llama(*LLAMA_7B, 32000, attention_bias=True), "attention_bias is True"),
-    "a Llama with biases in the MLP": (llama(*LLAMA_7B, 32000, mlp_bias=True), "mlp_bias is True"),
     "a Llama with a window": (
         llama(*LLAMA_7B, 32000, sliding_window=4096),
         "sliding_window is 4096",
@@ -288,7 +276,6 @@ OTHERS = {
         },
         "model_type 'mistral' is an architecture of its own",
     ),
-    "GELU": (llama(*LLAMA_7B, 32000, hidden_act="gelu_new"), "hidden_act is 'gelu_new'"),
 }
 
 

@@ -12,6 +12,7 @@ from mindspeed_qerl.layout.planner import legal_layouts, new_plan, reasons
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.time import idle_share, stage_work
 from mindspeed_qerl.recipe.types import Batch, Layout
+from tests.families.public_models import MODELS
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 from tests.tables import cells
 from tests.tasks.gsm8k.tool import run_tool
@@ -121,13 +122,7 @@ def test_a_legal_layout_of_a_config_that_the_engine_refuses():
     assert "engine refuses this config: actor_config.lora_alpha = 16.5" in told.stdout
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = MODELS["Llama-3.1-8B"]["rope_scaling"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from tests import ROOT, checked, put
 from tests.families.public_models import MODELS, narrow
+from tests.upstream.rehearsal import LLAMA3
 from tests.word_problems import converted
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -32,14 +33,7 @@ NARROW = {
     for name, config in MODELS.items()
     if config["model_type"] in ("qwen2", "qwen3", "llama") and "num_key_value_heads" in config
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 1e6,
-    "factor": 8.0,
-    "low_freq_factor": 1.5,
-    "high_freq_factor": 4.5,
-    "original_max_position_embeddings": 64,
-}
+ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, **LLAMA3}
 
 
 def make_model(family, directory, **changes):
@@ -60,7 +54,7 @@ def make_model(family, directory, **changes):
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
     if family == "llama":
-        shape |= dict(rope_parameters=LLAMA3)
+        shape["rope_parameters"] = ROPE
     if family.startswith("qwen3"):
         shape |= dict(head_dim=32, hidden_size=64)  # not hidden_size / heads
     if family.endswith("moe"):

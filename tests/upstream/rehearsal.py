@@ -131,8 +131,7 @@ def with_ratios(config: dict[str, Any]) -> tuple[str, dict, dict]:
 
 
 ROWS = FAMILIES | {
-    name: with_ratios(MODELS[name])
-    for name in ("Qwen2.5-0.5B", "Qwen2.5-72B", "Qwen3-4B", "Qwen3-32B", "Llama-3.2-1B")
+    name: with_ratios(MODELS[name]) for name in ("Qwen2.5-72B", "Qwen3-4B", "Llama-3.2-1B")
 }
 # aqn.targets auto
 NOISY_NORMS = {

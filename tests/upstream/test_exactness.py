@@ -61,8 +61,6 @@ CASES = [
     ("llama", dict(npus=2, tp=2, infer_tp=1), PLAIN),
     ("Llama-3.2-1B", dict(npus=2, tp=1, infer_tp=2), PLAIN),
     ("Qwen3-4B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
-    ("Qwen3-32B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
-    ("Qwen2.5-0.5B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
     ("Qwen2.5-72B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
     ("qwen3_moe", dict(npus=4, ep=4, infer_ep=4), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), PACKED | REPLAYED),
