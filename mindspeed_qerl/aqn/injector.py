@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.common.errors import unknown
-
 from .rows import NoiseOfRows
 from .schedule import DRAWS, NoiseLevel
 from .targets import multipliers_of, select_targets
@@ -104,7 +102,7 @@ class NoiseInjector:
         stays: bool = False,
     ):
         if draws not in DRAWS:
-            raise ValueError(unknown("value of aqn.draws", draws, DRAWS))
+            raise ValueError(f"draws = {draws!r} must be one of {', '.join(DRAWS)}")
         self.seed = seed
         self.draws = draws
         selected = select_targets(model, targets, exclude)

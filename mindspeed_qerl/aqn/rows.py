@@ -28,8 +28,7 @@ def request_of(draw: int) -> tuple[dict[str, int], str]:
 
 def tagged_draw(request: Any) -> int:
     """Returns the draw of a request of the runner; 0: it has none."""
-    params = request.sampling_params
-    return (params and params.extra_args or {}).get(TAG, 0)
+    return (request.sampling_params.extra_args or {}).get(TAG, 0)
 
 
 class NoiseOfRows:
@@ -62,29 +61,34 @@ class NoiseOfRows:
         self.place_of: dict[int, int] = {}  # by draw
         self.hooks: list[Any] = []
         if stays:
-            self._multiply()
-        for name, wrapper in (("_prepare_inputs", self._prepare), ("_dummy_run", self._dummy)):
-            setattr(runner, name, partial(wrapper, getattr(runner, name)))
+            self._attach()
 
     def begin(self, noisy: Sequence[Noisy]) -> None:
         """From now on rows have the noisy weights of their draws."""
         self.noisy = list(noisy)
         self.place_of = {}
         if not self.stays:
-            self._multiply()
+            self._attach()
 
     def end(self) -> None:
         """From now on norms have their own weight alone."""
         self.noisy = []
         self.index.zero_()
         if not self.stays:
-            for hook in self.hooks:
-                hook.remove()
-            self.hooks = []
+            self._detach()
 
-    def _multiply(self) -> None:
+    def _attach(self) -> None:
         for norm, table in zip(self.norms, self.tables):
             self.hooks.append(norm.register_forward_hook(partial(self._product, table)))
+        for name, wrapper in (("_prepare_inputs", self._prepare), ("_dummy_run", self._dummy)):
+            setattr(self.runner, name, partial(wrapper, getattr(self.runner, name)))
+
+    def _detach(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        for name in ("_prepare_inputs", "_dummy_run"):
+            delattr(self.runner, name)  # the class's own is there again
 
     def _product(self, table: Tensor, norm: torch.nn.Module, inputs: Any, output: Any) -> Any:
         """The hook of a norm; beside a residual its kernel returns two tensors."""
@@ -110,15 +114,13 @@ class NoiseOfRows:
     def _fill(self, scheduled: dict[str, int]) -> None:
         """Says of each row of the next pass which weights it has. scheduled: tokens by request."""
         requests = self.runner.input_batch.req_ids
-        draws = []
-        for request in requests:
-            draw = self.draw_of(self.runner.requests[request])
-            if not draw:
-                raise RuntimeError(
-                    f"AQN has a draw for each answer or group on, and request {request} names none "
-                    f"({TAG} in extra_args of its sampling parameters)"
-                )
-            draws.append(draw)
+        draws = [self.draw_of(self.runner.requests[request]) for request in requests]
+        if not all(draws):
+            raise RuntimeError(
+                "AQN has a draw for each answer or group on, and request "
+                f"{requests[draws.index(0)]} names none ({TAG} in extra_args of its sampling "
+                "parameters)"
+            )
         self._write(draws)
         places = [self.place_of[draw] for draw in draws]
         of_rows = np.repeat(places, [scheduled[request] for request in requests])
@@ -127,21 +129,16 @@ class NoiseOfRows:
         self.index.copy_(torch.from_numpy(whole))
 
     def _write(self, draws: Sequence[int]) -> None:
-        """Puts those of `draws` into the tables that are not there, in the places of draws that no
-        request of the batch has. One that was preempted is drawn again, with the same bits.
+        """Puts those of `draws` into the tables that are not there; where a table would overflow,
+        those of this batch alone. One that comes again is drawn again, with the same bits.
         """
-        missing = [draw for draw in dict.fromkeys(draws) if draw not in self.place_of]
-        if not missing:
-            return
-        needed = set(draws)
-        unused = [draw for draw in self.place_of if draw not in needed]
-        places = []
-        for draw in missing:
-            place = 1 + len(self.place_of)
-            if place == len(self.tables[0]):
-                place = self.place_of.pop(unused.pop())
-            self.place_of[draw] = place
-            places.append(place)
-        for noisy, table in zip(self.noisy, self.tables):
-            weights = torch.stack([noisy(draw) for draw in missing])
-            table[places] = weights.to(table.device)
+        missing = set(draws) - self.place_of.keys()
+        if len(self.place_of) + len(missing) >= len(self.tables[0]):
+            self.place_of = {}
+            missing = set(draws)
+        for draw in sorted(missing):
+            self.place_of[draw] = 1 + len(self.place_of)
+        if missing:
+            places = [self.place_of[draw] for draw in missing]
+            for noisy, table in zip(self.noisy, self.tables):
+                table[places] = torch.stack([noisy(draw) for draw in missing]).to(table.device)

@@ -216,13 +216,7 @@ def _cases_of_rollout(recipe: Recipe) -> tuple[Case, ...]:
     tp = recipe.layout.infer_tp
     replay = recipe.algorithm.routing_replay
     replays = replay != "none"
-    draws = recipe.noise.draws
     return (
-        (
-            recipe.noise.enabled and draws != "step",
-            "aqn.draws",
-            f"= {draws!r} is not built on this engine yet: take aqn.draws=step, or engine=local",
-        ),
         (
             filters and selection.filter_groups_train_batch_size != prompts,
             "rl_config.filter_groups_train_batch_size",

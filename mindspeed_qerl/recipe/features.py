@@ -56,15 +56,13 @@ class Noise:
 
     def repeats(self, level: NoiseLevel | None) -> bool:
         """Returns True in a step in which two answers to a prompt have one draw."""
-        if level is None or not level.sigma or self.draws != "answer" or not self.repeat_every:
+        if not (level and level.sigma and self.repeat_every) or self.draws != "answer":
             return False
         return (level.step + 1) % self.repeat_every == 0
 
     def draws_of(self, level: NoiseLevel | None, prompts: int, n: int, first: int = 0) -> list[int]:
-        """Returns the draw of each of a step's answers (`draw_numbers`); none where all have one.
-        first: answers of the step that were sampled before.
-        """
-        if level is None or not level.sigma or self.draws == "step":
+        """Returns the draw of each of a step's answers (`draw_numbers`); none where all have one."""
+        if not (level and level.sigma) or self.draws == "step":
             return []
         return draw_numbers(self.draws, prompts, n, first, self.repeats(level))
 

@@ -128,7 +128,7 @@ def test_a_request_without_a_draw_and_other_names_are_refused(served):
     injector.apply(ON)
     with pytest.raises(RuntimeError, match=f"request evaluation names none .{TAG} in extra_args"):
         runner.step(a=1, evaluation=1)
-    with pytest.raises(ValueError, match="unknown value of aqn.draws 'answers'.*answer"):
+    with pytest.raises(ValueError, match="draws = 'answers' must be one of step, group, answer"):
         NoiseInjector(runner.model, "*", seed=7, draws="answers", runner=runner)
 
 

@@ -283,8 +283,6 @@ def crowded(engine, monkeypatch):
     yield crowd
     hook.remove()
     pool.free_blocks(taken)
-    for name in ("_prepare_inputs", "_dummy_run"):
-        runner.__dict__.pop(name, None)
 
 
 ROW = np.random.default_rng(5).integers(3, 96, 60).tolist()
