@@ -42,6 +42,7 @@ LAUNCH = (30e-6, 70e-6)  # seconds of the host for one; the narrowest that publi
 BACKWARD = 2  # times the operations of a forward pass
 MERGED = 60  # bytes that a die reads and writes to merge a weight and round it (lora/rounding.py)
 PROOF_EVERY = 50  # iterations (run.prove_every), of a proof that compares with two syncs
+DRAW = 75e-6  # seconds of the host to draw the weight of a norm; measured, 3,584 numbers
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
 # of TP and of experts in a layer's forward pass, as `groups` has them
@@ -180,6 +181,7 @@ class _Rank:
         self.plan = memory.plan
         self.shape = memory.plan.shape
         self.terms = terms
+        self.drawn_norms = memory.settings.drawn_norms * memory.plan.shape.num_hidden_layers
 
     def _network(self, sizes: Iterable[int]) -> float:
         """Bytes a second that groups of these sizes send."""
@@ -223,7 +225,9 @@ class _Rank:
         flops = tokens * token_flops(self.shape, self.terms.prompt / 2) / tp
         weights = passes * sum(rollout_weights(self.plan)) * BF16
         device = self._seconds("rollout", flops, weights, layers, tokens, passes)
-        return Phase("prefill", passes * sum(self._launched("prefill", layers, tp)), device)
+        launches = sum(self._launched("prefill", layers, tp)) + 2 * self.drawn_norms
+        more = answers * self.drawn_norms * DRAW
+        return Phase("prefill", passes * launches, device, more)
 
     def decode(self, answers: float) -> Phase:
         """As many steps as the longest answer has tokens, and those that answers wait for a place
@@ -250,6 +254,9 @@ class _Rank:
         step += kernels * KERNEL
         # what samples and prepares the next step; each sequence draws by a seed of its own
         inside, outside = self._launched(kind, layers, tp)
+        if self.drawn_norms:  # a row of the table and a product for each norm; whose row it is
+            outside += 1
+            inside += 2 * self.drawn_norms * (kind == "decode")
         alone = outside + alive
         return Phase("decode", steps * (inside + alone), steps * step, alone=steps * alone)
 

@@ -363,6 +363,23 @@ def test_packed_rows_are_sent_in_an_eighth_of_the_launches():
     assert packed["update"].launches < 45_000 and padded["update"].launches > 350_000
 
 
+def test_draws_are_two_kernels_a_norm_and_a_copy_of_whose_row_it_is():
+    """As counted (tests/upstream/test_draws.py), a captured step but for the kernels."""
+    recipe = read_recipe(compose("grpo_qwen25_7b_gsm8k_8npu", ["aqn=qerl", "aqn.draws=answer"]))
+    plan = plan_of(recipe)
+    for eager in (True, False):
+        settings = replace(settings_of(recipe), enforce_eager=eager)
+        plain = replace(settings, drawn_norms=0)
+        phases = [
+            {phase.name: phase for phase in iteration(estimate(plan, each))}
+            for each in (settings, plain)
+        ]
+        drawn, without = (found["decode"].launches for found in phases)
+        steps = (drawn - without) / (1 + 2 * 2 * 28 * eager)
+        assert steps == pytest.approx(DEFAULT.longest, rel=0.5)
+        assert phases[0]["prefill"].more > 0 == phases[1]["prefill"].more
+
+
 def test_a_slower_host_or_link_takes_longer():
     plan = new_plan(NAMED_SHAPES[A3B], Layout(16, 4, ep=4, infer_tp=4, infer_ep=4))
     memory = estimate(plan, MemorySettings())
