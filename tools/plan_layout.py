@@ -181,7 +181,7 @@ def main() -> int:
             terms = terms_of(args, DEFAULT.longest)
             recipe, faults = recipe_of(args.config_name, args.overrides)
             path = Path(recipe.model.path)
-            plan = plan_of(recipe, ranks_per_node=width)
+            plan = plan_of(recipe, ranks_per_node=args.ranks_per_node)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(str(path), plan.shape)
             illegal = show_faults(plan)
