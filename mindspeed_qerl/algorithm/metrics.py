@@ -142,14 +142,13 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
     >>> float(metrics["reward/groups_with_signal"]), metrics["reward/not_computed"]
     (0.5, 1)
     """
-    computed = rewards[~np.isnan(rewards)]
     metrics = {
-        "reward/mean": computed.mean(),
-        "reward/std": computed.std(),
+        "reward/mean": np.nanmean(rewards),
+        "reward/std": np.nanstd(rewards),
         "reward/groups_with_signal": groups_with_signal(rewards, group_size).mean(),
     }
-    if len(computed) < len(rewards):
-        metrics["reward/not_computed"] = len(rewards) - len(computed)
+    if missing := int(np.isnan(rewards).sum()):
+        metrics["reward/not_computed"] = missing
     return metrics
 
 
