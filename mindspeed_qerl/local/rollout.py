@@ -100,7 +100,6 @@ class RolloutEngine:
 
         [model] = self.llm.apply_model(lambda model: model)
         shape = read_shape(model_dir)
-        serving.check_built(model, shape)
         self.recorder = None
         if records_routes:
             self.recorder = serving.route_recorder(self.llm, shape.routers, max_model_len)

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import ModelShape, family_of, read_shape
+from mindspeed_qerl.families import family_of, read_shape
 from mindspeed_qerl.routing.recorder import RouteRecorder
 from mindspeed_qerl.routing.routes import Routers
 
@@ -71,40 +70,6 @@ def start_vllm(
         enable_prefix_caching=share_prompts,
         **more,
     )
-
-
-def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
-    """ConfigError where vLLM's model computes otherwise than a rank's: its class, rotary positions,
-    norms or windows of attention. Of linear layers loading the weights has shown it.
-    """
-    from vllm.model_executor.layers.attention import Attention
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-
-    built: list[tuple[str, Any, Any]] = [
-        ("architecture", type(model).__name__, family_of(shape).architecture)
-    ]
-    for module in model.modules():
-        if isinstance(module, RotaryEmbeddingBase):
-            built += [
-                ("rotary positions", type(module).__name__, "RotaryEmbedding"),
-                ("rope_theta", module.base, shape.rope_theta),
-                ("rotary width", module.rotary_dim, shape.head_dim),
-            ]
-        elif isinstance(module, RMSNorm):
-            built.append(("rms_norm_eps", module.variance_epsilon, shape.rms_norm_eps))
-        elif isinstance(module, Attention):
-            built += [
-                ("sliding_window", module.sliding_window, None),
-                ("head_dim", module.head_size, shape.head_dim),
-            ]
-    faults = {
-        f"{name} {theirs} in vLLM, {ours} in training"
-        for name, theirs, ours in built
-        if theirs != ours
-    }
-    if faults:
-        raise ConfigError(f"config.json is not read alike: {'; '.join(sorted(faults))}")
 
 
 def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecorder:
