@@ -6,12 +6,11 @@ import os
 import shlex
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.recipe.compose import CONFIGS, PATHS, at, combinations, compose, text_of_config
+from mindspeed_qerl.recipe.compose import PATHS, at, combinations, compose
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
 from tests.tasks.gsm8k.tool import run_program
@@ -127,38 +126,6 @@ def test_a_run_whose_config_is_damaged_is_named(content, tmp_path):
     assert f"{run}/config.yaml is damaged: " in done.stderr
 
 
-@pytest.mark.parametrize(
-    "defaults, is_refused",
-    [
-        ("[base, _self_]", False),
-        ("[base]", False),
-        ("[base, override aqn: top, _self_]", False),
-        ("[base, _self_, override aqn: top]", False),
-        ("[_self_, base]", True),
-        ("[_self_, aqn: top]", True),
-    ],
-)
-def test_own_values_come_last(own_configs, defaults, is_refused):
-    (own_configs / "base.yaml").write_text("defaults: [aqn: quiet, _self_]\nactor: {lr: 2e-4}\n")
-    (own_configs / "aqn" / "quiet.yaml").write_text("enabled: false\n")
-    (own_configs / "aqn" / "top.yaml").write_text("# @package _global_\nactor: {lr: 5e-4}\n")
-    (own_configs / "mine.yaml").write_text(f"defaults: {defaults}\nactor: {{lr: 1e-3}}\n")
-    if is_refused:
-        with pytest.raises(ConfigError, match="put `_self_` last"):
-            compose("mine")
-    else:
-        assert compose("mine")["actor"]["lr"] == 1e-3
-
-
-def test_the_parts_that_the_command_line_chooses_count(own_configs):
-    (own_configs / "mine.yaml").write_text(f"defaults: [{TINY}, _self_]\n")
-    (own_configs / "aqn" / "bare.yaml").write_text("enabled: false\n")
-    text = text_of_config("mine", ["aqn=bare"], None)
-    files = [Path(line[5:]) for line in text.splitlines() if line.startswith("---- ")]
-    assert files[0] == own_configs / "mine.yaml" and CONFIGS / f"{TINY}.yaml" in files
-    assert own_configs / "aqn" / "bare.yaml" in files and CONFIGS / "aqn" / "qerl.yaml" not in files
-
-
 # ---- paths ----
 
 NO_PATHS = {
@@ -237,25 +204,3 @@ def test_sweeps_lists_and_interpolations_stay_what_they_are(override, values):
     section, _, last = override.partition("=")[0].partition(".")
     configs = [compose(TINY, chosen) for chosen in combinations(TINY, [override])]
     assert [config[section][last] for config in configs] == values
-
-
-# ---- numbers ----
-
-
-@pytest.mark.parametrize(
-    "written", ["040", "-017", "0_7_1", "010", "1:30", "-1:30", "1:30:00", "1:30.5"]
-)
-def test_a_number_that_yaml_reads_as_another_is_refused(own_configs, written):
-    for form in ("seed: {}\n", "run: {{rollout_samples: {}}}\n", "aqn: {{targets: [a, {}]}}\n"):
-        (own_configs / "mine.yaml").write_text(ON + form.format(written))
-        with pytest.raises(ConfigError, match=r"mine.yaml:2: YAML reads .* as octal or base 60"):
-            compose("mine")
-
-
-@pytest.mark.parametrize(
-    "written, value",
-    [("007", 7), ("-0_7", -7), ("0x1F", 31), ("12:60", "12:60"), ("'040'", "040"), ("1e6", 1e6)],
-)
-def test_other_numbers_are_what_is_written(own_configs, written, value):
-    (own_configs / "mine.yaml").write_text(f"{ON}seed: {written}\n")
-    assert compose("mine")["seed"] == value
