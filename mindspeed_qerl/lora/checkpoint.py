@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folders
-from mindspeed_qerl.families import ModelShape, shape_of_arguments
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.families.tensors import ROW, ParameterMapping, layer_mappings
 
 FILE = "model_optim_rng.pt"
@@ -72,8 +72,11 @@ def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> Pairs:
     }
 
 
-def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapters:
-    """The adapters in a Megatron checkpoint, by default that of latest_checkpointed_iteration.txt.
+def load_adapters(
+    checkpoint_dir: Path, shape: ModelShape, iteration: int | None = None
+) -> Adapters:
+    """The adapters in a Megatron checkpoint, by default that of latest_checkpointed_iteration.txt;
+    shape: of the model that was trained.
 
     Raises:
         FileNotFoundError: no such iteration (the message lists those there). ValueError: a rank's
@@ -82,7 +85,6 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, stages = _read_ranks(directory)
-    shape = shape_of_arguments(vars(args))
     weights: Pairs = {}
     layers_before = 0
     for shards in stages:

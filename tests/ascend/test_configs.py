@@ -4,7 +4,7 @@ layouts legal by upstream's rules.
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
+from mindspeed_qerl.families import NAMED_SHAPES, family_of
+from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
@@ -22,13 +23,7 @@ from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from tests import ROOT, checked
 
-# the model's section -> name of its published shape
-MODELS = {
-    "qwen3_30b_a3b": "qwen3_30b_a3b",
-    "qwen15_moe_a27b": "qwen15_moe_a2_7b",
-    "qwen25_1_5b": "qwen25_1_5b",
-    "qwen25_7b": "qwen25_7b",
-}
+MODELS = ("qwen3_30b_a3b", "qwen15_moe_a27b", "qwen25_1_5b", "qwen25_7b")
 # config -> model, NPUs, training TP PP EP, infer TP EP, ranks of a node
 SHIPPED = {
     "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_30b_a3b", 16, (1, 1, 16), (1, 16), 16),
@@ -168,8 +163,11 @@ def test_model_has_the_published_shape(model):
     # to YAML 1.1 alone 1e-6 is text
     section = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))
     assert list(section) == [model]
-    shape = shape_of_arguments({"model": model, **section[model]})
-    assert replace(shape, name=MODELS[model]) == NAMED_SHAPES[MODELS[model]]
+    shape = NAMED_SHAPES[model]
+    config = {**family_of(shape).hf_config(shape), "model_type": shape.model_type}
+    arguments = {"model": model, **section[model]}
+    assert compare_with_model(arguments, config | {"rope_theta": shape.rope_theta}) == []
+    assert arguments["padded_vocab_size"] == shape.vocab_size
 
 
 def test_the_guide_shows_these_configs_and_this_contract():

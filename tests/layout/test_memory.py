@@ -35,7 +35,7 @@ def plan(shape, world, batch=None, **layout):
     [
         ("qwen3_30b_a3b", 30.5),
         ("qwen3_30b_a3b_2507", 30.5),
-        ("qwen15_moe_a2_7b", 14.3),
+        ("qwen15_moe_a27b", 14.3),
         ("qwen25_1_5b", 1.54),
         ("qwen25_7b", 7.6),
         ("qwen25_32b", 32.8),
