@@ -152,13 +152,7 @@ def refused(file: Path, shape: ModelShape) -> list[str]:
 
 def beyond_kernels(shape: ModelShape) -> list[str]:
     """Which sizes of a model vLLM's kernels for CPUs do not take."""
-    heads = shape.num_attention_heads
-    groups = shape.num_key_value_heads
     reasons = []
-    if heads % groups:
-        reasons.append(
-            f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
-        )
     if shape.head_dim not in HEAD_DIMS:
         reasons.append(
             f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}: vLLM's "

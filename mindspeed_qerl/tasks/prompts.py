@@ -164,11 +164,3 @@ def plain_ids(tokenizer: Any, row: Row) -> list[int]:
             f"{row.where}: no token in its prompt. Is tokenizer.json in {tokenizer.name_or_path}?"
         )
     return ids
-
-
-def text_of(model_dir: AnyPath, tokens: Any) -> str:
-    """Token ids in words, for a message; the numbers where the model has no tokenizer."""
-    try:
-        return load_tokenizer(model_dir).decode(tokens)
-    except ConfigError:
-        return str(tokens)
