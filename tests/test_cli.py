@@ -112,7 +112,7 @@ def test_parts_of_configs(prefix):
         ("aqn", "'aqn' is not an override: write key=value, without dashes"),
         ("=5", "'=5' is not an override: write key=value, without dashes"),
         ("~run.nobody", "Could not delete from config. 'run.nobody' does not exist"),
-        ("rl_config.epochs=[", "rl_config.epochs=[ is not read: quotes, commas"),
+        ("rl_config.epochs=[", "rl_config.epochs=[: no viable alternative"),
         ("task.prompt=${nowhere}", "nowhere"),
     ],
 )

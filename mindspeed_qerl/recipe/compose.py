@@ -5,7 +5,6 @@
 import difflib
 import os
 import re
-import shlex
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,9 +80,12 @@ def combinations(
     `aqn=off,qerl seed=1,2`.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     with _hydra(name, (), config_dir):
-        parsed = _parsed([quoted(override) for override in overrides])
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        parsed = parser.parse_overrides([quoted(override) for override in overrides])
         return BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
 
@@ -183,32 +185,8 @@ def _hydra(name: str, overrides: Iterable[str], config_dir: str | None) -> Itera
     except Exception as error:  # Hydra has assertions and errors of any kind
         reason = str(error) or str(error.__cause__)
         mark = getattr(error, "problem_mark", None)  # YAML's, of any of the files
-        place = mark.name if mark else known[name]
+        place = mark.name if mark else getattr(error, "override", known[name])
         raise ConfigError(f"{place}: {' '.join(reason.split())}") from error
-
-
-def _parsed(overrides: list[str]) -> list[Any]:
-    """Returns what Hydra reads in `overrides`; ConfigError for one in which it reads nothing, with
-    the form in which it would.
-    """
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    parsed = []
-    for override in overrides:
-        try:
-            parsed.append(parser.parse_overrides([override])[0])
-        except Exception as error:  # of several kinds, and of two libraries
-            key, _, value = override.lstrip("+").partition("=")
-            whole = f"{key}={_in_quotes(value)}"
-            in_shell = shlex.quote(whole) if set(whole) & set('"$`!') else f'"{whole}"'
-            raise ConfigError(
-                f"{key}={value} is not read: quotes, commas, colons, brackets and the like have a "
-                "meaning in Hydra's grammar (https://hydra.cc/docs). As one text, in a shell: "
-                f"{in_shell}"
-            ) from error
-    return parsed
 
 
 def _for_hydra(name: str, overrides: Iterable[str], folders: list[Path]) -> list[str]:
@@ -222,7 +200,6 @@ def _for_hydra(name: str, overrides: Iterable[str], folders: list[Path]) -> list
     alone = loader.compute_defaults_list(name, [search_path], RunMode.RUN)
     chosen = alone.overrides.known_choices
     words = [hydra_override(override, folders, chosen) for override in overrides]
-    _parsed(words)
     return [*words, search_path]
 
 

@@ -3,14 +3,12 @@ entry; paths are what is configured.
 """
 
 import os
-import shlex
 import sys
-from functools import partial
 
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.recipe.compose import PATHS, at, combinations, compose
+from mindspeed_qerl.recipe.compose import PATHS, combinations, compose
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
 from tests.tasks.gsm8k.tool import run_program
@@ -91,19 +89,6 @@ def test_a_fault_of_a_part_is_named_with_the_parts_file(own_configs):
     with pytest.raises(ConfigError) as refused:
         compose(TINY, ["aqn=broken"])
     assert str(refused.value).startswith(f"{part}: ") and TINY not in str(refused.value)
-
-
-@pytest.mark.parametrize("value", ["it's", 'say "hi"', "a]b", "it's $5", r"a\b'c", "x,y}"])
-@pytest.mark.parametrize("key", ["run.name", "rl_config.filter_groups_metric"])
-def test_what_hydra_does_not_read_is_refused_with_what_it_does(key, value):
-    """As a shell would pass it on."""
-    for refuses in (partial(compose, TINY), partial(combinations, TINY)):
-        with pytest.raises(ConfigError) as refused:
-            refuses([f"{key}={value}"])
-        message = str(refused.value)
-        assert message.startswith(f"{key}={value} is not read: ") and ".yaml" not in message
-        [word] = shlex.split(message.partition("in a shell: ")[2])
-        assert at(key, compose(TINY, [word])) == value
 
 
 def test_a_broken_config_is_in_nobodys_way(own_configs):
