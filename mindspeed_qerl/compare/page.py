@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from .comparison import (
 )
 from .statistics import LEAST_SEEDS, Estimate
 
-LONGEST_NAME = 20  # characters of a group's name in a table of 80 columns
 EVALUATE_ALIKE = (
     "To compare runs that were evaluated otherwise: tools/evaluate.py --run RUN --name NAME with "
     "the same options for each, then compare_runs.py --evaluation NAME."
@@ -43,21 +41,11 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     return [page, data, picture]
 
 
-def labels_of(comparison: Comparison) -> dict[str, str]:
-    """Returns what each group is called beside the numbers: its name, or a number if one name is
-    long.
-    """
-    names = list(comparison.groups)
-    if max(map(len, names)) <= LONGEST_NAME:
-        return dict(zip(names, names))
-    return {name: f"G{number}" for number, name in enumerate(names, 1)}
-
-
-def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, str]) -> str:
-    """A verdict in words; labels: what the groups are called, by name."""
+def sentence(verdict: Verdict, questions: int, step: int) -> str:
+    """A verdict in words."""
     difference = verdict.difference
     seeds = len(verdict.seeds)
-    groups = f"**{labels[verdict.group]}** beside {labels[verdict.baseline]}"
+    groups = f"**{verdict.group}** beside {verdict.baseline}"
     if difference is None or seeds < LEAST_SEEDS:
         return f"{groups}: no verdict, {seeds} seeds in common; it takes {LEAST_SEEDS}"
     if verdict.word == "no verdict":
@@ -83,7 +71,6 @@ def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, s
 
 def to_markdown(comparison: Comparison) -> str:
     """The comparison as a page."""
-    labels = labels_of(comparison)
     seeds = {len(runs) for runs in comparison.groups.values()}
     over = "questions, of one seed"
     if seeds != {1}:
@@ -92,20 +79,18 @@ def to_markdown(comparison: Comparison) -> str:
     explained = (
         f"Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over {over}."
     )
-    lines = ["# Comparison", "", explained, ""]
-    lines += [f"- **{label}**: {name}" for name, label in labels.items() if name != label]
-    lines += ["", "## Verdict", ""]
+    lines = ["# Comparison", "", explained, "", "## Verdict", ""]
     for verdict in comparison.verdicts:
-        text = sentence(verdict, len(comparison.questions), comparison.steps[-1], labels)
+        text = sentence(verdict, len(comparison.questions), comparison.steps[-1])
         lines.append(f"- {text}")
     if not comparison.verdicts:
         lines.append("- one group only: nothing to compare it with")
     baseline, *_ = comparison.groups
-    header = ["step", "group", "accuracy", f"difference to {labels[baseline]}"]
+    header = ["step", "group", "accuracy", f"difference to {baseline}"]
     rows = []
     for step in comparison.steps:
         for name, accuracy in comparison.accuracy.items():
-            cells = [str(step), labels[name], interval(accuracy[step]), ""]
+            cells = [str(step), name, interval(accuracy[step]), ""]
             if difference := comparison.difference.get(name):
                 cells[-1] = interval(difference[step], "+")
             rows.append(cells)
@@ -113,7 +98,7 @@ def to_markdown(comparison: Comparison) -> str:
     lines += ["", "## Runs", ""]
     for name, runs in comparison.groups.items():
         for run in runs:
-            lines.append("; ".join([f"- {labels[name]}: {run.path}", *run.notes]))
+            lines.append("; ".join([f"- {name}: {run.path}", *run.notes]))
     for run in comparison.left_out:
         lines.append(f"- left out: {run.path}: {'; '.join(run.faults)}")
     if EVALUATED_OTHERWISE in "".join(lines):
@@ -123,14 +108,13 @@ def to_markdown(comparison: Comparison) -> str:
 
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy and its difference to the baseline by step, with 95 % intervals."""
-    labels = labels_of(comparison)
-    baseline, *_ = labels
+    baseline, *_ = comparison.groups
     # side by side, not on top of each other
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0] or 1)
 
     def draw_bars(title: str, ylabel: str, estimates: BySteps, axes: Axes) -> None:
         axes.set(title=title, ylabel=ylabel)
-        for number, name in enumerate(labels):
+        for number, name in enumerate(comparison.groups):
             by_step = estimates.get(name, {})
             steps = np.array(list(by_step)) + number * offset
             means = [value.mean for value in by_step.values()]
@@ -149,12 +133,9 @@ def draw(comparison: Comparison, file: Path) -> None:
     title = "Held-out accuracy (noise off; bars: 95 % interval)"
     panels = [partial(draw_bars, title, "accuracy", comparison.accuracy)]
     if any(comparison.difference.values()):
-        title = f"Difference of accuracy to {labels[baseline]}"
+        title = f"Difference of accuracy to {baseline}"
         panels.append(partial(draw_bars, title, "difference", comparison.difference))
-    in_legend = []
-    for name, label in labels.items():
-        words = name if name == label else f"{label}: {name}"
-        in_legend.append(textwrap.fill(words, 100))
+    in_legend = [textwrap.fill(name, 100) for name in comparison.groups]
     lines = "\n".join(in_legend).count("\n") + 1
     with mpl.rc_context(STYLE):
         figure = stack(panels, below=0.2 + 0.18 * lines)

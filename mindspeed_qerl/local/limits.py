@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.built import not_built
@@ -101,13 +99,6 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
             f"rl_config.mini_batch_size = {mini}"
         )
         yield Fault("conflict", message, "rl_config.mini_batch_size")
-    available = psutil.virtual_memory().available / 2**30
-    if recipe.local.kv_cache_gib >= available:
-        yield _unsupported(
-            "local.kv_cache_gib",
-            f"= {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of memory are available "
-            "for vLLM's KV cache. Ask for less, or free some",
-        )
 
 
 def _unsupported(key: str, reason: str) -> Fault:

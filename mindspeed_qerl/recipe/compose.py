@@ -3,8 +3,6 @@
 """
 
 import difflib
-import os
-import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -58,19 +56,18 @@ if not CONFIGS.is_dir():
 def compose(
     name: str, overrides: Iterable[str] = (), config_dir: str | None = None
 ) -> dict[str, Any]:
-    """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it,
-    `~` of its paths expanded. Whether its keys are known is the reader's to say.
+    """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it.
+    Whether its keys are known is the reader's to say.
 
     Raises:
-        ConfigError: no such config, what Hydra refuses, or a path with a shell's variable.
+        ConfigError: no such config, or what Hydra refuses.
     """
     from hydra import compose as composed
     from omegaconf import OmegaConf
 
     with _hydra(name, overrides, config_dir) as words:
         config = composed(name, words)
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return _with_paths(resolved)
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
 
 def combinations(
@@ -109,23 +106,6 @@ def _folders(config_dir: str | None) -> list[Path]:
     if config_dir and not own.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     return [own, CONFIGS] if own.is_dir() and own != CONFIGS else [CONFIGS]
-
-
-def _with_paths(config: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """`config` with `~` and `~user` of its paths expanded; ConfigError for a shell's variable in
-    one.
-    """
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _with_paths(value, f"{above}{key}.")
-        elif key in PATHS and isinstance(value, str):
-            if re.search(r"\$[\w{]", value):
-                raise ConfigError(
-                    f"{above}{key} = {value!r} has a shell's variable, which is not read here: "
-                    "write ${oc.env:NAME}"
-                )
-            config[key] = os.path.expanduser(value)
-    return config
 
 
 # ---- what the command prints ----

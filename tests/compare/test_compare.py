@@ -23,7 +23,6 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.compare.comparison import compare
 from mindspeed_qerl.compare.page import (
     EVALUATE_ALIKE,
-    labels_of,
     sentence,
     to_markdown,
     write_comparison,
@@ -288,8 +287,7 @@ def test_only_seeds_that_both_have_are_compared_and_two_give_no_verdict(make_run
     comparison = compare(read_all(*paths))
     (verdict,) = comparison.verdicts
     assert verdict.seeds == [2] and verdict.word == "no verdict"
-    labels = labels_of(comparison)
-    said = sentence(verdict, 60, STEPS, labels)
+    said = sentence(verdict, 60, STEPS)
     assert said.endswith("no verdict, 1 seeds in common; it takes 3")
     off, on = (list(read_run(path).scores[STEPS].values()) for path in paths[1:3])
     expected = np.mean(on) - np.mean(off)
