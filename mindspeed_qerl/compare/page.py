@@ -124,7 +124,6 @@ def draw(comparison: Comparison, file: Path) -> None:
                 means,
                 yerr=margins,
                 color=COLORS[number % len(COLORS)],
-                linestyle="--" if number >= len(COLORS) else "-",
                 marker="o",
                 markersize=4,
                 capsize=3,

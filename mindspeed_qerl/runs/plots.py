@@ -89,10 +89,7 @@ def _draw_panel(axes: Axes, rows: Rows, panel: Panel) -> None:
         if not len(steps):
             continue
         axes.plot(steps, values, color=color, marker=".", markersize=3, label=label)
-    labels = axes.get_legend_handles_labels()[1]
-    if len(labels) > 3:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    elif labels:
+    if axes.get_legend_handles_labels()[1]:
         axes.legend()
 
 
