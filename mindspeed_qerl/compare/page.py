@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from mindspeed_qerl.common.files import json_text
 from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.runs.plots import COLORS, STYLE, stack
 
@@ -23,6 +22,7 @@ from .comparison import (
 )
 from .statistics import LEAST_SEEDS, Estimate
 
+LONGEST_NAME = 20  # characters of a group's name in a table of 80 columns
 EVALUATE_ALIKE = (
     "To compare runs that were evaluated otherwise: tools/evaluate.py --run RUN --name NAME with "
     "the same options for each, then compare_runs.py --evaluation NAME."
@@ -30,22 +30,31 @@ EVALUATE_ALIKE = (
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
+    """Write comparison.md and comparison.png into `folder`; returns them."""
     folder.mkdir(parents=True, exist_ok=True)
-    page, data, picture = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
+    page = folder / "comparison.md"
+    picture = folder / "comparison.png"
     link = "\n![accuracy and difference by step](comparison.png)\n"
     page.write_text(to_markdown(comparison) + link, encoding="utf-8")
-    numbers = replace(comparison, groups={}, left_out=[], questions=[])
-    data.write_text(json_text(asdict(numbers)), encoding="utf-8")
     draw(comparison, picture)
-    return [page, data, picture]
+    return [page, picture]
 
 
-def sentence(verdict: Verdict, questions: int, step: int) -> str:
-    """A verdict in words."""
+def labels_of(comparison: Comparison) -> dict[str, str]:
+    """Returns what each group is called beside the numbers: its name, or a number if one name is
+    long.
+    """
+    names = list(comparison.groups)
+    if max(map(len, names)) <= LONGEST_NAME:
+        return dict(zip(names, names))
+    return {name: f"G{number}" for number, name in enumerate(names, 1)}
+
+
+def sentence(verdict: Verdict, questions: int, step: int, labels: Mapping[str, str]) -> str:
+    """A verdict in words; labels: what the groups are called, by name."""
     difference = verdict.difference
     seeds = len(verdict.seeds)
-    groups = f"**{verdict.group}** beside {verdict.baseline}"
+    groups = f"**{labels[verdict.group]}** beside {labels[verdict.baseline]}"
     if difference is None or seeds < LEAST_SEEDS:
         return f"{groups}: no verdict, {seeds} seeds in common; it takes {LEAST_SEEDS}"
     if verdict.word == "no verdict":
@@ -71,6 +80,7 @@ def sentence(verdict: Verdict, questions: int, step: int) -> str:
 
 def to_markdown(comparison: Comparison) -> str:
     """The comparison as a page."""
+    labels = labels_of(comparison)
     seeds = {len(runs) for runs in comparison.groups.values()}
     over = "questions, of one seed"
     if seeds != {1}:
@@ -79,18 +89,20 @@ def to_markdown(comparison: Comparison) -> str:
     explained = (
         f"Accuracy on the held-out questions, noise off. In brackets: 95 % intervals over {over}."
     )
-    lines = ["# Comparison", "", explained, "", "## Verdict", ""]
+    lines = ["# Comparison", "", explained, ""]
+    lines += [f"- **{label}**: {name}" for name, label in labels.items() if name != label]
+    lines += ["", "## Verdict", ""]
     for verdict in comparison.verdicts:
-        text = sentence(verdict, len(comparison.questions), comparison.steps[-1])
+        text = sentence(verdict, len(comparison.questions), comparison.steps[-1], labels)
         lines.append(f"- {text}")
     if not comparison.verdicts:
         lines.append("- one group only: nothing to compare it with")
     baseline, *_ = comparison.groups
-    header = ["step", "group", "accuracy", f"difference to {baseline}"]
+    header = ["step", "group", "accuracy", f"difference to {labels[baseline]}"]
     rows = []
     for step in comparison.steps:
         for name, accuracy in comparison.accuracy.items():
-            cells = [str(step), name, interval(accuracy[step]), ""]
+            cells = [str(step), labels[name], interval(accuracy[step]), ""]
             if difference := comparison.difference.get(name):
                 cells[-1] = interval(difference[step], "+")
             rows.append(cells)
@@ -98,7 +110,7 @@ def to_markdown(comparison: Comparison) -> str:
     lines += ["", "## Runs", ""]
     for name, runs in comparison.groups.items():
         for run in runs:
-            lines.append("; ".join([f"- {name}: {run.path}", *run.notes]))
+            lines.append("; ".join([f"- {labels[name]}: {run.path}", *run.notes]))
     for run in comparison.left_out:
         lines.append(f"- left out: {run.path}: {'; '.join(run.faults)}")
     if EVALUATED_OTHERWISE in "".join(lines):
@@ -108,13 +120,14 @@ def to_markdown(comparison: Comparison) -> str:
 
 def draw(comparison: Comparison, file: Path) -> None:
     """Accuracy and its difference to the baseline by step, with 95 % intervals."""
-    baseline, *_ = comparison.groups
+    labels = labels_of(comparison)
+    baseline, *_ = labels
     # side by side, not on top of each other
     offset = 0.012 * (comparison.steps[-1] - comparison.steps[0] or 1)
 
     def draw_bars(title: str, ylabel: str, estimates: BySteps, axes: Axes) -> None:
         axes.set(title=title, ylabel=ylabel)
-        for number, name in enumerate(comparison.groups):
+        for number, name in enumerate(labels):
             by_step = estimates.get(name, {})
             steps = np.array(list(by_step)) + number * offset
             means = [value.mean for value in by_step.values()]
@@ -124,6 +137,7 @@ def draw(comparison: Comparison, file: Path) -> None:
                 means,
                 yerr=margins,
                 color=COLORS[number % len(COLORS)],
+                linestyle="--" if number >= len(COLORS) else "-",
                 marker="o",
                 markersize=4,
                 capsize=3,
@@ -132,9 +146,12 @@ def draw(comparison: Comparison, file: Path) -> None:
     title = "Held-out accuracy (noise off; bars: 95 % interval)"
     panels = [partial(draw_bars, title, "accuracy", comparison.accuracy)]
     if any(comparison.difference.values()):
-        title = f"Difference of accuracy to {baseline}"
+        title = f"Difference of accuracy to {labels[baseline]}"
         panels.append(partial(draw_bars, title, "difference", comparison.difference))
-    in_legend = [textwrap.fill(name, 100) for name in comparison.groups]
+    in_legend = []
+    for name, label in labels.items():
+        words = name if name == label else f"{label}: {name}"
+        in_legend.append(textwrap.fill(words, 100))
     lines = "\n".join(in_legend).count("\n") + 1
     with mpl.rc_context(STYLE):
         figure = stack(panels, below=0.2 + 0.18 * lines)

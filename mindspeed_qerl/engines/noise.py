@@ -34,20 +34,18 @@ def lost_noise(recipe: Recipe) -> list[str]:
     from mindspeed_qerl.aqn.injector import kept_in_bfloat16  # torch: seconds
 
     schedule = noise.noise_schedule(steps)
-    lost = 0
     stages = []
     for stage, group in groupby(range(steps), schedule.stage):
-        of_stage = list(group)
-        sigma = schedule.sigma(of_stage[0])
+        first = next(group)
+        sigma = schedule.sigma(first)
         if not sigma or (kept := kept_in_bfloat16(sigma)) >= LEAST_KEPT:
             continue
-        lost += len(of_stage)
-        stages.append(f"stage {stage} from step {of_stage[0]} (sigma {sigma:.2g}, {kept:.0%} left)")
-    if not lost:
+        stages.append(f"stage {stage} from step {first} (sigma {sigma:.2g}, {kept:.0%} left)")
+    if not stages:
         return []
     warning = (
-        f"aqn: in {lost} of {steps} steps bfloat16 rounds more than half of the noise away on norms "
-        f"of 1: {', '.join(stages)}. Raise aqn.sigma_end above the largest sigma of these, or take "
+        "aqn: bfloat16 rounds more than half of the noise away on norms of 1 in "
+        f"{', '.join(stages)}. Raise aqn.sigma_end above the largest sigma of these, or take "
         "aqn=target, which makes up for the loss (docs/aqn.md)"
     )
     return [warning]

@@ -63,14 +63,6 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
 def _value_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yields what this engine cannot do with any model."""
     layout = recipe.layout
-    optimizer = recipe.optimizer
-    # another method, and other granularities than "full", are refused by recipe/keys.yaml
-    if optimizer.recompute_granularity and not optimizer.recompute_method:
-        yield _unsupported(
-            "megatron_training.recompute_method",
-            f"is left out with recompute_granularity = {optimizer.recompute_granularity!r}: set it "
-            "to block, the local engine has no other",
-        )
     if not recipe.lora.targets:
         yield _unsupported(
             "megatron_training.lora_target_modules",

@@ -61,9 +61,7 @@ def raw(request, tmp_path, monkeypatch):
     config = compose(request.param)
     model = Path(config["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
-    (model / "config.json").write_text(
-        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]]]))
-    )
+    (model / "config.json").write_text(json.dumps(asdict(NAMED_SHAPES[SHIPPED[request.param][0]])))
     train = Path(config["megatron_training"]["data_path"])
     # token ids are one tokenizer's: a folder for each model
     assert train.parent.name == model.name

@@ -23,6 +23,7 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.compare.comparison import compare
 from mindspeed_qerl.compare.page import (
     EVALUATE_ALIKE,
+    labels_of,
     sentence,
     to_markdown,
     write_comparison,
@@ -287,7 +288,8 @@ def test_only_seeds_that_both_have_are_compared_and_two_give_no_verdict(make_run
     comparison = compare(read_all(*paths))
     (verdict,) = comparison.verdicts
     assert verdict.seeds == [2] and verdict.word == "no verdict"
-    said = sentence(verdict, 60, STEPS)
+    labels = labels_of(comparison)
+    said = sentence(verdict, 60, STEPS, labels)
     assert said.endswith("no verdict, 1 seeds in common; it takes 3")
     off, on = (list(read_run(path).scores[STEPS].values()) for path in paths[1:3])
     expected = np.mean(on) - np.mean(off)
@@ -395,10 +397,6 @@ def test_from_the_command_line_to_the_files(six_runs, make_run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "aqn on beside aqn off: not distinguishable" in done.stdout
     assert "it is not finished" in done.stdout
-    (verdict,) = json.loads((tmp_path / "out/comparison.json").read_text())["verdicts"]
-    difference = verdict["difference"]
-    assert verdict["seeds"] == [1, 2, 3]
-    assert difference["low"] < difference["mean"] < difference["high"]
     assert (tmp_path / "out/comparison.png").stat().st_size > 20_000
     refused = run(tmp_path / "nowhere")
     assert refused.returncode == 1 and "holds none" in refused.stderr

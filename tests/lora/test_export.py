@@ -329,14 +329,12 @@ def test_bad_checkpoints(tmp_path, change, message):
 
 def test_incomplete_checkpoints(tmp_path):
     adapters = make_adapters("qwen3_moe", 2)
-    with pytest.raises(FileNotFoundError, match="holds no iter_0000001"):
+    with pytest.raises(FileNotFoundError, match="holds no whole iter_0000001"):
         load_trained(tmp_path, "qwen3_moe")
     save = write_checkpoint(tmp_path / "save", adapters, "qwen3_moe", tp=2, ep=2)
     with pytest.raises(FileNotFoundError, match="no iteration 4; there are: 3"):
         load_trained(save, "qwen3_moe", 4)
     (save / "latest_checkpointed_iteration.txt").unlink()
-    with pytest.raises(FileNotFoundError, match="there are: 3"):
-        load_trained(save, "qwen3_moe")
     assert_same(load_trained(save, "qwen3_moe", 3), adapters)
     file = save / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt"
     whole = file.read_bytes()
@@ -381,7 +379,7 @@ def base_model(tmp_path_factory):
             num_experts=EXPERTS,
             num_experts_per_tok=3,
             moe_intermediate_size=EXPERT_FFN,
-            shared_expert_intermediate_size=SHARED_FFN,
+            **({"shared_expert_intermediate_size": SHARED_FFN} if family == "qwen2_moe" else {}),
             mlp_only_layers=[],
             decoder_sparse_step=1,
             bos_token_id=None,
