@@ -100,7 +100,7 @@ def test_a_value_is_one_of_its_two_neighbours_and_a_weight_on_the_grid_stays():
     assert torch.equal(rounded(exact, torch.float16, dither), exact.half())
 
 
-@pytest.mark.parametrize("family", ["qwen3_30b_a3b", "qwen15_moe_a27b"])
+@pytest.mark.parametrize("family", ["qwen3_30b_a3b", "qwen15_moe_a2_7b"])
 def test_a_ranks_part_has_the_bits_of_the_whole_tensors(family):
     """Parts of two tensor parallel ranks, joined and split into Hugging Face's tensors."""
     shape, hidden = read_shape(family), 64

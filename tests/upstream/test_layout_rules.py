@@ -204,7 +204,7 @@ def trained(draw: random.Random) -> Plan:
     """Plans whose training side Megatron says yes and no to: odd numbers of heads, layers and
     experts, lists of layers.
     """
-    shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen15_moe_a27b", "qwen25_7b"])]
+    shape = NAMED_SHAPES[draw.choice(["qwen3_30b_a3b", "qwen15_moe_a2_7b", "qwen25_7b"])]
     heads, layers = draw.choice([4, 8, 12, 16, 24, 28, 32]), draw.choice([4, 6, 8, 12, 24, 28, 30])
     shape = replace(
         shape,
