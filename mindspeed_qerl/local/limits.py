@@ -53,7 +53,7 @@ MAY_CHANGE = frozenset(
 
 
 def validate(recipe: Recipe) -> Iterator[Fault]:
-    """See engines.Engine: faults of model, layout, rollout and task."""
+    """See engines.engine_of: faults of model, layout, rollout and task."""
     yield from _model_faults(recipe)
     yield from _value_faults(recipe)
     yield from checks.missing_files(recipe.task, ("train_file", "test_file"))
