@@ -222,6 +222,11 @@ def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
     sizes = _sizes(args)
     numbers = ", ".join(map(str, sizes))
     says = f"{there[0]} is of a run with tensor, pipeline and expert parallel sizes {numbers}"
+    if args.num_experts and sizes[0] > 1 and not args.moe_tp_extend_ep:
+        raise ValueError(
+            f"{directory}: {says} without moe_tp_extend_ep, which splits each expert; such "
+            "adapters cannot be read"
+        )
     folders = rank_folders(*sizes)
     if odd := sorted({*there} ^ {*folders.values()}):
         raise ValueError(
@@ -236,11 +241,21 @@ def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:
                 f"{directory} mixes runs: {says}, and {folder} of one with "
                 f"{', '.join(map(str, _sizes(checkpoint['args'])))}; remove one run's files"
             )
-        stages[stage][tensor, expert] = {
+        if "model" not in checkpoint:
+            raise ValueError(
+                f"{directory / folder / FILE} has no 'model', but {', '.join(checkpoint)}: "
+                "checkpoints of virtual pipeline stages cannot be read"
+            )
+        adapters = {
             name: value
             for name, value in checkpoint["model"].items()
-            if ADAPTER.match(name) and torch.is_tensor(value)
+            if "lora_" in name and torch.is_tensor(value)
         }
+        if strange := [name for name in adapters if not ADAPTER.match(name)]:
+            raise ValueError(
+                f"{directory / folder / FILE}: {strange[0]} is not an adapter of a decoder layer"
+            )
+        stages[stage][tensor, expert] = adapters
     return args, stages
 
 

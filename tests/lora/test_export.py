@@ -147,6 +147,7 @@ def write_checkpoint(
     ep=1,
     targets=ALL,
     change=lambda rank, state: None,
+    **more,
 ):
     """`stages`: layers of each pipeline stage. `change` may spoil a rank's state before it is
     written.
@@ -157,10 +158,12 @@ def write_checkpoint(
         expert_model_parallel_size=ep,
         num_layers=sum(stages),
         num_experts=EXPERTS if "moe" in family else None,
+        moe_tp_extend_ep="moe" in family,
         lora_r=R,
         lora_alpha=ALPHA,
         lora_target_modules=targets,
     )
+    vars(args).update(more)
     for t, p, e in product(range(tp), range(len(stages)), range(ep)):
         model = {
             f"decoder.layers.{layer}.{name}": tensor
@@ -302,10 +305,18 @@ def no_adapters(rank, state):
     state["model"] = {"decoder.final_layernorm.weight": torch.ones(2)}
 
 
+def virtual_stages(rank, state):
+    state["model0"] = state.pop("model")
+
+
 def single_experts(rank, state):
     module = "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1"
     for side in "AB":
         state["model"][f"{module}.lora_{side}.default.weight"] = torch.ones(2, 2)
+
+
+def adapted_head(rank, state):
+    state["model"]["output_layer.lora_A.default.weight"] = torch.ones(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +329,9 @@ def single_experts(rank, state):
         ),
         (forget_layer, r"adapters of 1 layers, and the model has 2"),
         (no_adapters, r"no LoRA adapters"),
+        (virtual_stages, r"virtual pipeline"),
         (single_experts, r"mlp.experts.local_experts.0.linear_fc1 has no name"),
+        (adapted_head, r"output_layer.lora_A.default.weight is not an adapter of a decoder layer"),
     ],
 )
 def test_bad_checkpoints(tmp_path, change, message):
@@ -353,6 +366,9 @@ def test_incomplete_checkpoints(tmp_path):
     )
     with pytest.raises(ValueError, match="mp_rank_00_000, .* or of another run: mp_rank_00 is of"):
         load_trained(save, "qwen3_moe", 3)
+    save = write_checkpoint(tmp_path / "split", adapters, "qwen3_moe", tp=2, moe_tp_extend_ep=False)
+    with pytest.raises(ValueError, match="without moe_tp_extend_ep, which splits each expert"):
+        load_trained(save, "qwen3_moe")
 
 
 either = pytest.mark.parametrize("save", [save_peft, save_merged])
@@ -478,10 +494,12 @@ def test_the_merged_folder_is_the_base_folder(tmp_path, base_model):
 def test_what_does_not_fit_is_refused_and_nothing_is_written(tmp_path, base_model, save):
     base, out = base_model("qwen3"), tmp_path / "out"
     whole = make_adapters("qwen3", 2)
+    few = {module: pair for module, pair in whole.weights.items() if ".layers.1." not in module}
     wide = whole.weights | {
         "model.layers.1.mlp.up_proj": (torch.ones(R, HIDDEN), torch.ones(99, R))
     }
     for weights, message in [
+        (few, r"has model\.layers\.1\.\S+\.weight, for which the checkpoint holds no adapter"),
         (make_adapters("qwen3", 3).weights, r"has no model.layers.2.self_attn.q_proj.weight"),
         (
             wide,
