@@ -30,6 +30,7 @@ from mindspeed_qerl.lora.arrival import Arrival, Factors
 from mindspeed_qerl.lora.held import Held, held_parts
 
 from .cpu import refuse_packed_weights
+from .draws import RequestDraws, injector_of
 from .requests import BYPASSED, LoadedAdapters, Steps, Weights, new_requests
 from .rounding import rounded_without_bias, too_little
 from .settings import VARIABLE, Settings, settings_of_environment
@@ -73,6 +74,7 @@ class WorkerRollout:
     has_reloaded = False  # in this sync, in one of vLLM's own ways
     injector: NoiseInjector | None = None  # while its noise is on
     controller: NoiseController | None = None  # from the first noise on
+    draws: RequestDraws | None = None  # where not all requests have one
     noise_step = -1  # of the last noise
     measured_step = -1  # of what was told last
     is_told = False
@@ -106,6 +108,8 @@ class WorkerRollout:
                     self.unbiased.add(held.name)
         if settings.noise is not None:
             select_targets(self.model, settings.targets, settings.exclude)
+            if settings.draws != "step":
+                self.draws = RequestDraws(worker, settings.draws)
         wrap(self.model, "load_weights", self._load_weights)
         wrap(worker, "add_lora", self._add_lora)
         wrap(worker, "sleep", self._sleep)
@@ -292,7 +296,7 @@ class WorkerRollout:
             )
         if self.controller is None:
             self.controller = NoiseController(schedule, self._measured_before(step))
-        injector = NoiseInjector(self.model, settings.targets, settings.exclude, seed=settings.seed)
+        injector = injector_of(self.worker, settings, self.draws)
         report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step
