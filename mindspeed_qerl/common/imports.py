@@ -1,17 +1,14 @@
 """Functions that a config names: our own, or a user's by import path; and the files of these."""
 
-import ast
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
-from importlib.machinery import PathFinder
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -70,50 +67,26 @@ def _look_here() -> str:
 
 
 def own_code(names: Iterable[str]) -> dict[str, Path]:
-    """The files, by "code/MODULE", of the modules in `names`, "module:function", and of all that
-    they import, wherever in their text, that a user wrote: that is not installed. Nothing is run.
+    """The files, by "code/FILE", that a user wrote of the modules in `names`, "module:function":
+    the module, or all modules of its package. What is installed is left out, and nothing is run.
     """
     _look_here()
     importlib.invalidate_caches()
     files: dict[str, Path] = {}
-    waiting = [name.partition(":")[0] for name in names if ":" in name]
-    for name in waiting:  # which grows
-        for module in accumulate(name.split("."), "{}.{}".format):
-            file = _file_of(module)
-            if file is not None and CODE + module not in files:
-                files[CODE + module] = file
-                waiting += _imported(module, file)
+    for name in names:
+        spec = None
+        if ":" in name:
+            with suppress(ValueError):  # no name of a module
+                spec = importlib.util.find_spec(name.partition(":")[0].partition(".")[0])
+        if spec is None:
+            continue
+        modules = [Path(str(spec.origin))] if spec.has_location else []
+        above = modules[0].parent if modules else Path()
+        for package in map(Path, spec.submodule_search_locations or ()):
+            above = package.parent
+            modules = [*package.rglob("*.py")]
+        for file in modules:
+            is_installed = "site-packages" in file.parts or INSTALLED & set(file.resolve().parents)
+            if not is_installed:
+                files[f"{CODE}{file.relative_to(above)}"] = file
     return dict(sorted(files.items()))
-
-
-def _file_of(module: str) -> Path | None:
-    """The file of a module that a user wrote; None for others, and where there is none."""
-    head, *inner = module.split(".")
-    spec = None
-    with suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(head)
-    for name in inner:
-        folders = spec.submodule_search_locations if spec else None
-        spec = PathFinder.find_spec(name, folders or ())
-    if spec is None or not spec.has_location:
-        return None
-    file = Path(str(spec.origin)).resolve()
-    is_installed = "site-packages" in file.parts or INSTALLED & set(file.parents)
-    return None if is_installed else file
-
-
-def _imported(module: str, file: Path) -> Iterator[str]:
-    """The modules, or names in modules, that the text of a module imports."""
-    package = module if file.stem == "__init__" else module.rpartition(".")[0]
-    with suppress(SyntaxError, ValueError):  # a compiled one
-        for node in ast.walk(ast.parse(file.read_bytes())):
-            if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                relative = f"{'.' * node.level}{node.module or ''}"
-                with suppress(ImportError):  # above all packages
-                    base = importlib.util.resolve_name(relative, package)
-                    yield from (f"{base}.{alias.name}" for alias in node.names)
-            elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
-                words = [each.value for each in node.args if isinstance(each, ast.Constant)]
-                yield from (word for word in words if isinstance(word, str))
