@@ -549,6 +549,13 @@ def test_stopped_from_outside(launched, signals, group):
     assert launched.of_ray() == []
 
 
+def test_a_process_of_ray_that_has_just_ended_ends_no_launcher():
+    """As it is looked for Ray's folder on a node that serves."""
+    script = """set -euo pipefail; source examples/grpo/processes.sh
+        lives() { alive=(99999999); }; ray=1; find_logs; echo on"""
+    assert subprocess.check_output(["bash", "-c", script], cwd=ROOT) == b"on\n"
+
+
 @pytest.fixture
 def waiting(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)

@@ -42,7 +42,7 @@ find_logs() {
     local each
     lives "$ray" || return 0
     for each in "${alive[@]}"; do
-        logs=$(tr '\0' '\n' 2> /dev/null < "/proc/$each/cmdline" | sed -n 's/^--temp_dir=//p')
+        logs=$(tr '\0' '\n' 2> /dev/null < "/proc/$each/cmdline" | sed -n 's/^--temp_dir=//p') || logs=''  # it has just ended
         [[ $logs != /tmp/qerl-ray.* ]] || return 0
     done
     logs=''

@@ -70,9 +70,15 @@ def config_text(memory: Memory, wanted: Wanted, terms: Terms) -> str:
         "actor_config": _layout(memory),
         "rl_config": _resources(memory, wanted, terms),
         "generate_config": _rollout(memory, wanted),
+        "npu": _nodes(memory),
         "task": [("train_file", wanted.train_file, "test_file and reward: yours, too")],
     }
     return head + "".join(map(_section, sections.items()))
+
+
+def _nodes(memory: Memory) -> Lines:
+    layout = memory.plan.layout
+    return [("ranks_per_node", layout.node_width, "dies of each")] if layout.nodes > 1 else []
 
 
 def _section(section: tuple[str, Lines]) -> str:
