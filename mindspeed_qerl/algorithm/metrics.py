@@ -122,7 +122,7 @@ def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
     workers/dynamic_sampling.py:84).
 
     Args:
-        rewards: [prompts * group_size], a prompt's answers side by side.
+        rewards: [prompts * group_size], a prompt's answers side by side; NaN where there is none.
 
     Returns:
         bool [prompts].
@@ -131,22 +131,27 @@ def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
     array([ True, False])
     """
     groups = rewards.reshape(-1, group_size)
-    return (groups != groups[:, :1]).any(1)
+    return np.fmax.reduce(groups, axis=1) > np.fmin.reduce(groups, axis=1)  # of numbers
 
 
 def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
     """Summarizes the rewards of one iteration, a prompt's answers side by side: mean and standard
-    deviation, and the fraction of prompts whose answers' rewards differ.
+    deviation, and the fraction of prompts whose answers' rewards differ; and how many are NaN,
+    which could not be computed and count in none of these, if there are any.
 
-    >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)
-    >>> float(metrics["reward/groups_with_signal"])
-    0.5
+    >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, math.nan]), group_size=2)
+    >>> float(metrics["reward/groups_with_signal"]), metrics["reward/not_computed"]
+    (0.5, 1)
     """
-    return {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
+    computed = rewards[~np.isnan(rewards)]
+    metrics = {
+        "reward/mean": computed.mean(),
+        "reward/std": computed.std(),
         "reward/groups_with_signal": groups_with_signal(rewards, group_size).mean(),
     }
+    if len(computed) < len(rewards):
+        metrics["reward/not_computed"] = len(rewards) - len(computed)
+    return metrics
 
 
 def draw_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:

@@ -148,8 +148,9 @@ class QeRLTrainer(RayGRPOTrainer):
         truncated = _numbers(answers["truncated"]).astype(bool)
         if algorithm.mask_truncated_completions:
             trained &= ~truncated
-        self._check(answers, trained & ~truncated)
         rewards = torch.from_numpy(self._rewards(answers))
+        trained &= ~rewards.isnan().numpy()
+        self._check(answers, trained & ~truncated)
         if algorithm.use_kl_in_reward:
             rewards = self._less_kl(rewards)
         advantages = group_advantages(rewards, n, algorithm)
@@ -286,7 +287,9 @@ class QeRLTrainer(RayGRPOTrainer):
         return self._rewards(answers)
 
     def _rewards(self, answers: Answers) -> np.ndarray:
-        """Returns what is learnt from, float64 [answers]: verifiers' sum less what length costs."""
+        """Returns what is learnt from, float64 [answers]: verifiers' sum less what length costs; NaN
+        where it could not be computed.
+        """
         selection = self.recipe.selection
         rewards = _numbers(answers["rm_scores"])
         if not selection.overlong_buffer_enable:

@@ -72,19 +72,21 @@ class Plan:
         return max(1, self.mini_share * self.batch.seq_length // self.batch.update_tokens)
 
 
-def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int = 16) -> Plan:
+def plan_of(
+    recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int | None = None
+) -> Plan:
     """The plan of a recipe.
 
     Args:
         shape: of the model that vLLM will load; None: `shape_of_model`.
-        ranks_per_node: a config does not say how many NPUs a node has; upstream asks acl.
+        ranks_per_node: NPUs of a node; None: as the recipe says.
 
     Raises:
         ConfigError: the model's config.json, or what Megatron is told of it, makes no shape.
     """
     return Plan(
         shape or shape_of_model(recipe),
-        replace(recipe.layout, ranks_per_node=ranks_per_node),
+        replace(recipe.layout, ranks_per_node=ranks_per_node or recipe.layout.ranks_per_node),
         recipe.batch,
         lora=bool(recipe.lora.targets),
         share_backbone=recipe.npu.share_backbone,

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import astuple
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -20,6 +21,8 @@ from . import arithmetic
 from .batch import Answer
 
 BLOCK = 128  # tokens: the largest of vLLM's on a CPU
+# what vLLM calls the numbers of Llama3Rope
+SCALING = ("scaling_factor", "low_freq_factor", "high_freq_factor", "orig_max_position")
 
 
 def start_vllm(
@@ -85,10 +88,14 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
     built: list[tuple[str, Any, Any]] = [
         ("architecture", type(model).__name__, family_of(shape).architecture)
     ]
+    rotary = "RotaryEmbedding", (None,) * 4
+    if shape.rope_scaling:
+        rotary = "Llama3RotaryEmbedding", astuple(shape.rope_scaling)
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
+            numbers = tuple(getattr(module, name, None) for name in SCALING)
             built += [
-                ("rotary positions", type(module).__name__, "RotaryEmbedding"),
+                ("rotary positions", (type(module).__name__, numbers), rotary),
                 ("rope_theta", module.base, shape.rope_theta),
                 ("rotary width", module.rotary_dim, shape.head_dim),
             ]

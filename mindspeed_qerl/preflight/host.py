@@ -137,7 +137,7 @@ def hccl_ports(case: Case) -> Check | None:
 
 def ports_of_ray(shell: Mapping[str, str]) -> set[int]:
     """Returns the ports that the run's Ray listens at: the one that is joined, or the launcher's
-    (examples/grpo/launch.sh) with its client server, dashboard agent and workers.
+    (examples/grpo/grpo_trainer.sh) with its client server, dashboard agent and workers.
     """
     joined = shell.get("RAY_ADDRESS", "").rpartition(":")[2]
     if joined.isdecimal():
@@ -362,7 +362,7 @@ CHECKS = [
         "host name",
         host_name,
         (
-            "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
+            "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on several nodes this node's address\n"
             "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node"
         ),
     ),

@@ -5,6 +5,8 @@ in 0..1:
 
     reward/mean, reward/std
     reward/groups_with_signal        fraction of groups whose rewards differ
+    reward/not_computed              answers that a verifier could not judge, and that are not
+                                     trained; if there are any
     reward/kl                        KL to the base model that is taken off a reward, nats per
                                      answer, before its coefficient
     response/length_mean, _max       tokens

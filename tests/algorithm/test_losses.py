@@ -57,6 +57,13 @@ def test_metrics_of_rewards():
         "reward/std": pytest.approx(np.std([1, 0, 2, 2])),
         "reward/groups_with_signal": 0.5,
     }
+    assert reward_metrics(np.array([1.0, np.nan, 2.0, np.nan, 0.0, 3.0, np.nan, np.nan]), 4) == {
+        "reward/mean": 1.5,
+        "reward/std": pytest.approx(np.std([1, 2, 0, 3])),
+        "reward/groups_with_signal": 1.0,
+        "reward/not_computed": 4,
+    }
+    assert reward_metrics(np.array([1.0, np.nan] * 2), 2)["reward/groups_with_signal"] == 0
 
 
 def test_entropy_of_first_tokens_is_that_of_each_answers_first_eight():

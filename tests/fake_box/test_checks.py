@@ -31,7 +31,7 @@ def prepared(tmp_path_factory):
     @cache
     def get(name):
         folder = tmp_path_factory.mktemp("files") / "of"
-        return prepare(name, folder, 2 if name == PAIR else 1)
+        return prepare(name, folder)
 
     return get
 
@@ -208,8 +208,7 @@ MASKED = {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
     ids=["16", "12 mapped", "8", "2x8", "2x8 of 16"],
 )
 def test_healthy_boxes_pass_whole(box, config, shell, prepared, tmp_path):
-    options = ("--nodes", "2", "--own-ray") if config == PAIR else ("--own-ray",)
-    checks = preflight(box, prepared(config), tmp_path, config, shell, options=options)
+    checks = preflight(box, prepared(config), tmp_path, config, shell, options=("--own-ray",))
     assert wrong(checks) == {}
 
 

@@ -244,7 +244,7 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
             {"verifier": "exact"},
             ConfigError,
             (
-                "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written "
+                "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict, math. Your own is written "
                 "module:function"
             ),
         ),

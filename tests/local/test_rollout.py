@@ -18,6 +18,7 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.families.base import Llama3Rope
 from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.local import limits, serving
 from mindspeed_qerl.local.packing import PackedLinear
@@ -25,7 +26,15 @@ from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
 from mindspeed_qerl.local.serving import check_built, model_runner
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
-from .conftest import FAMILIES, FEW_FAMILIES, engine_logprobs, furthest, logprobs_of, make_model
+from .conftest import (
+    FAMILIES,
+    FEW_FAMILIES,
+    NARROW,
+    engine_logprobs,
+    furthest,
+    logprobs_of,
+    make_model,
+)
 
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
@@ -85,6 +94,10 @@ def test_the_kv_cache_holds_every_sequence_and_not_a_gibibyte(engine):
         ({"rope_theta": 2e6}, "rope_theta 1000000.0 in vLLM, 2000000.0 in training"),
         ({"head_dim": 64}, "rotary width 32 in vLLM, 64"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-06 in vLLM, 1e-05"),
+        (
+            {"rope_scaling": Llama3Rope(4.0, 1.5, 4.5, 64)},
+            "RotaryEmbedding.*, .(None|8.0), .* in vLLM, .'Llama3RotaryEmbedding', .4.0",
+        ),
         ({"model_type": None}, "architecture "),
     ],
 )
@@ -147,6 +160,21 @@ def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
     assert furthest(noisy, clean) > 0.01
     # the sync was worth testing
     assert furthest(clean, reference_logprobs(reference_model(model_dir))) > 0.05
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "Llama-3.2-1B" else pytest.param(name, marks=pytest.mark.full)
+        for name in NARROW
+    ],
+)
+def test_so_they_are_with_the_ratios_of_public_models(model_dirs, name):
+    engine = noisy_engine(model_dirs[name], "float32")
+    check_built(engine.model, read_shape(model_dirs[name]))
+    test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
+        engine, model_dirs[name]
+    )
 
 
 def assert_answers_are_of_the_noisy_policy(engine):

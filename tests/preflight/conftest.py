@@ -184,9 +184,9 @@ def rewrite(file, content):
     file.write_text(content)
 
 
-def look(raw, box=None, nodes=1, own_ray=False):
+def look(raw, box=None, own_ray=False):
     """name -> check; every fault has its way out, and nothing broke inside."""
-    checks = preflight(raw, NAME, box or Box(), nodes, own_ray)
+    checks = preflight(raw, NAME, box or Box(), own_ray)
     assert not [check for check in checks if "could not be checked" in check.found]
     assert len({(check.group, check.name) for check in checks}) == len(checks)
     assert all(check.fix for check in checks if check.state == FAILED)

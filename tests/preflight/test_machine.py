@@ -101,7 +101,6 @@ def of_files(template, monkeypatch):
     "arguments, said",
     [
         ((NAME[:-1],), "did you mean"),
-        ((NAME, "--nodes", "0"), "at least 1"),
         ((NAME, "engine=foo"), r"unknown engine 'foo'.* Known: local, mindspeed_rl"),
         (
             (NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"),
