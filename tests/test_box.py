@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, start, why_not
+from tests.fake_box import ROOT, Box, left_over, run, start, why_not
 from tests.fake_box.nodes import Launcher
 from tests.fake_box.prepared import prepare
 
@@ -142,7 +142,7 @@ def test_a_healthy_box_trains(box, script, config, machine, tmp_path):
     done = launch(machine, box, script, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = re.findall(r"│   (\S.*?)\s+│ (?:warning|failed)", done.stdout)
-    assert set(told) <= OF_THE_HOST, done.stdout
+    assert not told, done.stdout
     interface = "lo" if "2x8" in config else ""
     assert (
         "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_0, /usr/local/Ascend/cann-8.5.0/opp, "

@@ -104,8 +104,9 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        reason = imports.explained(str(error))
-        raise EngineError(f"upstream cannot be imported by {sys.executable}: {reason}") from error
+        raise EngineError(
+            f"upstream cannot be imported by {sys.executable}: {error}. {imports.way_out(str(error))}"
+        ) from error
 
     from mindspeed_rl.workers.scheduler import launcher
 
@@ -161,7 +162,6 @@ def call_train(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
-        reason = imports.of_a_worker(str(error)) or error
         raise EngineError(
-            f"a worker failed: {reason}\nEach process's output is in {run.path / 'logs'}"
+            f"a worker failed: {error}\nEach process's output is in {run.path / 'logs'}"
         ) from error

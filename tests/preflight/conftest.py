@@ -51,8 +51,6 @@ class Box:
     listening: tuple[str, ...] = ()  # HOST:PORT
     room: int = 1500 * 10**9
     shut_folders: tuple[str, ...] = ()  # that cannot be written
-    limit: int = 65536
-    shm: int = 500 * 10**9
     free: int = 2 * 10**12  # of all other disks
     left: float = 0.4  # of the disk of /tmp
     taken: tuple[int, ...] = ()  # ports
@@ -97,14 +95,8 @@ class Box:
         return {**PACKAGES, **self.packages}.get(distribution)
 
     def disk(self, path):
-        free = {"/dev/shm": self.shm, "/tmp": self.left * ROOM}.get(path, self.free)
+        free = self.left * ROOM if path == "/tmp" else self.free
         return SimpleNamespace(total=ROOM, free=free)
-
-    def cpus(self):
-        return 320
-
-    def open_files(self):
-        return self.limit
 
     def user(self):
         return "root"

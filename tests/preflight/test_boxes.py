@@ -89,8 +89,6 @@ CASES = [
     (dict(left=0.049), "/tmp", FAILED, "4.9% of its disk are free; below 5 % Ray", {}),
     (dict(left=0.06), "/tmp", WARNING, "6.0% of its disk are free", {}),
     (dict(room=130 * 10**9), "host memory", WARNING, "130 GB are left (MemAvailable)", {}),
-    (dict(limit=1024), "open files", WARNING, "ulimit -n is 1,024", {}),
-    (dict(shm=64 * 10**6), "/dev/shm", WARNING, "Ray keeps its objects on the disk", {}),
     (dict(taken=(12347,)), PORTS, FAILED, "12345 to 12360: 12347 taken", {}),
     (shell(HCCL_IF_BASE_PORT="65530"), PORTS, FAILED, "must be numbers from 1024 to 65535", OTHER),
     # CANN and compilers

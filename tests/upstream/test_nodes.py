@@ -22,7 +22,8 @@ from rehearsal import (
 )
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.lora.checkpoint import load_adapters
+from mindspeed_qerl.local.checkpoint import load_adapters
+from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -140,7 +141,8 @@ def check_same(run: RunDirectory, alone: RunDirectory) -> None:
         assert rows(run, name) == rows(alone, name)
     steps = rows(run, "metrics.jsonl")
     assert len(steps) == 2 and any(row["reward/std"] > 0 < row["grad_norm"] for row in steps)
-    ours, theirs = (load_adapters(each.checkpoints_dir, 2).weights for each in (run, alone))
+    model = read_recipe(alone.config()).model.path
+    ours, theirs = (load_adapters(each.checkpoints_dir, model, 2).weights for each in (run, alone))
     assert ours.keys() == theirs.keys() and any(b.any() for _, b in ours.values())
     assert all(torch.equal(*pair) for name in ours for pair in zip(ours[name], theirs[name]))
     for file in alone.checkpoints_dir.glob("iter_0000002/*/distrib_optim.pt"):
