@@ -52,7 +52,13 @@ def test_each_model_on_each_box(model, world, tmp_path):
     recipe, found = read(config)
     assert not found.faults
     plan = plan_of(recipe)
-    assert replace(plan.shape, name=model) == NAMED_SHAPES[model]
+    shape = NAMED_SHAPES[model]
+    (arguments,) = config["model"].values()
+    rotary = {
+        "rope_theta": arguments["rotary_base"],
+        "max_position_embeddings": arguments["max_position_embeddings"],
+    }
+    assert replace(plan.shape, name=shape.name, **rotary) == shape
     assert plan.layout.world == world and plan.layout.nodes == -(-world // 16)
     assert broken(plan) == [] and can_run(plan)
     memory = estimate(plan, settings_of(recipe))
