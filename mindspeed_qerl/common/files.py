@@ -121,12 +121,9 @@ def new_directory(path: Path) -> Iterator[Path]:
             f"{path} exists already: choose another output directory, or remove it first"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.making-*"):
-        maker = left.name.rpartition("-")[2]
-        # killed; in a new container by this number
-        if maker == str(os.getpid()) or not Path("/proc", maker).exists():
-            shutil.rmtree(left, ignore_errors=True)
     making = path.with_name(f".{path.name}.making-{os.getpid()}")
+    # of a killed process of this number, in another container
+    shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     try:
         yield making
