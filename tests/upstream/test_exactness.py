@@ -59,7 +59,6 @@ CASES = [
     ("qwen2", dict(npus=2, tp=2, infer_tp=1), PLAIN),
     ("qwen3", dict(npus=2, tp=1, infer_tp=2), PLAIN),
     ("llama", dict(npus=2, tp=2, infer_tp=1), PLAIN),
-    ("Llama-3.2-1B", dict(npus=2, tp=1, infer_tp=2), PLAIN),
     ("Qwen3-4B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
     ("Qwen2.5-72B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
     ("qwen3_moe", dict(npus=4, ep=4, infer_ep=4), PACKED | REPLAYED),
