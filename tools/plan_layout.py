@@ -35,7 +35,6 @@ from mindspeed_qerl.families import (
     family_of,
     read_config,
     read_shape,
-    shape_of_arguments,
 )
 from mindspeed_qerl.families.megatron import compare_with_model, not_on_npus
 from mindspeed_qerl.layout import planner
@@ -54,10 +53,7 @@ from mindspeed_qerl.layout.time import (
     total,
 )
 from mindspeed_qerl.layout.written import (
-    ANSWER,
     PROMPT,
-    PUBLISHED,
-    THOUGHTS,
     Wanted,
     config_text,
     model_text,
@@ -68,7 +64,26 @@ from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
 from mindspeed_qerl.recipe.types import Batch, Recipe
 from mindspeed_qerl.tasks.rows import read_rows
 
+# model known by name -> directory of the published model that is trained
+PUBLISHED = {
+    "qwen25_0_5b": "Qwen2.5-0.5B-Instruct",
+    "qwen25_1_5b": "Qwen2.5-1.5B-Instruct",
+    "qwen25_7b": "Qwen2.5-7B-Instruct",
+    "qwen25_14b": "Qwen2.5-14B-Instruct",
+    "qwen25_32b": "Qwen2.5-32B-Instruct",
+    "qwen25_72b": "Qwen2.5-72B-Instruct",
+    "qwen3_4b": "Qwen3-4B",
+    "qwen3_8b": "Qwen3-8B",
+    "qwen3_14b": "Qwen3-14B",
+    "qwen3_32b": "Qwen3-32B",
+    "qwen15_moe_a2_7b": "Qwen1.5-MoE-A2.7B-Chat",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_30b_a3b_2507": "Qwen3-30B-A3B-Instruct-2507",
+    "qwen3_235b_a22b": "Qwen3-235B-A22B",
+}
 GSM8K_ROWS = 7473
+ANSWER = 1024  # tokens at most
+THOUGHTS = 2048  # and the answer
 NODE = 16  # NPUs of a node, where the width is not given
 MOST_GB = 10**6
 SIZES = ("tp", "pp", "ep", "infer_tp", "infer_ep")  # keys of --check
@@ -165,7 +180,7 @@ def main() -> int:
             terms = terms_of(args, DEFAULT.longest)
             recipe, faults = recipe_of(args.config_name, args.overrides)
             path = Path(recipe.model.path)
-            plan = plan_of(recipe, ranks_per_node=width)
+            plan = plan_of(recipe, ranks_per_node=args.ranks_per_node)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(str(path), plan.shape)
             illegal = show_faults(plan)
@@ -456,12 +471,12 @@ def check_written(args: argparse.Namespace, name: str, folder: str, memory: Memo
     if faults:
         raise ConfigError(*faults)
     if args.model in PUBLISHED:
-        told = shape_of_arguments(recipe.model.arguments)
-        if replace(told, name=args.model) != memory.plan.shape:
-            raise ConfigError(f"configs/model/ has another model than {args.model}: {told}")
+        shape = memory.plan.shape
+        config = {**family_of(shape).hf_config(shape), "model_type": shape.model_type}
+        config["rope_theta"] = shape.rope_theta
     else:
         config = read_config(Path(args.model, "config.json"))
-        faults = compare_with_model(recipe.model.arguments, config)
+    faults = compare_with_model(recipe.model.arguments, config)
     found = estimate(plan, settings_of(recipe, args.memory_gb))
     faults += layout_faults(plan) + [Fault("layout", fault) for fault in found.faults]
     if faults:

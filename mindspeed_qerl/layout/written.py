@@ -2,7 +2,6 @@
 value with where it comes from; and the part of configs/model/ of a model that has none.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,35 +10,20 @@ from mindspeed_qerl.families import ModelShape, family_of
 
 from .memory import Memory
 from .parts import GB
+from .plan import VLLM_VOCABULARY_MULTIPLE
 from .planner import EVALUATED, dispatched
 from .time import Terms, iteration, total
 
-# model known by name -> directory of the published model that is trained
-PUBLISHED = {
-    "qwen25_0_5b": "Qwen2.5-0.5B-Instruct",
-    "qwen25_1_5b": "Qwen2.5-1.5B-Instruct",
-    "qwen25_7b": "Qwen2.5-7B-Instruct",
-    "qwen25_14b": "Qwen2.5-14B-Instruct",
-    "qwen25_32b": "Qwen2.5-32B-Instruct",
-    "qwen25_72b": "Qwen2.5-72B-Instruct",
-    "qwen3_4b": "Qwen3-4B",
-    "qwen3_8b": "Qwen3-8B",
-    "qwen3_14b": "Qwen3-14B",
-    "qwen3_32b": "Qwen3-32B",
-    "qwen15_moe_a2_7b": "Qwen1.5-MoE-A2.7B-Chat",
-    "qwen3_30b_a3b": "Qwen3-30B-A3B",
-    "qwen3_30b_a3b_2507": "Qwen3-30B-A3B-Instruct-2507",
-    "qwen3_235b_a22b": "Qwen3-235B-A22B",
-}
 PROMPT = 512  # tokens at most, as configs/base/npu.yaml has it
-ANSWER = 1024
-THOUGHTS = 2048  # and the answer
 RANK_CPUS = 4  # rl_config.num_cpus_for_placement_group of configs/base/npu.yaml
 OTHER_CPUS = 12  # of the transfer dock, the driver and a reward (ascend/limits.py:needed_cpus)
 COLUMN = 33  # where comments begin
 # What Megatron is told of every model beside its family's arguments.
-SAME = {"make_vocab_size_divisible_by": 1}
-SAME_TOO = {"attention_softmax_in_fp32": True, "no_gradient_accumulation_fusion": True}
+SAME = {
+    "make_vocab_size_divisible_by": 1,
+    "attention_softmax_in_fp32": True,
+    "no_gradient_accumulation_fusion": True,
+}
 EXPERTS = {
     "moe_aux_loss_coeff": 0.0,
     "moe_grouped_gemm": True,
@@ -115,10 +99,6 @@ def _yaml(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) and value else str(value)
 
 
-def _length(wanted: Wanted, plan_length: int) -> int | None:
-    return None if wanted.prompt is wanted.answer is None else plan_length
-
-
 def _training(memory: Memory, wanted: Wanted) -> Lines:
     plan = memory.plan
     layout = plan.layout
@@ -127,6 +107,7 @@ def _training(memory: Memory, wanted: Wanted) -> Lines:
     layers = max(plan.layers)
     recomputes = memory.settings.recompute_layers >= layers
     by_model = plan.shape.moe  # configs/model/ has recomputing where there are experts
+    own_lengths = wanted.prompt or wanted.answer
     lines: Lines = [
         ("train_iters", steps, f"{steps} x {prompts} prompts: once through {wanted.rows:,} rows"),
         (
@@ -134,7 +115,7 @@ def _training(memory: Memory, wanted: Wanted) -> Lines:
             prompts,
             f"dealt to DP {layout.dp}, vLLM replicas: {layout.infer_dp}, nodes: {layout.nodes}",
         ),
-        ("seq_length", _length(wanted, plan.batch.seq_length), "prompt and answer"),
+        ("seq_length", own_lengths and plan.batch.seq_length, "prompt and answer"),
         ("data_path", wanted.data_path, "tools/pack_task.py --data-path"),
         ("sequence_parallel", layout.tp > 1 or None, "TP above 1"),
     ]
@@ -221,22 +202,16 @@ def model_text(shape: ModelShape, part: str, title: str, path: str, answer: int)
     """The text of a model's part: what Megatron is told of it, its files, and lengths of 512 tokens
     of a prompt and `answer` of an answer.
     """
-    family = family_of(shape)
-    told = family.megatron_arguments(shape)
-    rows = -(-shape.vocab_size // 64) * 64
-    arguments: Mapping[str, Any] = {
-        key: value
-        for key, value in (
-            told
-            | SAME
-            | {"max_position_embeddings": shape.max_position_embeddings, "padded_vocab_size": rows}
-            | SAME_TOO
-            | (EXPERTS if shape.moe else {})
-        ).items()
-        if value is not None and value is not False and not key.endswith("_dropout")
-    }
+    rows = -(-shape.vocab_size // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
+    sizes = {"max_position_embeddings": shape.max_position_embeddings, "padded_vocab_size": rows}
+    arguments = family_of(shape).megatron_arguments(shape) | sizes | SAME
+    if shape.moe:
+        arguments |= EXPERTS
     text = f"# @package _global_\n# {title}, of its config.json, by tools/plan_layout.py.\nmodel:\n"
-    text += f"  {part}:\n" + "".join(f"    {key}: {_yaml(v)}\n" for key, v in arguments.items())
+    text += f"  {part}:\n"
+    for key, value in arguments.items():
+        if value is not None and value is not False and not key.endswith("_dropout"):
+            text += f"    {key}: {_yaml(value)}\n"
     data = f"${{oc.env:DATA,data}}/gsm8k/{Path(path).name}/gsm8k_train"
     training: Lines = [
         ("model", part, ""),
@@ -251,7 +226,11 @@ def model_text(shape: ModelShape, part: str, title: str, path: str, answer: int)
         ranks += "-ep${actor_config.expert_model_parallel_size}"
         training += [
             ("recompute_granularity", "full", "each layer is computed again for its gradient"),
-            ("recompute_method", "block", "uniform gives LoRA no gradient (docs/ascend.md)"),
+            (
+                "recompute_method",
+                "block",
+                "uniform: no gradient with LoRA (MindSpeed-LLM training/training.py:168)",
+            ),
             ("recompute_num_layers", shape.num_hidden_layers, ""),
         ]
         actor.append(("moe_tp_extend_ep", True, "the weight sync knows experts in no other form"))

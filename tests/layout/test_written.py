@@ -12,7 +12,6 @@ from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import new_plan, with_memory
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.written import PUBLISHED
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Layout
@@ -24,7 +23,7 @@ plan_layout = partial(run_tool, "plan_layout")
 WORLDS = 8, 12, 16, 32, 64
 # models without a layout that fits
 NONE = {("qwen25_72b", 12), *(("qwen3_235b_a22b", world) for world in (8, 12, 16))}
-CASES = [(model, world) for model in PUBLISHED for world in WORLDS]
+CASES = [(model, world) for model in NAMED_SHAPES for world in WORLDS]
 FEW = {  # those that every run of the tests writes
     ("qwen3_30b_a3b_2507", 16),
     ("qwen15_moe_a2_7b", 12),
@@ -58,8 +57,8 @@ def test_each_model_on_each_box(model, world, tmp_path):
     assert broken(plan) == [] and can_run(plan)
     memory = estimate(plan, settings_of(recipe))
     assert memory.fits, memory.faults
-    load = f"{PUBLISHED[model]}-tp{plan.layout.tp}-pp{plan.layout.pp}"
-    assert recipe.model.load == f"models/{load}" + f"-ep{plan.layout.ep}" * plan.shape.moe
+    load = f"{recipe.model.path}-tp{plan.layout.tp}-pp{plan.layout.pp}"
+    assert recipe.model.load == load + f"-ep{plan.layout.ep}" * plan.shape.moe
     assert recipe.run.train_iters == 7473 // plan.batch.global_batch_size
     text = (tmp_path / "mine.yaml").read_text()
     values = re.findall(r"^ +\w+: \S.*$", text.partition("_self_")[2], re.MULTILINE)
