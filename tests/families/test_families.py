@@ -259,11 +259,3 @@ def test_another_architecture_is_no_misspelt_one(kind, nearest):
     ) as refused:
         shape_of({"model_type": kind}, "M")
     assert "did you mean" not in str(refused.value)
-
-
-def test_a_family_that_the_npu_engine_lacks_is_refused_in_words(monkeypatch):
-    config, arguments = rehearsed("qwen2")
-    monkeypatch.setitem(FAMILIES, "qwen2", replace(FAMILIES["qwen2"], adaptor=None))
-    assert compare_with_model(arguments, config, "M/config.json") == [
-        "M/config.json: the NPU engine has no weight adaptor for model_type 'qwen2'"
-    ]
