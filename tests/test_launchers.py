@@ -332,19 +332,19 @@ def test_base_weights_are_not_converted_into_the_folder_of_another_layout(
         "generate_config.infer_tensor_parallel_size=4",
         "generate_config.infer_expert_parallel_size=4",
     ]
+    base = tmp_path / "Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep16"
     with pytest.raises(ConfigError) as refusal:
-        facts.read(CONFIG, 1, tp4)
-    own = f"{tmp_path}/Qwen3-30B-A3B-tp4-pp1-ep4"
+        facts.read(CONFIG, 1, [*tp4, f"actor_config.load={base}"])
+    own = f"{tmp_path}/Qwen3-30B-A3B-Instruct-2507-tp4-pp1-ep4"
     said = str(refusal.value)
     assert "tp1-pp1-ep16 is named after another layout than the config's TP 4 PP 1 EP 4" in said
     assert said.endswith(f"set actor_config.load={own}")
-    for load in (own, "any/name"):
-        _, conversion = facts.read(CONFIG, 1, [*tp4, f"actor_config.load={load}"])
+    for load, told in ((own, []), ("any/name", ["actor_config.load=any/name"])):
+        _, conversion = facts.read(CONFIG, 1, [*tp4, *told])
         assert load in conversion[-1]
-    base = tmp_path / "Qwen3-30B-A3B-tp1-pp1-ep16"
     base.mkdir()
     (base / "latest_checkpointed_iteration.txt").touch()
-    _, conversion = facts.read(CONFIG, 1, tp4)
+    _, conversion = facts.read(CONFIG, 1, [*tp4, f"actor_config.load={base}"])
     # nothing to convert; the preflight looks at what is there
     assert conversion == []
 

@@ -71,6 +71,21 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
+def row_files(path: Path | str) -> list[Path]:
+    """The files that `path` means, in the order of their names: itself; all .jsonl and .parquet in
+    a folder, and below; those that a pattern matches. FileNotFoundError if there is none.
+    """
+    if os.path.isfile(path):
+        found = [Path(path)]
+    elif os.path.isdir(path):
+        found = [file for file in Path(path).rglob("*") if file.suffix in (".jsonl", ".parquet")]
+    else:
+        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    if not found:
+        raise FileNotFoundError(f"{path}: no such file")
+    return sorted(found)
+
+
 def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Bytes and SHA-256 of each of `files`, by its path below `folder`."""
     return {

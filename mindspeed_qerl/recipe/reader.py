@@ -205,6 +205,13 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
                 raise ValueError(
                     f"{name} is read with schedule 'target', not {noise.schedule!r}: use aqn=target"
                 )
+        n = recipe.batch.samples_per_prompt
+        if noise.draws == "answer" and noise.repeat_every and (n % 2 or n < 4):
+            raise ValueError(
+                f"repeat_every = {noise.repeat_every} gives a draw to two answers in turn, for "
+                f"which n_samples_per_prompt = {n} must be even and at least 4: or take "
+                "repeat_every=0"
+            )
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
     except (ValueError, TypeError) as error:

@@ -342,6 +342,11 @@ class StepChecks:
         recipe = self.recipe
         std = values.get("aqn/expected_std", 0.0)
         warnings = {"effective sample size": self._uneven(values)}
+        if missing := values.get("reward/not_computed"):
+            warnings["reward"] = (
+                f"the rewards of {missing} answers could not be computed: they are not trained, and "
+                "their groups are those of the others"
+            )
         self.noise += noise_of([values])
         if noise:
             warnings["noise at its bound"] = self._bound(values, noise)

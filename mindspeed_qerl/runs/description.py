@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_qerl
-from mindspeed_qerl.common.files import sha256
+from mindspeed_qerl.common.files import row_files, sha256
 from mindspeed_qerl.families.fingerprint import weights_digest
 
 # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
@@ -46,13 +46,17 @@ def label_of(overrides: Sequence[str]) -> str:
 
 
 def describe_data(data_files: DataFiles) -> dict[str, dict[str, str]]:
-    """Absolute path and sha256 of each data file; of a folder with weights the digest of these
-    (fingerprint.py). FileNotFoundError for one that is missing.
+    """Absolute path and sha256 of each data file; of several with rows the digest of theirs, of a
+    folder with weights the digest of these (fingerprint.py). FileNotFoundError for one that is missing.
     """
     described = {}
     for label, path in data_files.items():
         path = Path(path)
-        digest = weights_digest(path) if path.is_dir() else sha256(path)
+        if label in ("train", "test") and not path.is_file():
+            parts = "".join(map(sha256, row_files(path)))
+            digest = hashlib.sha256(parts.encode()).hexdigest()
+        else:
+            digest = weights_digest(path) if path.is_dir() else sha256(path)
         described[label] = {"path": str(path.absolute()), "sha256": digest}
     return described
 

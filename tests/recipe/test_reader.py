@@ -164,6 +164,7 @@ rl_config.actor_resource ¦ {"num_npu": 2} ¦ did you mean 'rl_config.actor_reso
 rl_config.verifier_function ¦ [["gsm8k"]] ¦ \
 rl_config.verifier_function.0 = ['gsm8k']: Input should be a valid string
 aqn.targets ¦ [] ¦ targets is empty; to run without noise, use aqn=off
+aqn.draws ¦ "answers" ¦ aqn.draws = 'answers': Input should be 'step', 'group' or 'answer'
 eval.temperature ¦ 0.0 ¦ (greedy) needs eval.samples_per_problem = 1
 actor_config.min_lr ¦ 1.0 ¦ must not be below actor_config.min_lr = 1.0
 local.kv_cache_gib ¦ 1000000 ¦ local.kv_cache_gib = 1000000, but only
@@ -235,6 +236,8 @@ rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens 
 filter_groups_train_batch_size = 24 prompts must be a multiple of
 {"rollout_quantization": {"format": "nvfp4", "lora": "beside"}, "generate_config.dtype": "bfloat16"} ¦ \
 rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets
+{"aqn.enabled": true, "aqn.draws": "answer", "rl_config.n_samples_per_prompt": 5} ¦ \
+repeat_every = 10 gives a draw to two answers in turn, for which n_samples_per_prompt = 5 must be even
 {"rl_config.filter_groups_enable": true, "rl_config.filter_groups_metric": "acc"} ¦ \
 rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'.
 """),

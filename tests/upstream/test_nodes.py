@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 SMALL = [
     *(f"{key}={value}" for key, value in shrink("qwen3_moe", "qwen3_30b_a3b").items()),
     "megatron_training.save_interval=1",
-    "actor_config.load=${oc.env:MODELS}/Qwen3-30B-A3B-tp1-pp1-ep2",
+    "actor_config.load=${oc.env:MODELS}/Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep2",
     "actor_config.lr=1e-3",
     "actor_config.expert_model_parallel_size=2",
     "rl_config.num_cpus_for_placement_group=1",
@@ -59,8 +59,10 @@ exec {sys.executable} "$@"
 def files(tmp_path_factory):
     """MODELS and DATA, where the config looks."""
     folder = tmp_path_factory.mktemp("files")
-    model = make_model("qwen3_moe", folder / "models" / "Qwen3-30B-A3B")
-    write_base_checkpoint(model, folder / "models" / "Qwen3-30B-A3B-tp1-pp1-ep2", ep=2)
+    model = make_model("qwen3_moe", folder / "models" / "Qwen3-30B-A3B-Instruct-2507")
+    write_base_checkpoint(
+        model, folder / "models" / "Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep2", ep=2
+    )
     data = make_data(model, folder / "made")
     shutil.copytree(data / "chat", folder / "data" / "gsm8k")
     shutil.copytree(data / "packed", folder / "data" / "gsm8k" / model.name)

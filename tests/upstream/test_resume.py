@@ -132,7 +132,10 @@ def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny,
     )
     done = run_engine(config, upstream, tmp_path)
     run = finished(done, tmp_path / "rehearsal")
-    assert "Warning: step 1 trains nothing: every answer was cut off" in done.stdout
+    assert (
+        "Warning: step 1 trains nothing: every answer was cut off or could not be judged"
+        in done.stdout
+    )
     adapters = load_adapters(run.checkpoints_dir, 1).weights
     assert adapters and not any(b.any() for _, b in adapters.values())
     [row] = read_jsonl(run.metrics_file)
