@@ -550,8 +550,8 @@ def test_settings(tmp_path, monkeypatch):
     file.write_text(json.dumps({"report": "b"}))
     monkeypatch.setenv("MINDSPEED_QERL_ROLLOUT", str(file))
     assert settings_of_environment() == Settings(report="b")
-    with pytest.raises(ValueError, match="unknown key of .*ROLLOUT 'sigma'. Known: .*noise"):
-        read_settings({"report": "a", "sigma": 0.05})
+    with pytest.raises(ValueError, match="unknown key of .*ROLLOUT 'noize', did you mean 'noise'"):
+        read_settings({"report": "a", "noize": 0.05})
     with pytest.raises(ValueError, match="rounding 'unbaised'.* Known: nearest, unbiased"):
         read_settings({"report": "a", "rounding": "unbaised"})
     with pytest.raises(ValueError, match="steps_behind = -1 must be an integer of at least 0"):
