@@ -21,7 +21,6 @@ from mindspeed_qerl.recipe import compose
 EXAMPLES = """exit status: 0 finished, 1 stopped by a failure, 2 refused, 130 interrupted
 
 examples, each behind `python cli/train_grpo.py --config-name grpo_tiny_moe_cpu`:
-  --help                          the config with its comments
   --keys aqn                      every key of a section
   aqn=off actor_config.lr=1e-4
   run.resume=auto                 resume the newest run that stopped
@@ -68,7 +67,7 @@ def arguments() -> argparse.ArgumentParser:
         "-h",
         "--help",
         action="store_true",
-        help="print this, and with --config-name the config with its comments",
+        help="print this, and the names of the configs",
     )
     instead.add_argument(
         "--keys",
@@ -89,8 +88,6 @@ def main() -> int:
         if args.help or not args.config_name:
             usage = parser.format_help() if args.help else parser.format_usage()
             about = compose.list_of_configs(args.config_dir)
-            if args.config_name:
-                about = compose.text_of_config(*chosen)
             if args.help:
                 print(f"{usage}\n{about}")
                 return 0

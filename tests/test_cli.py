@@ -43,18 +43,6 @@ def test_without_a_config_nothing_is_trained(arguments, tmp_path):
     assert listed == {name: line.removeprefix("# ") for name, line in first_lines.items()}
 
 
-def test_help_is_the_text_of_the_config_and_of_its_parts():
-    """Asked for before the name, with another part chosen; of a config based on another."""
-    done = train("aqn=off", "--help", "--config-name", TINY)
-    assert done.returncode == 0 and "--multirun" in done.stdout
-    assert (CONFIGS / f"{TINY}.yaml").read_text() in done.stdout
-    assert (CONFIGS / "aqn" / "off.yaml").read_text() in done.stdout
-    assert (CONFIGS / "aqn" / "qerl.yaml").read_text() not in done.stdout
-    based = train("--help", "--config-name", "grpo_qwen3_30b_a3b_gsm8k_12npu").stdout
-    assert (CONFIGS / "grpo_qwen3_30b_a3b_gsm8k_16npu.yaml").read_text() in based
-    assert (CONFIGS / "model" / "qwen3_30b_a3b.yaml").read_text() in based
-
-
 def test_help_is_quick():
     program = (
         "import runpy, sys; sys.argv = ['train_grpo.py', '--help', '--config-name', "
@@ -124,7 +112,7 @@ def test_parts_of_configs(prefix):
         ("aqn", "'aqn' is not an override: write key=value, without dashes"),
         ("=5", "'=5' is not an override: write key=value, without dashes"),
         ("~run.nobody", "Could not delete from config. 'run.nobody' does not exist"),
-        ("rl_config.epochs=[", "rl_config.epochs=[ is not read: quotes, commas"),
+        ("rl_config.epochs=[", "rl_config.epochs=[: no viable alternative"),
         ("task.prompt=${nowhere}", "nowhere"),
     ],
 )
@@ -193,11 +181,7 @@ def entries():
         yield [file, "--help"]
     for file in sorted((ROOT / "mindspeed_qerl").rglob("*.py")):
         text = file.read_text()
-        if (
-            '__name__ == "__main__"' in text
-            and "print(" in text
-            and file.stem != "private_ray_guard"
-        ):
+        if '__name__ == "__main__"' in text and "print(" in text:
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             yield ["-m", module, *(["--help"] if "argparse" in text else [])]
 

@@ -35,7 +35,6 @@ from mindspeed_qerl.families import (
     family_of,
     read_config,
     read_shape,
-    shape_of_arguments,
 )
 from mindspeed_qerl.families.megatron import compare_with_model, not_on_npus
 from mindspeed_qerl.layout import planner
@@ -181,7 +180,7 @@ def main() -> int:
             terms = terms_of(args, DEFAULT.longest)
             recipe, faults = recipe_of(args.config_name, args.overrides)
             path = Path(recipe.model.path)
-            plan = plan_of(recipe, ranks_per_node=width)
+            plan = plan_of(recipe, ranks_per_node=args.ranks_per_node)
             on_npus = engine_of(recipe).UPSTREAM and (path / "config.json").is_file()
             refused = on_npus and no_layout_runs(str(path), plan.shape)
             illegal = show_faults(plan)
@@ -472,12 +471,12 @@ def check_written(args: argparse.Namespace, name: str, folder: str, memory: Memo
     if faults:
         raise ConfigError(*faults)
     if args.model in PUBLISHED:
-        told = shape_of_arguments(recipe.model.arguments)
-        if replace(told, name=args.model) != memory.plan.shape:
-            raise ConfigError(f"configs/model/ has another model than {args.model}: {told}")
+        shape = memory.plan.shape
+        config = {**family_of(shape).hf_config(shape), "model_type": shape.model_type}
+        config["rope_theta"] = shape.rope_theta
     else:
         config = read_config(Path(args.model, "config.json"))
-        faults = compare_with_model(recipe.model.arguments, config)
+    faults = compare_with_model(recipe.model.arguments, config)
     found = estimate(plan, settings_of(recipe, args.memory_gb))
     faults += layout_faults(plan) + [Fault("layout", fault) for fault in found.faults]
     if faults:

@@ -95,11 +95,10 @@ def group_advantages(rewards: Tensor, group_size: int, algorithm: Algorithm) -> 
     """
     if rewards.isnan().any():
         advantages = torch.zeros(len(rewards))
-        for start in range(0, len(rewards), group_size):
-            group = rewards[start : start + group_size]
-            places = start + torch.nonzero(~group.isnan()).flatten()
-            if len(places) > 1:
-                advantages[places] = group_advantages(rewards[places], len(places), algorithm)
+        for places in torch.arange(len(rewards)).split(group_size):
+            known = places[~rewards[places].isnan()]
+            if len(known) > 1:
+                advantages[known] = group_advantages(rewards[known], len(known), algorithm)
         return advantages
     groups = rewards.double().reshape(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)

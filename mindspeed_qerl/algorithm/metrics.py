@@ -143,14 +143,13 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
     >>> float(metrics["reward/groups_with_signal"]), metrics["reward/not_computed"]
     (0.5, 1)
     """
-    computed = rewards[~np.isnan(rewards)]
     metrics = {
-        "reward/mean": computed.mean(),
-        "reward/std": computed.std(),
+        "reward/mean": np.nanmean(rewards),
+        "reward/std": np.nanstd(rewards),
         "reward/groups_with_signal": groups_with_signal(rewards, group_size).mean(),
     }
-    if len(computed) < len(rewards):
-        metrics["reward/not_computed"] = len(rewards) - len(computed)
+    if missing := int(np.isnan(rewards).sum()):
+        metrics["reward/not_computed"] = missing
     return metrics
 
 
@@ -164,15 +163,16 @@ def draw_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
         rewards: [prompts * group_size], a prompt's answers side by side; group_size: even, from 4.
 
     Returns:
-        Nothing where all rewards of each group are the same.
+        Nothing where all rewards of each group are the same. A group with a NaN does not count.
 
-    >>> draw_metrics(np.array([1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]), group_size=8)
-    {'aqn/explained_by_draws': 0.5}
+    >>> draw_metrics(np.array([1.0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1, math.nan, 0, 0, 0]), group_size=8)
+    {'aqn/explained_by_draws': 0.5714285714285715}
     """
     pairs = rewards.reshape(-1, group_size // 2, 2)
+    pairs = pairs[~np.isnan(pairs).any(axis=(1, 2))]
     between = 2 * pairs.mean(2).var(1, ddof=1).mean()
     within = pairs.var(2, ddof=1).mean()
-    if not between + within:
+    if not between + within > 0:  # NaN without a group
         return {}
     return {"aqn/explained_by_draws": float((between - within) / (between + within))}
 

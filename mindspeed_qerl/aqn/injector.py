@@ -59,18 +59,12 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> Te
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_in_bfloat16(weights: Sequence[tuple[Tensor, float]], sigma: float) -> float:
-    """Returns the share of the noise's standard deviation that is left on norms in bfloat16, by a
-    sample. weights: of norms, each with its multiplier; none: of a norm of 1.
+def kept_in_bfloat16(sigma: float) -> float:
+    """Returns the share of the noise's standard deviation that is left on a norm of ones in
+    bfloat16, by a sample.
     """
-    weights = weights or [(torch.ones(4096), 1.0)]
-    clean = torch.cat([weight.bfloat16() for weight, _ in weights])
-    factors = torch.cat([torch.full(weight.shape, factor) for weight, factor in weights])
-    repeats = -(-SAMPLE // len(clean))
-    clean = clean.repeat(repeats)
-    drawn = standard_normal(0, 0, "kept_in_bfloat16", clean.shape)
-    noise = sigma * factors.repeat(repeats) * drawn
-    left = (clean + noise).bfloat16().float() - clean.float()
+    noise = sigma * standard_normal(0, 0, "kept_in_bfloat16", [SAMPLE])
+    left = (1 + noise).bfloat16().float() - 1
     return (left.std() / noise.std()).item()
 
 

@@ -93,7 +93,7 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
 
 
 def validate(recipe: Recipe) -> Iterator[Fault]:
-    """See engines.Engine: faults of model, layout and task."""
+    """See engines.engine_of: faults of model, layout and task."""
     folder = recipe.model.path
     key = "megatron_training.tokenizer_name_or_path"
     file = Path(folder) / "config.json"

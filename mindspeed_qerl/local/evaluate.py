@@ -236,7 +236,7 @@ def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> st
     if not job.run or job.step == 0:
         return job.model
     run = RunDirectory.open(job.run)
-    adapters = load_adapters(run.checkpoints_dir, job.step)
+    adapters = load_adapters(run.checkpoints_dir, job.model, job.step)
     run.check_owner(run.checkpoints_dir / f"iter_{adapters.iteration:07d}", adapters.run)
     tell(f"merging {len(adapters.weights):,} adapters into {job.model}")
     # what vLLM would round to its dtype by itself, it would round to nearest

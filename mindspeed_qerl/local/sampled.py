@@ -21,8 +21,7 @@ def answer_metrics(answers: Sequence[Answer]) -> dict[str, Any]:
     """Mean score of each verifier, mean length in tokens, and the share that was cut off."""
     metrics = {}
     for name in answers[0].scores:
-        scores = np.array([answer.scores[name] for answer in answers])
-        metrics[f"verifier/{name}/mean"] = scores[~np.isnan(scores)].mean()
+        metrics[f"verifier/{name}/mean"] = np.nanmean([answer.scores[name] for answer in answers])
     lengths = [len(answer.token_ids) for answer in answers]
     metrics["response/length_mean"] = np.mean(lengths)
     metrics["response/length_max"] = np.max(lengths)

@@ -1,11 +1,8 @@
-"""A config by its name: where configs lie, the files that one is made of, what Hydra resolves it
-to, and what `cli/train_grpo.py` prints about configs.
+"""A config by its name: where configs lie, what Hydra resolves one to, and what
+`cli/train_grpo.py` prints about configs.
 """
 
 import difflib
-import os
-import re
-import shlex
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,9 +47,6 @@ PATHS = {
     "models",
 }
 
-# what YAML 1.1 reads as octal or base 60
-MISREAD = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
-
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = PACKAGE / "configs"  # of an installation
 if not CONFIGS.is_dir():
@@ -62,22 +56,18 @@ if not CONFIGS.is_dir():
 def compose(
     name: str, overrides: Iterable[str] = (), config_dir: str | None = None
 ) -> dict[str, Any]:
-    """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it,
-    `~` of its paths expanded. Whether its keys are known is the reader's to say.
+    """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it.
+    Whether its keys are known is the reader's to say.
 
     Raises:
-        ConfigError: no such config, what Hydra refuses, a file whose own values would be
-            overridden by what it is made of, or a path with a shell's variable.
+        ConfigError: no such config, or what Hydra refuses.
     """
     from hydra import compose as composed
     from omegaconf import OmegaConf
 
-    with _hydra(name, overrides, config_dir) as (words, files):
+    with _hydra(name, overrides, config_dir) as words:
         config = composed(name, words)
-        for file in files:
-            _check_numbers(file)
-        resolved = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    return _with_paths(resolved)
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
 
 
 def combinations(
@@ -87,9 +77,12 @@ def combinations(
     `aqn=off,qerl seed=1,2`.
     """
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
     with _hydra(name, (), config_dir):
-        parsed = _parsed([quoted(override) for override in overrides])
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        parsed = parser.parse_overrides([quoted(override) for override in overrides])
         return BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
 
@@ -108,38 +101,11 @@ def config_files(config_dir: str | None) -> dict[str, Path]:
     return files
 
 
-def _check_numbers(file: Path) -> None:
-    """ConfigError for a number that YAML 1.1, which Hydra reads, takes for another one."""
-    for token in yaml.scan(file.read_text()):
-        if isinstance(token, yaml.ScalarToken) and token.plain and MISREAD.fullmatch(token.value):
-            raise ConfigError(
-                f"{file}:{token.start_mark.line + 1}: YAML reads {token.value} as octal or base 60: "
-                f"write a decimal number, or a text in quotes: '{token.value}'"
-            )
-
-
 def _folders(config_dir: str | None) -> list[Path]:
     own = Path(config_dir or "configs").resolve()
     if config_dir and not own.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     return [own, CONFIGS] if own.is_dir() and own != CONFIGS else [CONFIGS]
-
-
-def _with_paths(config: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """`config` with `~` and `~user` of its paths expanded; ConfigError for a shell's variable in
-    one.
-    """
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _with_paths(value, f"{above}{key}.")
-        elif key in PATHS and isinstance(value, str):
-            if re.search(r"\$[\w{]", value):
-                raise ConfigError(
-                    f"{above}{key} = {value!r} has a shell's variable, which is not read here: "
-                    "write ${oc.env:NAME}"
-                )
-            config[key] = os.path.expanduser(value)
-    return config
 
 
 # ---- what the command prints ----
@@ -154,14 +120,6 @@ def list_of_configs(config_dir: str | None) -> str:
         first = file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
         lines.append(f"  {name:{width}}  {first.lstrip('# ')}")
     return "\n".join(lines)
-
-
-def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) -> str:
-    """The text of a config and of every file that it, or an override, is made of: its own first."""
-    with _hydra(name, overrides, config_dir) as (_, files):
-        pass
-    texts = [f"---- {file}\n{file.read_text(encoding='utf-8')}" for file in files]
-    return "\n".join(texts)
 
 
 def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: str | None) -> str:
@@ -184,11 +142,9 @@ def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: 
 
 
 @contextmanager
-def _hydra(
-    name: str, overrides: Iterable[str], config_dir: str | None
-) -> Iterator[tuple[list[str], list[Path]]]:
-    """Hydra, ready for config `name`; yields `overrides` as it wants them, and the files that the
-    config then is made of, its own first. What Hydra refuses is a ConfigError.
+def _hydra(name: str, overrides: Iterable[str], config_dir: str | None) -> Iterator[list[str]]:
+    """Hydra, ready for config `name`; yields `overrides` as it wants them. What Hydra refuses is a
+    ConfigError.
     """
     from hydra import initialize_config_dir
 
@@ -203,73 +159,28 @@ def _hydra(
         with warnings.catch_warnings(), initialize_config_dir(str(own), version_base=None):
             # own values come last then
             warnings.filterwarnings("ignore", "In .*: Defaults list is missing `_self_`")
-            yield _made_of(name, overrides, folders)
+            yield _for_hydra(name, overrides, folders)
     except ConfigError:
         raise
     except Exception as error:  # Hydra has assertions and errors of any kind
         reason = str(error) or str(error.__cause__)
         mark = getattr(error, "problem_mark", None)  # YAML's, of any of the files
-        place = mark.name if mark else known[name]
+        place = mark.name if mark else getattr(error, "override", known[name])
         raise ConfigError(f"{place}: {' '.join(reason.split())}") from error
 
 
-def _defaults(name: str, overrides: list[str]) -> Any:
-    """Returns what Hydra makes of the config's `defaults`."""
+def _for_hydra(name: str, overrides: Iterable[str], folders: list[Path]) -> list[str]:
+    """`overrides` as Hydra wants them for config `name`, with the folders of its parts."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
-    loader = GlobalHydra.instance().config_loader()
-    return loader.compute_defaults_list(name, overrides, RunMode.RUN)
-
-
-def _parsed(overrides: list[str]) -> list[Any]:
-    """Returns what Hydra reads in `overrides`; ConfigError for one in which it reads nothing, with
-    the form in which it would.
-    """
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    parsed = []
-    for override in overrides:
-        try:
-            parsed.append(parser.parse_overrides([override])[0])
-        except Exception as error:  # of several kinds, and of two libraries
-            key, _, value = override.lstrip("+").partition("=")
-            whole = f"{key}={_in_quotes(value)}"
-            in_shell = shlex.quote(whole) if set(whole) & set('"$`!') else f'"{whole}"'
-            raise ConfigError(
-                f"{key}={value} is not read: quotes, commas, colons, brackets and the like have a "
-                "meaning in Hydra's grammar (https://hydra.cc/docs). As one text, in a shell: "
-                f"{in_shell}"
-            ) from error
-    return parsed
-
-
-def _made_of(
-    name: str, overrides: Iterable[str], folders: list[Path]
-) -> tuple[list[str], list[Path]]:
-    """`overrides` as Hydra wants them for config `name`, with the folders of its parts; and the
-    files that it then is made of, the config first.
-    """
     others = ",".join(f"'file://{folder}'" for folder in folders[1:])
     search_path = f"hydra.searchpath=[{others}]"
-    alone = _defaults(name, [search_path])
-    if alone.defaults[-1].config_path != name:
-        raise ConfigError(
-            f"{name}.yaml: what its `defaults` name behind `_self_` would override its own "
-            "values: put `_self_` last"
-        )
+    loader = GlobalHydra.instance().config_loader()
+    alone = loader.compute_defaults_list(name, [search_path], RunMode.RUN)
     chosen = alone.overrides.known_choices
     words = [hydra_override(override, folders, chosen) for override in overrides]
-    _parsed(words)
-    words.append(search_path)
-    parts = [name, *(entry.config_path for entry in _defaults(name, words).defaults)]
-    files = []
-    for part in dict.fromkeys(parts):
-        places = [folder / f"{part}.yaml" for folder in folders]
-        files += [file for file in places if file.is_file()][:1]
-    return words, files
+    return [*words, search_path]
 
 
 # ---- overrides in the form that Hydra accepts, and the known key for an unknown one ----

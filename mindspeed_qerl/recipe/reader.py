@@ -76,7 +76,7 @@ def read(raw: Config) -> tuple[Recipe, Found]:
 @cache
 def known_keys() -> dict[str, Collection[str]]:
     """Every key of every section, as a config may set them."""
-    known: dict[str, Collection[str]] = {
+    known: dict[str, Any] = {
         "megatron_training": TABLE["megatron"],
         "actor_config": TABLE["megatron"],
         "rl_config": TABLE["rl_config"],
@@ -84,9 +84,13 @@ def known_keys() -> dict[str, Collection[str]]:
         "generate_config.sampling_config": TABLE["sampling_config"],
         "rl_config.actor_resource": ["num_npus"],
     }
-    for section, part in OWN_SECTIONS.items():
-        fields = part.__pydantic_fields__
-        known[section] = [name for name in fields if key_of(part, name) == f"{section}.{name}"]
+    for section in OWN_SECTIONS:
+        known[section] = []
+    for part in PARTS.values():
+        for name in part.__pydantic_fields__:
+            section, _, last = (key_of(part, name) or "").rpartition(".")
+            if section in OWN_SECTIONS:
+                known[section].append(last)
     return known
 
 

@@ -11,18 +11,18 @@ gets. So processes of their own judge (math_process.py), each one pair at a time
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
 
 SECONDS = 5  # of processor time, for a pair; Math-Verify's own, for each half of the work
-PROCESSES = min(8, len(os.sched_getaffinity(0)))  # 60 MB each
-_idle: list[subprocess.Popen[str]] = []  # they wait for a pair
+_idle: list[Any] = []  # they wait for a pair, 60 MB each
+_threads = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))  # each with a process, at work
 
 
 def score_batch(
@@ -32,9 +32,7 @@ def score_batch(
     could not be computed. `rows` is unused, every reward is called with them. ConfigError without
     Math-Verify.
     """
-    golds = [f"${answer}$" for answer in answers]
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        return list(threads.map(_verdict, golds, responses))
+    return list(_threads.map(_verdict, [f"${answer}$" for answer in answers], responses))
 
 
 def equal_answers(problems: Iterable[Sequence[str]]) -> list[list[int | None]]:
@@ -44,8 +42,7 @@ def equal_answers(problems: Iterable[Sequence[str]]) -> list[list[int | None]]:
     >>> equal_answers([["Answer: 0.5", "I do not know", "Answer: 3", r"\boxed{\frac12}"]])
     [[0, None, 2, 0]]
     """
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        return list(threads.map(_equal_answers, problems))
+    return list(_threads.map(_equal_answers, problems))
 
 
 def _equal_answers(responses: Sequence[str]) -> list[int | None]:
@@ -64,17 +61,15 @@ def last_boxed(solution: str) -> str | None:
     >>> last_boxed(r"or $\boxed{1}$, so $x = \boxed{\frac{1}{2}}$."), last_boxed(r"$\boxed 2$.")
     ('\\frac{1}{2}', '2')
     """
-    boxes = [*re.finditer(r"\\(?:boxed|fbox)\s*", solution)]
-    if not boxes:
+    _, box, rest = solution.replace("\\fbox", "\\boxed").rpartition("\\boxed")
+    if not box:
         return None
-    rest = solution[boxes[-1].end() :]
-    if not rest.startswith("{"):
-        return rest.partition("$")[0].strip() or None
+    rest = rest.lstrip()
     depth = 0
     for end, character in enumerate(rest):
-        depth += {"{": 1, "}": -1}.get(character, 0)
+        depth += (character == "{") - (character == "}")
         if not depth:
-            return rest[1:end]
+            return rest[1:end] if end else rest.partition("$")[0]
     return None
 
 
@@ -84,7 +79,6 @@ def _verdict(gold: str, response: str) -> float | None:
         process = _idle.pop()  # of several threads
     except IndexError:
         process = _start()
-    assert process.stdin and process.stdout
     try:
         process.stdin.write(json.dumps([gold, response]) + "\n")
         process.stdin.flush()
@@ -98,16 +92,15 @@ def _verdict(gold: str, response: str) -> float | None:
     return float(line)
 
 
-def _start() -> subprocess.Popen[str]:
+def _start() -> Any:
     """A process that has imported Math-Verify; ConfigError if it could not."""
-    process = subprocess.Popen(
+    process: Any = subprocess.Popen(
         [sys.executable, "-P", Path(__file__).with_name("math_process.py"), str(SECONDS)],
         env={**os.environ, "PYTHONHASHSEED": "0"},  # SymPy's order of terms follows it
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout
     if not process.stdout.readline():
         raise ConfigError(
             "verifier 'math' needs Math-Verify, which did not start (its last words are above): "

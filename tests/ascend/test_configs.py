@@ -4,7 +4,7 @@ layouts legal by upstream's rules.
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +13,8 @@ import pytest
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
+from mindspeed_qerl.families import NAMED_SHAPES, family_of
+from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
@@ -21,14 +22,7 @@ from mindspeed_qerl.recipe.compose import CONFIGS, at, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from tests import ROOT, checked
 
-# the model's section -> name of its published shape
-MODELS = {
-    "qwen3_30b_a3b": "qwen3_30b_a3b",
-    "qwen3_30b_a3b_2507": "qwen3_30b_a3b_2507",
-    "qwen15_moe_a27b": "qwen15_moe_a2_7b",
-    "qwen25_1_5b": "qwen25_1_5b",
-    "qwen25_7b": "qwen25_7b",
-}
+MODELS = ("qwen3_30b_a3b", "qwen3_30b_a3b_2507", "qwen15_moe_a2_7b", "qwen25_1_5b", "qwen25_7b")
 # config -> model, NPUs, training TP PP EP, infer TP EP, ranks of a node
 SHIPPED = {
     "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_30b_a3b_2507", 16, (1, 1, 16), (1, 16), 16),
@@ -37,9 +31,9 @@ SHIPPED = {
     "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4": ("qwen3_30b_a3b_2507", 12, (4, 1, 1), (4, 1), 16),
     "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": ("qwen3_30b_a3b_2507", 12, (4, 3, 1), (4, 1), 16),
     "grpo_qwen3_30b_a3b_gsm8k_2x8npu": ("qwen3_30b_a3b_2507", 16, (1, 1, 8), (1, 8), 8),
-    "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen15_moe_a27b", 16, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen15_moe_a27b_gsm8k_12npu": ("qwen15_moe_a27b", 12, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen15_moe_a27b_gsm8k_8npu": ("qwen15_moe_a27b", 8, (1, 1, 4), (1, 4), 16),
+    "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen15_moe_a2_7b", 16, (1, 1, 4), (1, 4), 16),
+    "grpo_qwen15_moe_a27b_gsm8k_12npu": ("qwen15_moe_a2_7b", 12, (1, 1, 4), (1, 4), 16),
+    "grpo_qwen15_moe_a27b_gsm8k_8npu": ("qwen15_moe_a2_7b", 8, (1, 1, 4), (1, 4), 16),
     "grpo_qwen25_1_5b_gsm8k_8npu": ("qwen25_1_5b", 8, (1, 1, 1), (1, 1), 16),
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen25_7b", 8, (2, 1, 1), (1, 1), 16),
 }
@@ -81,9 +75,7 @@ def raw(request, tmp_path, monkeypatch):
     config = compose(request.param)
     model = Path(config["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
-    (model / "config.json").write_text(
-        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]]]))
-    )
+    (model / "config.json").write_text(json.dumps(asdict(NAMED_SHAPES[SHIPPED[request.param][0]])))
     train = Path(config["megatron_training"]["data_path"])
     # token ids are one tokenizer's: a folder for each model
     assert train.parent.name == model.name
@@ -202,8 +194,12 @@ def test_model_has_the_published_shape(model):
     """configs/model/ against the shapes of the published config.json files."""
     config = compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [f"model={model}"])
     ((name, arguments),) = config["model"].items()
-    assert name == config["actor_config"]["model"] == config["megatron_training"]["model"]
-    assert replace(shape_of_arguments(arguments), name=MODELS[model]) == NAMED_SHAPES[MODELS[model]]
+    assert name == model == config["actor_config"]["model"] == config["megatron_training"]["model"]
+    shape = NAMED_SHAPES[model]
+    published = {**family_of(shape).hf_config(shape), "model_type": shape.model_type}
+    told = {"model": model, **arguments}
+    assert compare_with_model(told, published | {"rope_theta": shape.rope_theta}) == []
+    assert arguments["padded_vocab_size"] == shape.vocab_size
 
 
 def test_the_guide_shows_these_configs_and_this_contract():

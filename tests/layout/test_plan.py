@@ -90,25 +90,6 @@ def test_layer_lists(raw):
     assert plan.layers == (20, 28)
 
 
-@pytest.mark.parametrize(
-    "key, value, message",
-    cells("""
-num_attention_heads ¦ 0 ¦ num_attention_heads = 0 in the section model
-num_layers ¦ 4.0 ¦ num_layers = 4.0 in the section model
-num_layers ¦ null ¦ num_layers is missing in the section model
-padded_vocab_size ¦ 10000000000 ¦ padded_vocab_size = 10000000000 in the section model
-moe_router_topk ¦ 300 ¦ num_experts_per_tok = 300 must be at most num_experts = 128
-moe_ffn_hidden_size ¦ null ¦ moe_intermediate_size = 0 must be at least 1
-rotary_base ¦ "big" ¦ rotary_base = 'big' in the section model
-"""),
-)
-def test_an_impossible_size_in_the_section_model(raw, key, value, message):
-    raw["model"]["qwen3_30b_a3b"][key] = json.loads(value)
-    with pytest.raises(ConfigError) as refused:
-        shape_of_model(read_recipe(raw))
-    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
-
-
 def test_without_a_model_one_line_says_so(tmp_path):
     key = "megatron_training.tokenizer_name_or_path"
     recipe, _ = read(compose("grpo_tiny_moe_cpu", [f"{key}={tmp_path}"]))

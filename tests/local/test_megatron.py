@@ -401,7 +401,7 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(
         lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True),
         1,
     )
-    adapters = checkpoint.load_adapters(tmp_path / "checkpoints")
+    adapters = checkpoint.load_adapters(tmp_path / "checkpoints", base)
     save_peft(adapters, base, tmp_path / "adapter")
     save_merged(adapters, base, tmp_path / "merged")
     merged = transformers_logprobs(

@@ -3,15 +3,12 @@ entry; paths are what is configured.
 """
 
 import os
-import shlex
 import sys
-from functools import partial
-from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.recipe.compose import CONFIGS, PATHS, at, combinations, compose, text_of_config
+from mindspeed_qerl.recipe.compose import PATHS, combinations, compose
 from mindspeed_qerl.recipe.reader import key_of
 from mindspeed_qerl.recipe.types import PARTS
 from tests.tasks.gsm8k.tool import run_program
@@ -94,19 +91,6 @@ def test_a_fault_of_a_part_is_named_with_the_parts_file(own_configs):
     assert str(refused.value).startswith(f"{part}: ") and TINY not in str(refused.value)
 
 
-@pytest.mark.parametrize("value", ["it's", 'say "hi"', "a]b", "it's $5", r"a\b'c", "x,y}"])
-@pytest.mark.parametrize("key", ["run.name", "rl_config.filter_groups_metric"])
-def test_what_hydra_does_not_read_is_refused_with_what_it_does(key, value):
-    """As a shell would pass it on."""
-    for refuses in (partial(compose, TINY), partial(combinations, TINY)):
-        with pytest.raises(ConfigError) as refused:
-            refuses([f"{key}={value}"])
-        message = str(refused.value)
-        assert message.startswith(f"{key}={value} is not read: ") and ".yaml" not in message
-        [word] = shlex.split(message.partition("in a shell: ")[2])
-        assert at(key, compose(TINY, [word])) == value
-
-
 def test_a_broken_config_is_in_nobodys_way(own_configs):
     for name in BROKEN:
         write(own_configs, name)
@@ -125,38 +109,6 @@ def test_a_run_whose_config_is_damaged_is_named(content, tmp_path):
     done = run_program(*words)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert f"{run}/config.yaml is damaged: " in done.stderr
-
-
-@pytest.mark.parametrize(
-    "defaults, is_refused",
-    [
-        ("[base, _self_]", False),
-        ("[base]", False),
-        ("[base, override aqn: top, _self_]", False),
-        ("[base, _self_, override aqn: top]", False),
-        ("[_self_, base]", True),
-        ("[_self_, aqn: top]", True),
-    ],
-)
-def test_own_values_come_last(own_configs, defaults, is_refused):
-    (own_configs / "base.yaml").write_text("defaults: [aqn: quiet, _self_]\nactor: {lr: 2e-4}\n")
-    (own_configs / "aqn" / "quiet.yaml").write_text("enabled: false\n")
-    (own_configs / "aqn" / "top.yaml").write_text("# @package _global_\nactor: {lr: 5e-4}\n")
-    (own_configs / "mine.yaml").write_text(f"defaults: {defaults}\nactor: {{lr: 1e-3}}\n")
-    if is_refused:
-        with pytest.raises(ConfigError, match="put `_self_` last"):
-            compose("mine")
-    else:
-        assert compose("mine")["actor"]["lr"] == 1e-3
-
-
-def test_the_parts_that_the_command_line_chooses_count(own_configs):
-    (own_configs / "mine.yaml").write_text(f"defaults: [{TINY}, _self_]\n")
-    (own_configs / "aqn" / "bare.yaml").write_text("enabled: false\n")
-    text = text_of_config("mine", ["aqn=bare"], None)
-    files = [Path(line[5:]) for line in text.splitlines() if line.startswith("---- ")]
-    assert files[0] == own_configs / "mine.yaml" and CONFIGS / f"{TINY}.yaml" in files
-    assert own_configs / "aqn" / "bare.yaml" in files and CONFIGS / "aqn" / "qerl.yaml" not in files
 
 
 # ---- paths ----
@@ -195,8 +147,6 @@ def path_of(own_configs, by, text):
 @pytest.mark.parametrize(
     "text, path",
     [
-        ("~", "/home/me"),
-        ("~/a b", "/home/me/a b"),
         ("a/~/b", "a/~/b"),
         ("${oc.env:HOME}/x", "/home/me/x"),
         ("a$", "a$"),
@@ -208,14 +158,6 @@ def path_of(own_configs, by, text):
 def test_a_path_is_a_path(own_configs, monkeypatch, by, text, path):
     monkeypatch.setenv("HOME", "/home/me")
     assert path_of(own_configs, by, text) == path
-
-
-@pytest.mark.parametrize("by", ["override", "file"])
-@pytest.mark.parametrize("text", ["$HOME/x", "/data/$USER/x"])
-def test_what_a_shell_would_have_expanded_is_refused(own_configs, by, text):
-    with pytest.raises(ConfigError, match="write .*oc.env:NAME") as refused:
-        path_of(own_configs, by, text)
-    assert str(refused.value).startswith(f"run.root = '{text}' has a shell's variable")
 
 
 @pytest.mark.parametrize(
@@ -237,25 +179,3 @@ def test_sweeps_lists_and_interpolations_stay_what_they_are(override, values):
     section, _, last = override.partition("=")[0].partition(".")
     configs = [compose(TINY, chosen) for chosen in combinations(TINY, [override])]
     assert [config[section][last] for config in configs] == values
-
-
-# ---- numbers ----
-
-
-@pytest.mark.parametrize(
-    "written", ["040", "-017", "0_7_1", "010", "1:30", "-1:30", "1:30:00", "1:30.5"]
-)
-def test_a_number_that_yaml_reads_as_another_is_refused(own_configs, written):
-    for form in ("seed: {}\n", "run: {{rollout_samples: {}}}\n", "aqn: {{targets: [a, {}]}}\n"):
-        (own_configs / "mine.yaml").write_text(ON + form.format(written))
-        with pytest.raises(ConfigError, match=r"mine.yaml:2: YAML reads .* as octal or base 60"):
-            compose("mine")
-
-
-@pytest.mark.parametrize(
-    "written, value",
-    [("007", 7), ("-0_7", -7), ("0x1F", 31), ("12:60", "12:60"), ("'040'", "040"), ("1e6", 1e6)],
-)
-def test_other_numbers_are_what_is_written(own_configs, written, value):
-    (own_configs / "mine.yaml").write_text(f"{ON}seed: {written}\n")
-    assert compose("mine")["seed"] == value

@@ -10,6 +10,7 @@ import runpy
 import signal
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from mindspeed_qerl.runs.description import describe_data
 from mindspeed_qerl.tasks import math_answers
 from mindspeed_qerl.tasks.checks import missing_files
 from mindspeed_qerl.tasks.evaluation import evaluate_answers
-from mindspeed_qerl.tasks.math_answers import equal_answers, last_boxed, score_batch
+from mindspeed_qerl.tasks.math_answers import last_boxed, score_batch
 from mindspeed_qerl.tasks.rewards import RewardError, score
 from mindspeed_qerl.tasks.rows import INSTRUCTION, read_rows, row_of
 from tests.tables import cells
@@ -141,7 +142,7 @@ def generated(count, seed):
         yield "Because $1+1=2$, " + draw.choice(forms) % answer, gold
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [100, pytest.param(5000, marks=pytest.mark.full)])
 def test_generated_answers_have_math_verifys_verdicts(count):
     responses, golds = zip(*generated(count, seed=count))
     found = score_batch(responses, golds)
@@ -151,10 +152,10 @@ def test_generated_answers_have_math_verifys_verdicts(count):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """No process yet, and half a second of processor time for a pair."""
+    """No process yet, and a fifth of a second of processor time for a pair."""
     monkeypatch.setattr(math_answers, "_idle", [])
-    monkeypatch.setattr(math_answers, "SECONDS", 0.5)
-    monkeypatch.setattr(math_answers, "PROCESSES", 1)
+    monkeypatch.setattr(math_answers, "SECONDS", 0.2)
+    monkeypatch.setattr(math_answers, "_threads", ThreadPoolExecutor(1))
 
 
 def test_what_never_ends_is_no_zero_and_the_others_are_judged(impatient):
@@ -222,89 +223,52 @@ def test_pass_at_k_and_maj_at_k_are_those_of_brute_force():
 
 def test_an_evaluation_counts_what_could_not_be_computed_as_wrong(impatient):
     row = row_of({"problem": "2+3?", "answer": "5"})
-    texts = ["Answer: 5", ENDLESS, "Answer: 5", "?"]
-    result, answers = evaluate_answers([row] * 2, texts, [False] * 4, 2, "math")
-    assert result["not_computed"] == 1 and result["accuracy"] == 0.5 and result["maj@2"] == 0.75
-    assert [answer["scores"] for answer in answers] == [[1.0, 0.0], [1.0, 0.0]]
-    assert equal_answers([texts[:2]]) == [answers[0]["equal_to"]] == [[0, 1]]
-    json.dumps([result, answers], allow_nan=False, default=float)
+    texts = ["Answer: 5", ENDLESS, "?", "Answer: 5"]
+    result, answers = evaluate_answers([row] * 4, texts, [False] * 4, 1, "math")
+    assert result["not_computed"] == 1 and result["accuracy"] == 0.5
+    assert [answer["scores"] for answer in answers] == [[1.0], [0.0], [0.0], [1.0]]
 
 
 # ---- rows as published ----
 
-CHAT = [
-    {"content": "Solve ... 1+1?\n\nRemember to put your answer on its own line.", "role": "user"}
-]
-# of EleutherAI/hendrycks_math, HuggingFaceH4/MATH-500, BytedTsinghua-SIA/DAPO-Math-17k,
-# HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024, math-ai/aime25
-PUBLISHED = {
-    "math": (
-        {
-            "problem": "What is $1+1$?",
-            "level": "Level 1",
-            "type": "Algebra",
-            "solution": r"It is not $\boxed{1}$ but $1+1 = \boxed{\frac{4}{2}}$.",
-        },
-        r"\frac{4}{2}",
-    ),
-    "math_500": (
-        {
-            "problem": "What is $1+1$?",
-            "solution": r"It is $\boxed{2}$.",
-            "answer": "2",
-            "subject": "Algebra",
-            "level": 1,
-            "unique_id": "test/algebra/1.json",
-        },
-        "2",
-    ),
-    "dapo": (
-        {
-            "data_source": "math_dapo",
-            "prompt": CHAT,
-            "ability": "MATH",
-            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
-        },
-        "34",
-    ),
-    "aime_2024": (
-        {
-            "id": 60,
-            "problem": "What is $1+1$?",
-            "solution": r"Thus \boxed{204}.",
-            "answer": "204",
-            "url": "https://example.org",
-            "year": "2024",
-        },
-        "204",
-    ),
-    "aime_2024_by_id": (
-        {"ID": "2024-I-1", "Problem": "What is $1+1$?", "Solution": "So 2.", "Answer": 33},
-        "33",
-    ),
-    "aime_2025": ({"problem": "What is $1+1$?", "answer": "70", "id": "0"}, "70"),
-}
+# a row of EleutherAI/hendrycks_math, HuggingFaceH4/MATH-500, BytedTsinghua-SIA/DAPO-Math-17k,
+# HuggingFaceH4/aime_2024, Maxwell-Jia/AIME_2024 and math-ai/aime25, and its gold answer
+PUBLISHED = r"""
+\frac{4}{2} ¦ {"problem": "1+1?", "level": "Level 1", "type": "Algebra",
+"solution": "It is not $\\boxed{1}$ but $\\boxed{\\frac{4}{2}}$."}
+
+2 ¦ {"problem": "1+1?", "solution": "$\\boxed{3}$", "answer": "2", "subject": "Algebra", "level": 1,
+"unique_id": "test/algebra/1.json"}
+
+34 ¦ {"data_source": "math_dapo", "prompt": [{"content": "1+1?", "role": "user"}], "ability": "MATH",
+"reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": "9"}}
+
+204 ¦ {"id": 60, "problem": "1+1?", "solution": "So \\boxed{203}.", "answer": "204", "url": "x",
+"year": "2024"}
+
+33 ¦ {"ID": "2024-I-1", "Problem": "1+1?", "Solution": "So 2.", "Answer": 33}
+
+70 ¦ {"problem": "1+1?", "answer": "70", "id": "0"}
+"""
+PUBLISHED = [tuple(row.split(" ¦ ")) for row in PUBLISHED.split("\n\n")]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_rows_are_read_as_published(name, tmp_path):
-    columns, gold = PUBLISHED[name]
+@pytest.mark.parametrize("gold, published", PUBLISHED)
+def test_rows_are_read_as_published(gold, published, tmp_path):
+    gold, columns = gold.strip(), json.loads(published)
     below = tmp_path / "data"
     below.mkdir()
     (tmp_path / "README.md").write_text("not a row")
     table = pyarrow.Table.from_pylist([columns])
     pyarrow.parquet.write_table(table, below / "train-00000-of-00002.parquet")
-    (below / "train-00001-of-00002.jsonl").write_text(json.dumps(columns) + "\n")
-    (below / "test.jsonl").write_text(json.dumps(columns | {"extra": 1}) + "\n")
-    asked = (
-        CHAT if name == "dapo" else [{"role": "user", "content": f"What is $1+1$? {INSTRUCTION}"}]
-    )
-    plain = CHAT[0]["content"] if name == "dapo" else "What is $1+1$?\n"
+    for name in ("train-00001-of-00002", "test"):
+        (below / f"{name}.jsonl").write_text(json.dumps(columns) + "\n")
+    asked = "1+1?" if "prompt" in columns else f"1+1? {INSTRUCTION}"
+    plain = "1+1?" if "prompt" in columns else "1+1?\n"
     rows = read_rows(tmp_path / "*" / "train-*")
     for row in rows:
-        assert (row.messages, row.prompt, row.answer) == (asked, plain, gold)
-        assert row.columns == columns
+        assert row.messages == [{"role": "user", "content": asked}]
+        assert (row.prompt, row.answer, row.columns) == (plain, gold, columns)
     assert [Path(row.where).name for row in rows] == [
         "train-00000-of-00002.parquet: row 1",
         "train-00001-of-00002.jsonl:1",
