@@ -53,8 +53,8 @@ def train(model: Path, folder: Path, steps: int, tokens: int) -> Clock:
     from trl import GRPOConfig, GRPOTrainer
     from trl.generation import vllm_generation
 
+    from mindspeed_qerl.integrations.cpu import keep_weights
     from mindspeed_qerl.integrations.trl import add_noise
-    from tests.integrations.programs import keep_weights
 
     keep_weights()
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype="float32")

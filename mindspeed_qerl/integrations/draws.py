@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.aqn.targets import check_multipliers
 
 from .settings import Settings
 
@@ -53,6 +54,7 @@ def injector_of(worker: Any, settings: Settings, draws: RequestDraws | None) -> 
         worker.get_model(),
         settings.targets,
         settings.exclude,
+        check_multipliers(settings.multipliers),
         seed=settings.seed,
         draws=settings.draws,
         runner=getattr(worker, "model_runner", None),

@@ -8,6 +8,7 @@ brings), and ends with 1 if something is wrong.
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ EVENTS = {
     "noise": "sync rank world step total_steps aqn/sigma aqn/layers aqn/expected_std "
     "aqn/measured_std aqn/changed_fraction",
     "measured": "sync rank step",
-    "arrival": "sync rank tensors failures of not_compared unchanged",
+    "arrival": "sync rank world tensors failures of not_compared unchanged",
     "problem": "sync rank problem",
 }
 
@@ -37,7 +38,7 @@ def read_lines(folder: Path) -> Rows:
             needed = EVENTS.get(row.get("event", ""))
             if needed is None or not set(needed.split()) <= row.keys():
                 raise ValueError(f"{path} has a line that no rollout worker wrote: {str(row)[:80]}")
-            rows.append(row)
+            rows.append(row | {"worker": path.stem})
     return sorted(rows, key=lambda row: (row["sync"], row["rank"]))
 
 
@@ -47,6 +48,7 @@ def faults(rows: Rows) -> list[str]:
     """
     sentences = []
     by_step: dict[int, Rows] = {}
+    by_sync: dict[int, Rows] = {}
     for row in rows:
         where = f"sync {row['sync']}, rank {row['rank']}"
         for failure in row.get("failures", ()):
@@ -57,16 +59,14 @@ def faults(rows: Rows) -> list[str]:
             sentences.append(f"{where}: {row['problem']}")
         if row["event"] == "noise":
             by_step.setdefault(row["step"], []).append(row)
+        if row["event"] == "arrival":
+            by_sync.setdefault(row["sync"], []).append(row)
     for step, workers in by_step.items():
-        ranks = {row["rank"] for row in workers}
-        missing = sorted(set(range(workers[0]["world"])) - ranks)
-        if missing:
-            sentences.append(
-                f"step {step}: ranks {missing} have no noise, the others have: start vLLM with the "
-                "plugin on each of them"
-            )
+        sentences += silent(f"step {step}", "noise", workers)
         if len({row["aqn/sigma"] for row in workers}) > 1:
             sentences.append(f"step {step}: the ranks have noise of different sigma")
+    for sync, workers in by_sync.items() if not by_step else ():
+        sentences += silent(f"sync {sync}", "proof", workers)
     if by_step:
         last = max(by_step)
         planned = by_step[last][0]["total_steps"]
@@ -75,6 +75,24 @@ def faults(rows: Rows) -> list[str]:
                 f"the schedule has {planned} steps, and the last that sampled was {last}: the "
                 "noise did not end. If the run is over, set noise.total_steps to its steps"
             )
+    return sentences
+
+
+def silent(when: str, what: str, rows: Rows) -> list[str]:
+    """Says which ranks, or how many replicas of the engine, have no line among the `rows` of a step
+    or sync, though others have.
+    """
+    way_out = "start vLLM with the plugin on each of them"
+    lines = Counter(rank for rank, _ in {(row["rank"], row["worker"]) for row in rows})
+    sentences = []
+    if missing := sorted(set(range(rows[0]["world"])) - lines.keys()):
+        sentences.append(f"{when}: ranks {missing} have no {what}, the others have: {way_out}")
+    replicas = rows[0].get("replicas", 1)
+    if min(lines.values()) < replicas:
+        sentences.append(
+            f"{when}: {replicas - min(lines.values())} of {replicas} replicas have no {what}: "
+            f"{way_out}, with one folder for the reports of all"
+        )
     return sentences
 
 
@@ -169,9 +187,13 @@ def main() -> None:
     sentences = faults(rows)
     for line in power(rows):
         print(line)
-    unknown = sum("reason" in row for row in rows)
-    if unknown and not sentences:
-        print(f"nothing that was compared is wrong; not compared: {unknown}")
+    reasons: Counter[str] = Counter()
+    for row in rows:
+        reasons.update({row["reason"]: 1} if "reason" in row else row.get("reasons", {}))
+    for reason, count in reasons.items():
+        print(f"not compared, {count:,} times: {reason}")
+    if reasons and not sentences:
+        print(f"nothing that was compared is wrong; not compared: {reasons.total():,}")
     else:
         print("\n".join(sentences or ["nothing is wrong"]))
     sys.exit(bool(sentences))

@@ -10,10 +10,12 @@ from typing import Any
 from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters
 from mindspeed_qerl.lora.held import Held, held_adapters
 
-# adapters that vLLM keeps in forms of their own: of experts, of the vocabulary
+# adapters that vLLM keeps in forms of their own
 NOT_COMPARED = r"\.experts\.|embed_tokens|lm_head"
+OWN_FORM = "an adapter of experts or of the vocabulary"
 FILE = "adapter_model.safetensors"
 BYPASSED = "vLLM put them in place without load_weights, so that what was sent is not known"
+BYPASSING = ("M2N", "ShardedRDT")  # vLLM's engines that put some there, and load others
 
 
 class Weights(Enum):
@@ -25,17 +27,20 @@ class Weights(Enum):
 
 
 class Steps:
-    """Which step's weights the training batches sample with."""
+    """Which step's weights the training batches sample with, and by how many they may be behind."""
 
     has_synced = False  # since the last of these batches
     of_weights: int | None = None
+
+    def __init__(self, behind: int = 0):
+        self.behind = behind
 
     def problem(self, step: int) -> str | None:
         """Says that the trainer's step moved to `step`, and nothing was sent."""
         if self.has_synced or self.of_weights is None:
             self.of_weights = step
             self.has_synced = False
-        if step <= self.of_weights:
+        if step <= self.of_weights + self.behind:
             return None
         return f"step {step} sampled with the weights of step {self.of_weights}: no sync came"
 
@@ -45,26 +50,41 @@ class LoadedAdapters:
 
     Attributes:
         waiting: id of one that was noted in `arrival`, and is not yet compared.
-        not_compared: tensors of NOT_COMPARED that came with it.
+        not_compared: by reason, how many tensors of NOT_COMPARED came with it.
         required: ids of those of the last sync of adapters, of which each request uses one.
+        earlier: those of the sync before, which requests that waited since then use.
+        tolerated: what requests since the last sync used without a fault (None: the base model),
+            which is one if by the next sync none has used a required one.
         removed_by: the sync of weights that removed them; 0: none did.
     """
 
     waiting: int | None = None
-    not_compared = 0
     sync = 0  # of `required`
     removed_by = 0
 
-    def __init__(self, elements: int):
+    def __init__(self, elements: int, evaluates_base: bool = False):
         # scaled here and there, which may round in another order
         self.arrival = Arrival(elements, tolerance=2)
+        self.not_compared = {OWN_FORM: 0}
+        self.evaluates_base = evaluates_base
         self.required: set[int] = set()
+        self.earlier: set[int] = set()
+        self.tolerated: set[int | None] = set()
+        self.unused: str | None = None  # a problem that was seen when it was too late
         self.files: dict[int, Any] = {}  # by id, as `file_of` tells them
 
     def load(self, request: Any, sync: int) -> None:
         """A sync loads the adapter of `request`, as requests have to use it."""
         if self.sync != sync:
+            if self.tolerated and not self.tolerated & self.required:
+                used = sorted(map(str, self.tolerated))
+                self.unused = (
+                    f"no request used {sorted(self.required)}, loaded in sync {self.sync}; "
+                    f"adapters of requests until sync {sync}: {', '.join(used)}"
+                )
+            self.earlier = self.required
             self.required = set()
+            self.tolerated = set()
         self.sync = sync
         self.removed_by = 0
         self.required.add(request.lora_int_id)
@@ -99,10 +119,10 @@ class LoadedAdapters:
             return f"the adapter has no tensors, and its path no {FILE}"
         self.waiting = request.lora_int_id
         self.arrival.begin()
-        self.not_compared = 0
+        self.not_compared[OWN_FORM] = 0
         for name, tensor in scaled_adapters(tensors, config):
             if re.search(NOT_COMPARED, name):
-                self.not_compared += 1
+                self.not_compared[OWN_FORM] += 1
             else:  # before vLLM scales B in place
                 self.arrival.expect(name, tensor)
         return None
@@ -116,9 +136,16 @@ class LoadedAdapters:
 
     def problems(self, requests: Iterable[Any]) -> Iterator[str]:
         """Says which requests of vLLM's scheduler do not use an adapter of the last sync."""
+        if self.unused:
+            yield self.unused
+            self.unused = None
         for request in requests:
             used = getattr(request.lora_request, "lora_int_id", None)
-            if not self.required or used in self.required:
+            is_evaluation = self.evaluates_base and used is None and not self.removed_by
+            if used in self.required or used in self.earlier or is_evaluation:
+                self.tolerated.add(used)
+                continue
+            if not self.required:
                 continue
             which = "no adapter" if used is None else f"adapter {used}"
             problem = (
@@ -137,6 +164,12 @@ def file_of(request: Any) -> tuple[str, int] | None:
     if not path or not file.is_file():
         return None
     return str(file), file.stat().st_mtime_ns
+
+
+def bypasses(worker: Any) -> bool:
+    """Returns True if vLLM's worker is synced by an engine that puts weights in place itself."""
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return type(engine).__name__.startswith(BYPASSING)
 
 
 def new_requests(batch: Any = None, *_: Any) -> list[Any]:

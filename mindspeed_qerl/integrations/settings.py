@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.aqn.schedule import DRAWS, NoiseSchedule
+from mindspeed_qerl.aqn.targets import check_multipliers
 from mindspeed_qerl.common.errors import unknown
 
 VARIABLE = "MINDSPEED_QERL_ROLLOUT"
@@ -21,8 +22,8 @@ class Settings:
         report: folder of a line for each sync and worker (report.py).
         noise: keyword arguments of `NoiseSchedule`, besides total_steps where the trainer tells
             it; None: no noise.
-        targets, exclude, seed: of `NoiseInjector`. draws: who has a draw of its own, "step",
-            "group" or "answer" (draws.py).
+        targets, exclude, multipliers, seed: of `NoiseInjector`, as `aqn` has them in configs/.
+        draws: who has a draw of its own, "step", "group" or "answer" (draws.py).
         first_step: training step of the first sync, where the trainer does not tell it; of a
             resumed run the step that it resumes after.
         arrival_every: syncs from one proof of arrival to the next; 0: none.
@@ -31,12 +32,19 @@ class Settings:
         rounding: of weights that come in float32 into bfloat16: "nearest", as vLLM does, or
             "unbiased", which keeps small updates in the mean (lora/rounding.py).
         min_arrived: share of the update, 0..1, below which a sync did not arrive.
+        replicas: engines of vLLM that sample for the run, each of which has to report; None: those
+            of vLLM's own data parallelism.
+        steps_behind: by which sampled weights may be older than the trainer's step, as in pipelines
+            that sample while they train.
+        evaluates_base: whether requests without an adapter are evaluations of the base model, no
+            fault as long as others use the adapter.
     """
 
     report: str
     noise: dict[str, Any] | None = field(default_factory=dict)
     targets: str | tuple[str, ...] = "auto"
     exclude: tuple[str, ...] = ()
+    multipliers: Mapping[str, float] = field(default_factory=dict)
     seed: int = 1
     draws: str = "step"
     first_step: int = 0
@@ -45,6 +53,9 @@ class Settings:
     stop: bool = True
     rounding: str = "nearest"
     min_arrived: float = 0.9
+    replicas: int | None = None
+    steps_behind: int = 0
+    evaluates_base: bool = False
 
     def __post_init__(self):
         if self.rounding not in ROUNDINGS:
@@ -53,6 +64,11 @@ class Settings:
             raise ValueError(unknown("value of draws", self.draws, DRAWS))
         if not 0 <= self.min_arrived <= 1:
             raise ValueError(f"min_arrived = {self.min_arrived!r} must be in 0..1")
+        for name in ("replicas", "steps_behind"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value >= 0):
+                raise ValueError(f"{name} = {value!r} must be an integer of at least 0")
+        check_multipliers(self.multipliers)
         if self.noise is not None:
             refuse_unknown("key of noise", self.noise, NoiseSchedule)
             NoiseSchedule(**{"total_steps": 1, **self.noise})  # raises for what it cannot be

@@ -3,15 +3,18 @@
     +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=
         mindspeed_qerl.integrations.verl.VerlNoiseExtension
 
-and MINDSPEED_QERL_ROLLOUT in the environment of Ray's workers. verl samples its validation from
-the same workers, with the noise of the step. Written for verl 0.9.1.
+and in the environment of Ray's workers MINDSPEED_QERL_ROLLOUT, and
+VERL_USE_EXTERNAL_MODULES=mindspeed_qerl.integrations.verl_step, without which syncs are counted.
+verl samples its validation by the same calls as its training, with the noise of the step. Written
+for verl 0.9.1.
 """
 
 from typing import Any
 
+from verl.workers.rollout.vllm_rollout import ServerAdapter
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from .vllm import attach_when_loaded
+from .vllm import MARK, attach_when_loaded
 
 
 class VerlNoiseExtension(vLLMColocateWorkerExtension):
@@ -21,3 +24,19 @@ class VerlNoiseExtension(vLLMColocateWorkerExtension):
         worker = super().__new__(cls, **kwargs)
         attach_when_loaded(worker)
         return worker
+
+    def set_training_step(self, step: int) -> None:
+        """The weights that came last are those after `step` training steps."""
+        if rollout := getattr(self, MARK, None):
+            rollout.step = lambda: step
+
+
+class SteppingAdapter(ServerAdapter):
+    """verl's sender of weights (vllm_rollout.py:213), which tells its workers the training step."""
+
+    async def update_weights(
+        self, weights: Any, global_steps: int | None = None, **kwargs: Any
+    ) -> None:
+        await super().update_weights(weights, global_steps=global_steps, **kwargs)
+        if global_steps is not None:
+            await self._execute_method("set_training_step", args=(global_steps,))

@@ -11,12 +11,11 @@ set; or a `WorkerRollout` in code. Read with vLLM 0.11 (vllm-ascend 0.11) and 0.
 """
 
 import contextlib
-import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +23,14 @@ from torch import Tensor
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
-from mindspeed_qerl.aqn.targets import select_targets
-from mindspeed_qerl.common.files import read_jsonl
+from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, select_targets
 from mindspeed_qerl.lora.arrival import Arrival, Factors
-from mindspeed_qerl.lora.held import Held, held_parts
+from mindspeed_qerl.lora.held import ELSEWHERE, Held, held_parts, not_compared
 
 from .cpu import refuse_packed_weights
 from .draws import RequestDraws, injector_of
-from .requests import BYPASSED, LoadedAdapters, Steps, Weights, new_requests
+from .lines import Lines
+from .requests import BYPASSED, LoadedAdapters, Steps, Weights, bypasses, new_requests
 from .rounding import rounded_without_bias, too_little
 from .settings import VARIABLE, Settings, settings_of_environment
 
@@ -80,7 +79,6 @@ class WorkerRollout:
     is_told = False
     weights = Weights.WHOLE
     is_clean = False  # no noise is put on
-    cannot_write = False  # the report, which was told
 
     def __init__(self, worker: Any, settings: Settings):
         if hasattr(worker, MARK):
@@ -90,15 +88,15 @@ class WorkerRollout:
             )
         setattr(worker, MARK, self)
         self.worker = worker
-        self.rank = worker.rank
         self.settings = settings
+        self.lines = Lines(worker, settings)
         refuse_packed_weights(self.model)
         self.step: Callable[[], int] = self._counted_step
         self.total_steps: Callable[[], int | None] = lambda: None
         self.adapters: Callable[[], dict[str, list[Factors]]] = dict
         self.arrival = Arrival(settings.elements)
-        self.steps = Steps()
-        self.loaded = LoadedAdapters(settings.elements)
+        self.steps = Steps(settings.steps_behind)
+        self.loaded = LoadedAdapters(settings.elements, settings.evaluates_base)
         self.share: dict[str, Any] = {}
         self.told: set[str] = set()  # problems of batches
         self.unbiased: set[str] = set()  # matrices that are rounded without bias, by name
@@ -107,7 +105,8 @@ class WorkerRollout:
                 if held.part.dtype == torch.bfloat16 and held.part.dim() == 2:
                     self.unbiased.add(held.name)
         if settings.noise is not None:
-            select_targets(self.model, settings.targets, settings.exclude)
+            norms = select_targets(self.model, settings.targets, settings.exclude)
+            multipliers_of(norms, check_multipliers(settings.multipliers))
             if settings.draws != "step":
                 self.draws = RequestDraws(worker, settings.draws)
         wrap(self.model, "load_weights", self._load_weights)
@@ -151,12 +150,17 @@ class WorkerRollout:
         return self.settings.first_step + max(self.syncs - 1, 0)
 
     def _load_weights(self, original: Method, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        self._start_sync()
         return original(self._noted(weights))
 
     def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields what is loaded of what a trainer sends, when it was noted for the proof."""
+        """Yields what is loaded of what a trainer sends, when it was noted for the proof. Tensors
+        without values are of a set-up (FakeRDTTensor), no sync.
+        """
         for name, tensor in weights:
+            if type(tensor).__name__.startswith("Fake"):
+                yield name, tensor
+                continue
+            self._start_sync()
             sent = rounded_without_bias(name, tensor, self.unbiased)
             if self._is_proved:
                 self.arrival.expect(name, tensor, sent)
@@ -205,13 +209,11 @@ class WorkerRollout:
         for request in requests:
             if request.lora_request and self.loaded.is_new(request.lora_request):
                 self._start_sync()
+                self.loaded.load(request.lora_request, self.syncs)
                 self._note_adapter(request.lora_request)
         if self.weights is Weights.ARRIVING:
             self.weights = Weights.WHOLE
-            if self._is_proved and self.arrival.sent:
-                self._prove("weights", self.arrival, held_parts(self.model))
-            elif self._is_proved and self.has_reloaded:
-                self._write_not_compared("weights", BYPASSED)
+            self._compare_weights()
         if self.settings.arrival_every and not self.is_clean:
             self._check(requests)
         if self.settings.noise is not None and not (self.injector or self.is_clean):
@@ -221,6 +223,18 @@ class WorkerRollout:
             held = self.loaded.held(self.worker)
             self._prove("adapters", self.loaded.arrival, held, self.loaded.not_compared)
         return result
+
+    def _compare_weights(self) -> None:
+        if not self._is_proved:
+            return
+        if self.arrival.sent:
+            bypassed = 0
+            if self.has_reloaded and bypasses(self.worker):
+                names = {held.name for held in held_parts(self.model)}
+                bypassed = len(names - self.arrival.sent.keys())
+            self._prove("weights", self.arrival, held_parts(self.model), {BYPASSED: bypassed})
+        elif self.has_reloaded:
+            self._write_not_compared("weights", BYPASSED)
 
     def _check(self, requests: Iterable[Any]) -> None:
         """Names what a training batch samples with that it should not, once."""
@@ -246,9 +260,13 @@ class WorkerRollout:
         self.arrival.begin(self.adapters())
 
     def _prove(
-        self, what: str, arrival: Arrival, held: Iterable[Held], not_compared: int = 0
+        self, what: str, arrival: Arrival, held: Iterable[Held], reasons: Mapping[str, int]
     ) -> None:
-        failures = arrival.failures(held)
+        """Compares what was sent with what is held; reasons: why how many more are not compared."""
+        failures = arrival.failures(held, not_compared(self.model))
+        counts = Counter(arrival.not_compared.values())
+        del counts[ELSEWHERE]
+        counts += Counter(reasons)  # those above 0
         share = arrival.share if what == "weights" and not failures else {}
         self.share = share or self.share
         problem = little = too_little(self.settings.min_arrived, **share)
@@ -257,10 +275,11 @@ class WorkerRollout:
             **share,
             too_little=little,
             of=what,
-            tensors=len(arrival.sent),
+            tensors=len(arrival.sent) - len(arrival.not_compared),
             largest=arrival.largest,
             elements=arrival.elements,
-            not_compared=not_compared,
+            not_compared=counts.total(),
+            reasons=counts,
             unchanged=arrival.unchanged,
             failures=[failure._asdict() for failure in failures],
         )
@@ -295,7 +314,7 @@ class WorkerRollout:
                 "default, and both with vLLM in their own process (mode colocate)"
             )
         if self.controller is None:
-            self.controller = NoiseController(schedule, self._measured_before(step))
+            self.controller = NoiseController(schedule, self.lines.measured_before(step))
         injector = injector_of(self.worker, settings, self.draws)
         report = injector.apply(self.controller.level(step))
         self.injector = injector
@@ -318,39 +337,13 @@ class WorkerRollout:
             if not values["mismatch/sensitivity"] > 0:
                 logger.warning("AQN: no log-prob of this step is known, so that sigma stays")
 
-    def _measured_before(self, step: int) -> dict[int, dict[str, float]]:
-        """Returns what this rank was told before, from the lines of a run that is resumed."""
-        files = sorted(Path(self.settings.report).glob("*.jsonl"), key=os.path.getmtime)
-        found = {}
-        for file in files:
-            for row in read_jsonl(file):
-                if row["event"] == "measured" and row["rank"] == self.rank and row["step"] < step:
-                    found[row["step"]] = row
-        return found
-
     def _take_off(self) -> None:
         if self.injector:
             self.injector.remove()
             self.injector = None
 
     def _write(self, event: str, **values: Any) -> None:
-        """A line of this worker's report; a folder that cannot be written is told once."""
-        line = {
-            "event": event,
-            "sync": self.syncs,
-            "rank": self.rank,
-            "world": self.worker.vllm_config.parallel_config.world_size,
-            **values,
-        }
-        path = Path(self.settings.report) / f"{os.getpid()}.jsonl"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            if not self.cannot_write:
-                logger.error(f"AQN's report cannot be written, the run goes on without: {error}")
-            self.cannot_write = True
+        self.lines.write(event, self.syncs, **values)
 
 
 def attach_when_loaded(worker: Any) -> None:

@@ -18,6 +18,9 @@ Factors = tuple[Tensor, Tensor, float]  # A, B and scaling of an adapter
 # as transformers 5 stacks experts -> as vLLM stacks them
 STACKED = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PREFIX = re.compile(r"^(base_model\.model\.)?|\.base_layer(?=\.)")  # of PEFT
+# why a tensor that both sides have is not compared
+OTHER_FORM = "it was sent in a form that vLLM does not hold"
+UNCHANGED = "none of its sampled elements was sent: NaN, which sparse syncs leave as they are"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Arrival:
     Attributes:
         share: of the update since the first sync, by the last comparison: `arrived`, None where
             the update is not known, and `arrived_error`; empty before the first update.
+        not_compared: why, by name, of what was sent and not compared then.
     """
 
     def __init__(self, elements: int = 64, tolerance: float = 0.0):
@@ -68,6 +72,7 @@ class Arrival:
         # by name and place: what was sent first, and what was held then
         self.first: dict[tuple[str, tuple[int, ...]], tuple[Sample, Tensor]] = {}
         self.share: dict[str, Any] = {}
+        self.not_compared: dict[str, str] = {}
 
     def begin(self, adapters: Mapping[str, list[Factors]] | None = None) -> None:
         """A new sync starts; adapters: those that are merged into weights, by the names of these,
@@ -123,8 +128,14 @@ class Arrival:
             return slice(0, None), slice(0, None)
         return slice(few, 2 * few), slice(2 * few, None)
 
-    def failures(self, held: Iterable[Held]) -> list[Failure]:
+    def failures(
+        self, held: Iterable[Held], unknown: Mapping[str, str] | None = None
+    ) -> list[Failure]:
         """Returns what is not there as it was sent, or is there and was never sent for.
+
+        Args:
+            unknown: why nothing is said about tensors, by the beginning of their names
+                (`held.not_compared`).
 
         >>> arrival = Arrival()
         >>> arrival.expect("up.weight", torch.eye(2))
@@ -134,28 +145,57 @@ class Arrival:
         failures = []
         names = set()
         moves: list[Tensor] = []
+        self.not_compared = {}
         for part in held:
             names.add(part.name)
             if part.name not in self.sent:
                 continue
-            place = self.sent[part.name].index - torch.tensor(part.start)
+            if reason := self._reason(part):
+                self.not_compared[part.name] = reason
+                continue
+            place = self.sent[part.name].index
+            if part.start:
+                place = place - torch.tensor(part.start)
             inside = ((place >= 0) & (place < torch.tensor(part.part.shape))).all(1)
             if not inside.any():
                 continue
             values = _elements(part.part, place[inside])
             if problem := self._problem(part, values, inside):
                 failures.append(Failure(part.name, problem))
-            moves += self._moves(part, values, inside)
+            elif self.sent[part.name].values.isnan().all():
+                self.not_compared[part.name] = UNCHANGED
+            if not part.rounding:
+                moves += self._moves(part, values, inside)
         sums = torch.stack(moves).sum(0).tolist() if moves else 3 * [math.nan]
         self.share = {"arrived": None} if math.isnan(sums[1]) else share_of(*sums)
+        failures += self._missing(names, unknown or {})
+        return sorted(failures)
+
+    def _reason(self, held: Held) -> str | None:
+        """Returns why `held` is not compared with what was sent under its name; None if it is."""
+        sample = self.sent[held.name]
+        is_other = len(sample.shape) != held.part.dim()
+        if not held.start:  # all of it
+            is_other |= sample.shape != held.part.shape
+        is_number = sample.values.is_floating_point() and sample.values.itemsize > 1
+        is_other |= held.part.is_floating_point() and not is_number
+        return OTHER_FORM if is_other else None
+
+    def _missing(self, names: set[str], unknown: Mapping[str, str]) -> Iterator[Failure]:
+        """Yields what was sent and is not among `names`, which are held; notes what may be, in a
+        form that is not known.
+        """
         for name in self.sent.keys() - names:
             layer, experts, _ = name.partition(".experts.")
+            reasons = [why for start, why in unknown.items() if name.startswith(start)]
+            if reasons:
+                self.not_compared[name] = reasons[0]
+                continue
             # another worker may hold an expert, where this one holds others of its layer; an output
             # layer may be the embedding
             is_beside = experts and any(other.startswith(layer + experts) for other in names)
-            if not is_beside and name != "lm_head.weight":
-                failures.append(Failure(name, "no module of the rollout model has it"))
-        return sorted(failures)
+            if not is_beside and not name.endswith("lm_head.weight"):
+                yield Failure(name, "no module of the rollout model has it")
 
     def _moves(self, held: Held, values: Tensor, inside: Tensor) -> list[Tensor]:
         """Returns of M, what the elements moved since the first sync, and of U, by how much they
@@ -180,7 +220,8 @@ class Arrival:
     def _problem(self, held: Held, values: Tensor, inside: Tensor) -> str | None:
         sample = self.sent[held.name]
         expected = sample.values[inside]
-        if self._equal(values, expected):
+        wrong = self._wrong(values, expected, held.rounding)
+        if not wrong.any():
             return None
         if values.isnan().any():
             return "it has NaN"
@@ -191,25 +232,38 @@ class Arrival:
             now, then = self._of_both_syncs(sample.shape)
             first = inside[: now.start].sum()
             old = before.values[then][inside[now]]
-            if len(old) and self._equal(values[first : first + len(old)], old):
+            values_then = values[first : first + len(old)]
+            if self._is(values_then, old, held.rounding):
                 return "it is still what the sync before had sent"
         if held.part.dim() == 2 and held.part.shape == sample.shape == held.part.shape[::-1]:
             mirrored = _elements(held.part, sample.index[inside].flip(1))
-            if self._equal(mirrored, expected):
+            if self._is(mirrored, expected, held.rounding):
                 return "it is transposed"
         for name, other in self.sent.items():
-            if other.shape == sample.shape and self._equal(values, other.values[inside]):
+            is_like = other.shape == sample.shape
+            if is_like and self._is(values, other.values[inside], held.rounding):
                 return f"it is {name}"
-        wrong = values != expected.to(values.dtype)
         return f"{wrong.sum()} of {len(values)} sampled elements differ"
 
-    def _equal(self, values: Tensor, sent: Tensor) -> bool:
-        """Returns True if `values` are those that were sent, rounded to their dtype."""
+    def _is(self, values: Tensor, other: Tensor, rounding: float) -> bool:
+        """Returns True if `other` explains `values`, not by having none that were sent."""
+        return not (other.isnan().all() or self._wrong(values, other, rounding).any())
+
+    def _wrong(self, values: Tensor, sent: Tensor, rounding: float) -> Tensor:
+        """Returns which `values` are not those that were sent, rounded to their dtype, by up to
+        `rounding` of each; where NaN was sent, any number is right.
+        """
         sent = sent.to(values.dtype)
-        if not self.tolerance:
-            return torch.equal(values, sent)
-        allowed = self.tolerance * torch.finfo(values.dtype).eps * sent.float().abs().max().item()
-        return bool(((values.float() - sent.float()).abs() <= allowed).all())
+        wrong = values != sent
+        if self.tolerance or rounding:
+            sent = sent.float()
+            size = sent.abs().nan_to_num()
+            largest = size.max().item() if len(size) else 0.0
+            allowed = self.tolerance * torch.finfo(values.dtype).eps * largest
+            # 8-bit floats are evenly spaced near 0
+            bounds = allowed + rounding * (size + largest / 128)
+            wrong = (values.float() - sent).abs() > bounds
+        return (wrong & ~sent.isnan()) | values.isnan()
 
 
 def parts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,5 +1,6 @@
 """Which parts of a Hugging Face model's tensors a vLLM model computes with: fused and stacked
-parameters taken apart again, by names and sizes alone, not by vLLM's own loader.
+parameters taken apart again, by names and sizes alone, not by vLLM's own loader; and which cannot
+be taken apart, and why.
 
 Read with vLLM 0.11 (also under vllm-ascend) to 0.32; Qwen2, Qwen3, their mixtures, Llama.
 """
@@ -10,10 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-# vLLM's fused module -> the modules of transformers whose outputs it concatenates
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# vLLM's fused module -> the modules of transformers whose outputs it concatenates, unless the
+# model's `packed_modules_mapping` has others: its own name, where the files are fused (Phi-3)
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+# kernels that swap or shuffle w13 and w2 when they are loaded (fused_moe/oracle/unquantized.py:457)
+OWN_LAYOUT = ("AITER", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "MOONEP")
 
+# why a worker cannot say anything about a tensor
+ELSEWHERE = "another stage of the pipeline has it"
+QUANTIZED = "its layer is quantized in a form that is not taken apart"
+SHUFFLED = "the kernel of the experts keeps them in a layout of its own"
+PACKED = "vLLM fuses its layer in a way that is not known"
 
 Part = tuple[str, Tensor, tuple[int, ...]]  # the first three of a Held
 
@@ -25,14 +35,16 @@ class Held:
     Attributes:
         name: of the whole tensor in the Hugging Face model.
         part: a view of what the worker's kernels read, in the axes of the whole tensor.
-        start: index of the part's first element in the whole tensor.
+        start: index of the part's first element in the whole tensor; (): it is all of it.
         parameter: vLLM's name of the parameter that it is in.
+        rounding: of a dequantized part, the largest relative error of an element.
     """
 
     name: str
     part: Tensor
     start: tuple[int, ...]
     parameter: str = ""
+    rounding: float = 0.0
 
 
 def held_parts(model: nn.Module) -> Iterator[Held]:
@@ -57,62 +69,151 @@ def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Itera
     """Takes apart what is fused or stacked in `tensors`, which have the names and shapes of
     parameters of vLLM's `model`.
     """
+    packing = _packing(model)
     for parameter, tensor in tensors:
         path, _, kind = parameter.rpartition(".")
         module = model.get_submodule(path)
         name = path.replace(".base_layer", "")  # of a module with adapters beside it
+        leaves = _leaves(packing, name)
+        rounding = 0.0
         parts: Iterable[Part]
-        if kind in EXPERT_PARTS:
+        reason = _unreadable(module, leaves)
+        if reason is QUANTIZED and kind == "weight" and _is_dequantized(module):
+            rounding = torch.finfo(tensor.dtype).eps
+            parts = _linear(name, module, kind, _dequantized(module), leaves)
+        elif reason and not (reason is PACKED and leaves[0] in FUSED):
+            continue
+        elif kind in EXPERT_PARTS:
             parts = _experts(name.removesuffix(".routed_experts"), module, kind, tensor)
         elif hasattr(module, "output_size"):  # a linear layer
-            parts = _linear(name, module, kind, tensor)
+            parts = _linear(name, module, kind, tensor, leaves)
         elif vocabulary := getattr(module, "shard_indices", None):
             first = vocabulary.org_vocab_start_index
             rows = tensor[: vocabulary.org_vocab_end_index - first]  # without the padding
             parts = [(f"{name}.weight", rows, (first, 0))]
         else:
-            parts = [(f"{name}.{kind}", tensor, (0,) * tensor.dim())]
+            parts = [(f"{name}.{kind}", tensor, ())]
         for part in parts:
-            yield Held(*part, parameter)
+            yield Held(*part, parameter, rounding)
+
+
+def not_compared(model: nn.Module) -> dict[str, str]:
+    """Returns why a worker cannot say anything, or not of all, about tensors of the Hugging Face
+    model, by the beginning of their names.
+    """
+    packing = _packing(model)
+    reasons = {}
+    for path, module in model.named_modules():
+        name = path.replace(".base_layer", "").removesuffix(".routed_experts")
+        if type(module).__name__ == "PPMissingLayer":
+            reasons[f"{name}."] = ELSEWHERE
+            continue
+        leaves = _leaves(packing, name)
+        if reason := _unreadable(module, leaves):
+            parent = name[: name.rfind(".") + 1]
+            reasons |= {f"{parent}{leaf}.": reason for leaf in leaves}
+    return reasons
 
 
 def held_adapters(model: nn.Module, slot: int) -> Iterator[Held]:
     """The adapters beside the weights, in vLLM's `slot`, as "...lora_A.weight" [r, in] and
     "...lora_B.weight" [out, r], which has the scaling in it; those of linear layers.
     """
+    packing = _packing(model)
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "lora_a_stacked", None), tuple):
             continue
-        parent, _, leaf = name.rpartition(".")
-        leaves = FUSED.get(leaf, (leaf,))
-        factors = zip(leaves, module.lora_a_stacked, module.lora_b_stacked, strict=True)
-        for part_name, a, b in factors:
+        parent = name.rpartition(".")[0]
+        leaves = _leaves(packing, name)
+        sizes = getattr(module.base_layer, "output_partition_sizes", leaves)
+        if not len(leaves) == len(sizes) == len(module.lora_b_stacked):
+            continue
+        shards = zip(leaves, module.lora_a_stacked, module.lora_b_stacked, strict=True)
+        for shard, (leaf, a, b) in enumerate(shards):
             a = a[slot, 0]
             b = b[slot, 0]
-            row, column = _start(module.base_layer, part_name, b.shape[0], a.shape[1])
-            yield Held(f"{parent}.{part_name}.lora_A.weight", a, (0, column))
-            yield Held(f"{parent}.{part_name}.lora_B.weight", b, (row, 0))
+            row, column, _ = _place(module.base_layer, shard, b.shape[0], a.shape[1])
+            yield Held(f"{parent}.{leaf}.lora_A.weight", a, (0, column))
+            yield Held(f"{parent}.{leaf}.lora_B.weight", b, (row, 0))
 
 
-def _linear(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterator[Part]:
-    parent, _, leaf = name.rpartition(".")
-    leaves = FUSED.get(leaf, (leaf,))
+def _packing(model: nn.Module) -> dict[str, list[str]]:
+    return FUSED | getattr(model, "packed_modules_mapping", {})
+
+
+def _leaves(packing: dict[str, list[str]], name: str) -> list[str]:
+    """Returns the last parts of the names that the module `name` has in the files."""
+    leaf = name.rpartition(".")[2]
+    return packing.get(leaf, [leaf])
+
+
+def _unreadable(module: nn.Module, leaves: list[str]) -> str | None:
+    """Returns why the weights of vLLM's linear layer, vocabulary or experts are not known as such,
+    None if they are.
+    """
+    is_linear = hasattr(module, "output_size")
+    if not (is_linear or hasattr(module, "w13_weight") or hasattr(module, "shard_indices")):
+        return None
+    for name, parameter in module.named_parameters(recurse=False):
+        is_number = parameter.is_floating_point() and parameter.itemsize > 1
+        if "scale" in name or not is_number:
+            return QUANTIZED
+    backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+    if getattr(backend, "name", None) in OWN_LAYOUT:
+        return SHUFFLED
+    shards = len(getattr(module, "output_partition_sizes", leaves))
+    return PACKED if is_linear and shards != len(leaves) else None
+
+
+def _is_dequantized(module: nn.Module) -> bool:
+    """Returns True if vLLM's linear layer has a weight in 8-bit floats that is surely transposed or
+    not, and one scale, or one for each row.
+    """
+    scale = getattr(module, "weight_scale", None)
+    if module.weight.dtype not in FLOAT8 or scale is None:
+        return False
+    rows = sum(getattr(module, "output_partition_sizes", ()))
+    is_known = rows in module.weight.shape and len(set(module.weight.shape)) == 2
+    return is_known and scale.numel() in (1, rows)
+
+
+def _dequantized(module: nn.Module) -> Tensor:
+    """Returns the weight [out, in] in float32."""
+    weight = module.weight.detach().float()
+    if len(weight) != sum(module.output_partition_sizes):
+        weight = weight.t()
+    return weight * module.weight_scale.detach().float().reshape(-1, 1)
+
+
+def _linear(
+    name: str, module: nn.Module, kind: str, tensor: Tensor, leaves: list[str]
+) -> Iterator[Part]:
+    parent = name[: name.rfind(".") + 1]
+    first = 0  # row of the shard in a tensor that is fused in the files, too
     sizes = getattr(module, "output_partition_sizes", [len(tensor)])
-    for part_name, part in zip(leaves, tensor.split(sizes), strict=True):
-        start = _start(module, part_name, part.shape[0], part.shape[-1])
-        yield f"{parent}.{part_name}.{kind}", part, start[: part.dim()]
+    for shard, part in enumerate(tensor.split(sizes)):
+        row, column, whole = _place(module, shard, part.shape[0], part.shape[-1])
+        start = (first + row, column)
+        yield f"{parent}{leaves[shard % len(leaves)]}.{kind}", part, start[: part.dim()]
+        first += whole if len(leaves) == 1 else 0
 
 
-def _start(module: nn.Module, leaf: str, rows: int, columns: int) -> tuple[int, int]:
-    """Row and column of this rank's part [rows, columns] in the whole weight of vLLM's `module`."""
+def _place(module: nn.Module, shard: int, rows: int, columns: int) -> tuple[int, int, int]:
+    """Row and column of this rank's part [rows, columns] in a shard's whole weight, and the rows
+    of that.
+    """
     # of a replicated layer, such as a router, each rank has all
-    rank = module.tp_rank if hasattr(module, "output_size_per_partition") else 0
-    whole = getattr(module, "input_size", columns)
-    if getattr(module, "input_size_per_partition", whole) < whole:
-        return 0, rank * columns
-    if leaf in ("k_proj", "v_proj"):  # of few heads several ranks hold the same
-        rank //= getattr(module, "num_kv_head_replicas", 1)
-    return rank * rows, 0
+    is_shared = hasattr(module, "output_size_per_partition")
+    rank = module.tp_rank if is_shared else 0
+    ranks = getattr(module, "tp_size", 1) if is_shared else 1
+    inputs = getattr(module, "input_size", columns)
+    if getattr(module, "input_size_per_partition", inputs) < inputs:
+        return 0, rank * columns, rows
+    if shard:  # keys and values: of few heads several ranks hold the same
+        copies = getattr(module, "num_kv_head_replicas", 1)
+        rank //= copies
+        ranks //= copies
+    return rank * rows, 0, ranks * rows
 
 
 def _experts(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterator[Part]:

@@ -27,7 +27,8 @@ def stand_in(name: str, **values: object) -> None:
         sys.modules[".".join(name.split(".")[:end])] = SimpleNamespace(__path__=[], **values)
 
 
-stand_in("verl.workers.rollout.vllm_rollout.utils", vLLMColocateWorkerExtension=Nothing)
+VERL = {"vLLMColocateWorkerExtension": Nothing, "ServerAdapter": Nothing}
+stand_in("verl.workers.rollout.vllm_rollout.utils", **VERL)
 stand_in("swift.rlhf_trainers.rollout_mixin", RolloutTrainerMixin=Nothing)
 for name in BLOCKED:
     sys.modules[name] = None

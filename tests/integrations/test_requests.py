@@ -49,8 +49,9 @@ class Head(torch.nn.Module):
 
 
 @pytest.fixture
-def with_adapters(tmp_path):
-    worker, rollout = serve(tmp_path / "report", noise=None, stop=False)
+def with_adapters(tmp_path, request):
+    settings = getattr(request, "param", {})
+    worker, rollout = serve(tmp_path / "report", noise=None, stop=False, **settings)
     worker.model.model["head"] = Head()
     manager = SimpleNamespace(lora_index_to_id=[1])
     lora = SimpleNamespace(_adapter_manager=manager)
@@ -86,6 +87,15 @@ def test_a_sync_that_never_came_is_named(tmp_path, stop):
     assert len(faults(read_lines(tmp_path))) == 1
 
 
+def test_a_pipeline_may_sample_as_many_steps_behind_as_it_says(tmp_path):
+    worker, rollout = serve(tmp_path, noise=None, stop=False, steps_behind=1)
+    sync(worker, 1.0)
+    for step in (4, 5, 6):
+        rollout.step = lambda step=step: step
+        worker.execute_model()
+        assert len(faults(read_lines(tmp_path))) == (step == 6)
+
+
 def test_who_counts_syncs_or_syncs_before_its_step_moves_is_never_late(tmp_path):
     worker, rollout = serve(tmp_path, noise=None)
     for _ in range(3):
@@ -101,20 +111,26 @@ def test_who_counts_syncs_or_syncs_before_its_step_moves_is_never_late(tmp_path)
     assert faults(read_lines(tmp_path)) == []
 
 
-def test_weights_that_bypass_load_weights_are_not_compared(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("sent", [False, True])  # m2n loads some of them
+def test_weights_that_bypass_load_weights_are_not_compared(tmp_path, monkeypatch, capsys, sent):
     from tests.integrations.test_worker import Worker
 
     monkeypatch.setattr(Worker, "start_weight_update", lambda self: None, raising=False)
     worker, _ = serve(tmp_path, noise=None)
     sync(worker, 1.0)
     worker.execute_model()
+    worker.weight_transfer_engine = type("M2NWeightTransferEngine", (), {})()
     worker.start_weight_update()
+    if sent:
+        worker.model.load_weights([("head.weight", torch.zeros(4, 4))])
     worker.execute_model()
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         report.main()
     told = capsys.readouterr().out
-    assert ended.value.code == 0 and "weights not compared: vLLM put them in place without" in told
+    words = "1 of 1 weights, 1 not compared" if sent else "weights not compared: vLLM put them"
+    assert ended.value.code == 0 and words in told
+    assert "not compared, 1 times: vLLM put them in place without" in told
     assert "nothing is wrong" not in told
     assert told.endswith("nothing that was compared is wrong; not compared: 1\n")
 
@@ -133,12 +149,8 @@ def test_a_request_without_the_adapter_of_its_sync_is_named(with_adapters):
         worker.execute_model(batch(None))  # the base model's evaluation
     assert told() == []
     worker.execute_model(batch(one, None, None))  # told once
-    worker.execute_model(batch(SimpleNamespace(lora_int_id=3)))
-    words = "instead of [1], loaded in sync 1"
-    assert [each.partition(": ")[2] for each in told()] == [
-        f"requests sample with no adapter {words}",
-        f"requests sample with adapter 3 {words}",
-    ]
+    words = "requests sample with no adapter instead of [1], loaded in sync 1"
+    assert told() == [f"sync 1, rank 0: {words}"]
 
 
 def test_a_sync_of_weights_that_removes_adapters_is_named(with_adapters):
@@ -181,3 +193,45 @@ def test_adapters_by_path_are_read_and_compared(with_adapters, tmp_path, is_load
     worker.add_lora(nowhere)
     worker.execute_model(batch(nowhere))
     assert "its path no adapter_model.safetensors" in read_lines(tmp_path / "report")[-1]["reason"]
+
+
+def asks(worker, *adapters):
+    worker.execute_model(
+        batch(*(adapter and SimpleNamespace(lora_int_id=adapter) for adapter in adapters))
+    )
+
+
+EVALUATING = {"evaluates_base": True}
+
+
+@pytest.mark.parametrize(
+    "with_adapters, asked, problems",
+    [
+        # requests between syncs of adapters 1, 2 and 3
+        ({}, [(1,), (1, 2, 1), (2, 3)], []),  # some had waited in the queue
+        ({}, [(1,), (1, 1), (3,)], ["no request used [2], loaded in sync 2; .* until sync 3: 1"]),
+        ({}, [(1,), (2,), (3, 1)], ["requests sample with adapter 1 instead of [3]"]),
+        (EVALUATING, [(None, 1), (2, None), (None, 3)], []),
+        (EVALUATING, [(1,), (None,), (3,)], ["no request used [2], .* until sync 3: None"]),
+    ],
+    indirect=["with_adapters"],
+)
+def test_requests_that_waited_and_evaluations_are_no_faults(with_adapters, asked, problems):
+    worker, _, told = with_adapters
+    for number, adapters in enumerate(asked, start=1):
+        worker.add_lora(SimpleNamespace(lora_int_id=number))
+        if adapters:
+            asks(worker, *adapters)
+    found = told()
+    assert len(found) == len(problems)
+    for each, words in zip(found, problems, strict=True):
+        assert all(part in each for part in words.split(" .* "))
+
+
+def test_an_adapter_that_generate_brings_is_required_of_the_next_requests(with_adapters):
+    worker, _, told = with_adapters
+    asks(worker, 1)
+    asks(worker, 2)  # another sync
+    assert told() == []
+    asks(worker, None)
+    assert "requests sample with no adapter instead of [2], loaded in sync 2" in told()[0]

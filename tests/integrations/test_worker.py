@@ -1,11 +1,13 @@
 """Noise and arrival around a worker that has what vLLM's has, and no more."""
 
+import asyncio
+import importlib
 import inspect
 import json
 import logging
 import math
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -351,6 +353,75 @@ def test_a_model_without_norms_is_refused_with_what_was_seen(tmp_path):
         serve(tmp_path, model)
 
 
+def test_tensors_without_values_are_of_a_set_up_and_no_sync(served):
+    """As vLLM's sharded_rdt records its loaders."""
+    from vllm.distributed.weight_transfer.sharded_rdt_fake import FakeRDTTensor
+
+    worker, rollout = served
+    rollout.step = lambda: 3
+    sync(worker, 1.0)
+    worker.execute_model()
+    seen = []
+    fake = FakeRDTTensor("head.weight", (4, 4), torch.float32, torch.device("cpu"))
+    rollout._load_weights(seen.extend, [("head.weight", fake)])
+    assert seen[0][1] is fake
+    assert rollout.syncs == 1 and rollout.injector and len(rollout.arrival.sent) == 2
+
+
+def test_multipliers_are_those_of_the_configs(tmp_path):
+    multipliers = {"final": 2.0, "model.norm": 0.5, "*": 3}
+    worker, rollout = serve(tmp_path, multipliers=multipliers)
+    rollout.step = lambda: 3
+    norm = sync(worker, 1.0)
+    worker.execute_model()
+    assert (worker.sampled[0] - norm).std().item() == pytest.approx(0.15, rel=0.2)
+    for wrong, words in (({"7-9": 2.0}, "selects none of the 1 norms"), ({"final": -1}, "not -1")):
+        with pytest.raises(ValueError, match=words):
+            serve(tmp_path, multipliers=wrong)
+
+
+def test_verls_step_is_that_of_its_weights(tmp_path, monkeypatch):
+    """Also after a resume, which counting syncs would begin anew."""
+
+    class Adapter:  # verl's sender, as far as it is called
+        async def update_weights(self, weights, global_steps=None, **kwargs):
+            worker.model.load_weights(weights)
+
+        async def _execute_method(self, method, args):
+            getattr(worker, method)(*args)
+
+    class Extension:
+        get_model, execute_model = Worker.get_model, Worker.execute_model
+        add_lora, sleep, rank = Worker.add_lora, Worker.sleep, 0
+        vllm_config, load_model = Worker.vllm_config, lambda self: None
+
+    package = ModuleType("vllm_rollout")
+    package.ServerAdapter, package.vLLMColocateWorkerExtension = Adapter, Extension
+    base = SimpleNamespace(_ROLLOUT_REGISTRY={})
+    for name, module in ((".vllm_rollout", package), (".vllm_rollout.utils", package)):
+        monkeypatch.setitem(sys.modules, f"verl.workers.rollout{name}", module)
+    monkeypatch.setitem(sys.modules, "verl", SimpleNamespace(__path__=[]))
+    monkeypatch.setitem(sys.modules, "verl.workers", SimpleNamespace(__path__=[]))
+    rollout = SimpleNamespace(__path__=[], base=base)
+    monkeypatch.setitem(sys.modules, "verl.workers.rollout", rollout)
+    verl = importlib.import_module("mindspeed_qerl.integrations.verl")
+    importlib.import_module("mindspeed_qerl.integrations.verl_step")
+    [name] = base._ROLLOUT_REGISTRY.values()
+    adapter = getattr(verl, name.rpartition(".")[2])()
+    settings = {"report": str(tmp_path), "noise": NOISE}
+    monkeypatch.setenv("MINDSPEED_QERL_ROLLOUT", json.dumps(settings))
+    for steps in ((0, 1), (1, 2, 2, 3)):
+        worker = verl.VerlNoiseExtension()
+        worker.model, worker.sampled = Model(), []
+        worker.load_model()
+        for step in steps:
+            weights = [("model.norm.weight", torch.full((256,), 1.0 + step))]
+            asyncio.run(adapter.update_weights(weights, global_steps=step, peft_config=None))
+            worker.execute_model()
+    rows = [row["step"] for row in read_lines(tmp_path) if row["event"] == "noise"]
+    assert sorted(rows) == [0, 1, 1, 2, 2, 3]
+
+
 def test_a_second_one_in_a_worker_is_refused(served, tmp_path):
     worker, _ = served
     with pytest.raises(RuntimeError, match="has AQN already: it was added twice"):
@@ -425,6 +496,26 @@ def test_ranks_that_have_no_noise_or_another_are_named(served, tmp_path):
     assert any("step 0: the ranks have noise of different sigma" in fault for fault in told)
 
 
+@pytest.mark.parametrize("noise", [NOISE | {"total_steps": 1}, None])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_replica_that_is_silent_is_named(tmp_path, noise, told):
+    """Of two engines that the settings or vLLM tell; a resumed run has more workers, not fewer."""
+    settings = {"replicas": 2} if told else {}
+    worker, _ = serve(tmp_path, noise=noise, **settings)
+    if not told:
+        parallel = SimpleNamespace(world_size=1, data_parallel_size=2)
+        worker.vllm_config = SimpleNamespace(parallel_config=parallel)
+    sync(worker, 1.0)
+    worker.execute_model()
+    when, what = ("step 0", "noise") if noise else ("sync 1", "proof")
+    [fault] = faults(read_lines(tmp_path))
+    assert fault.startswith(f"{when}: 1 of 2 replicas have no {what}: start vLLM with the plugin")
+    [file] = tmp_path.iterdir()
+    for other in ("second", "resumed"):
+        (tmp_path / f"{other}.jsonl").write_text(file.read_text())
+        assert faults(read_lines(tmp_path)) == []
+
+
 def test_whose_draw_a_request_has(monkeypatch):
     """Answers of other engines have others, a prompt has its own in each; engines that share
     prompts or compile are refused.
@@ -459,10 +550,12 @@ def test_settings(tmp_path, monkeypatch):
     file.write_text(json.dumps({"report": "b"}))
     monkeypatch.setenv("MINDSPEED_QERL_ROLLOUT", str(file))
     assert settings_of_environment() == Settings(report="b")
-    with pytest.raises(ValueError, match="unknown key of .*ROLLOUT 'sigma'. Known: .*noise"):
-        read_settings({"report": "a", "sigma": 0.05})
+    with pytest.raises(ValueError, match="unknown key of .*ROLLOUT 'noize', did you mean 'noise'"):
+        read_settings({"report": "a", "noize": 0.05})
     with pytest.raises(ValueError, match="rounding 'unbaised'.* Known: nearest, unbiased"):
         read_settings({"report": "a", "rounding": "unbaised"})
+    with pytest.raises(ValueError, match="steps_behind = -1 must be an integer of at least 0"):
+        read_settings({"report": "a", "steps_behind": -1})
     with pytest.raises(ValueError, match="value of draws 'answers', did you mean 'answer'"):
         read_settings({"report": "a", "draws": "answers"})
     with pytest.raises(ValueError, match=r"min_arrived = 90 must be in 0\.\.1"):

@@ -1,10 +1,19 @@
 """The proof of arrival on planted failures, each of a kind that a public report describes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from mindspeed_qerl.lora.arrival import Arrival, scaled_adapters, syncs_to_see
-from mindspeed_qerl.lora.held import Held, held_parts
+from mindspeed_qerl.lora import held as held_module
+from mindspeed_qerl.lora.arrival import (
+    OTHER_FORM,
+    UNCHANGED,
+    Arrival,
+    scaled_adapters,
+    syncs_to_see,
+)
+from mindspeed_qerl.lora.held import Held, held_adapters, held_parts, not_compared
 
 LAYER = "model.layers.0."
 NAMES = (
@@ -223,3 +232,176 @@ def test_square_expert_weights_are_told_from_their_transposes(width, is_npu):
         assert torch.equal(parts[f"experts.{expert}.gate_proj.weight"], gate_up[expert, :width])
         assert torch.equal(parts[f"experts.{expert}.up_proj.weight"], gate_up[expert, width:])
         assert torch.equal(parts[f"experts.{expert}.down_proj.weight"], down[expert])
+
+
+def layer(rows, columns, sizes=None, weight=None, **attributes):
+    """vLLM's linear layer of one rank, of `rows` in all."""
+    module = torch.nn.Linear(columns, rows, bias=False)
+    if weight is not None:
+        module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    sizes = sizes or [rows]
+    whole = {"input_size": columns, "output_size": rows, "output_partition_sizes": sizes}
+    shards = {"output_size_per_partition": sum(sizes), "tp_rank": 0}
+    vars(module).update(whole | shards | attributes)
+    return module
+
+
+def names_of(failures):
+    return [name for name, _ in failures]
+
+
+def test_a_stage_of_a_pipeline_is_judged_by_what_it_should_have():
+    """As vLLM does it: a layer of another stage is a PPMissingLayer."""
+    missing = type("PPMissingLayer", (torch.nn.Identity,), {})
+    sent = {f"layers.{number}.up.weight": torch.randn(4, 4) for number in range(2)}
+    lost = {"layers.1.typo.weight": torch.ones(2), "layers.2.up.weight": torch.ones(2)}
+    for stage in range(2):
+        layers = [missing(), missing()]
+        layers[stage] = torch.nn.ModuleDict({"up": layer(4, 4)})
+        layers[stage]["up"].weight.data = sent[f"layers.{stage}.up.weight"]
+        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+        arrival = synced(sent)
+        assert arrival.failures(held_parts(model), not_compared(model)) == []
+        assert [*arrival.not_compared] == [f"layers.{1 - stage}.up.weight"]
+        arrival = synced(sent | lost)
+        named = names_of(arrival.failures(held_parts(model), not_compared(model)))
+        assert named == ([*lost] if stage == 1 else ["layers.2.up.weight"])
+
+
+@pytest.mark.parametrize("is_stale", [True, False])
+def test_what_is_fused_in_the_files_is_cut_for_each_rank(is_stale):
+    """Phi-3 on two ranks that share one key and value head; its adapters are not compared."""
+    q, k, v, gate, up = (torch.randn(rows, 6) for rows in (8, 2, 2, 4, 4))
+    whole = {"qkv_proj": torch.cat((q, k, v)), "gate_up_proj": torch.cat((gate, up))}
+    sent = {f"{name}.weight": tensor for name, tensor in whole.items()}
+    adapters = {f"{name}.lora_B.weight": torch.randn(8, 2) for name in whole}
+    for rank in range(2):
+        model = torch.nn.Module()
+        model.packed_modules_mapping = {name: [name] for name in whole}
+        cut = {
+            "qkv_proj": ((q.chunk(2)[rank], k, v), {"num_kv_head_replicas": 2}),
+            "gate_up_proj": ((gate.chunk(2)[rank], up.chunk(2)[rank]), {}),
+        }
+        for name, (shards, attributes) in cut.items():
+            sizes = [len(shard) for shard in shards]
+            held = torch.cat(shards)
+            if is_stale and rank:
+                held[-1] += 1
+            wrapper = torch.nn.Module()
+            wrapper.base_layer = layer(
+                sum(sizes) * 2, 6, sizes, held, tp_rank=rank, tp_size=2, **attributes
+            )
+            wrapper.lora_a_stacked = wrapper.lora_b_stacked = (torch.zeros(1, 1, 8, 8),)
+            setattr(model, name, wrapper)
+        arrival = synced(sent | adapters, elements=0)
+        held = [*held_parts(model), *held_adapters(model, 0)]
+        failures = arrival.failures(held, not_compared(model))
+        named = sorted(f"{name}.weight" for name in whole) if is_stale and rank else []
+        assert names_of(failures) == named
+        assert arrival.not_compared == dict.fromkeys(adapters, held_module.PACKED)
+
+
+QUANTIZED = {
+    # scales of the weight [12, 6], what is held of it
+    "one": (lambda w: w.abs().max(), lambda w: w),
+    "one, transposed": (lambda w: w.abs().max(), lambda w: w.t()),
+    "of each row": (lambda w: w.abs().amax(1, keepdim=True), lambda w: w.t().contiguous()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("scales", QUANTIZED)
+def test_a_quantized_layer_is_compared_as_what_it_stands_for(scales, dtype):
+    scale_of, form = QUANTIZED[scales]
+    sent = {"gate_proj.weight": torch.randn(4, 6), "up_proj.weight": torch.randn(8, 6)}
+    weight = torch.cat([*sent.values()])
+    scale = scale_of(weight) / torch.finfo(dtype).max
+    of_rows = (
+        scale.repeat_interleave(torch.tensor([4, 8]))[:, None] if len(scale.shape) == 1 else scale
+    )
+    quantized = (weight / of_rows).to(dtype)
+    for plant, named in (
+        (lambda w: w, []),
+        (lambda w: w.float().mul(1.5).to(dtype), [*sent]),
+        (lambda w: torch.cat((w[:4].float(), w[4:].float().roll(1, 0))).to(dtype), [*sent][1:]),
+        (lambda w: torch.zeros_like(w), [*sent]),
+    ):
+        model = torch.nn.Module()
+        model.gate_up_proj = layer(12, 6, [4, 8], form(plant(quantized)))
+        model.gate_up_proj.weight_scale = torch.nn.Parameter(scale)
+        arrival = synced(sent | {"up_proj.weight_scale": torch.ones(1)}, elements=0)
+        assert names_of(arrival.failures(held_parts(model), not_compared(model))) == named
+        assert arrival.not_compared == {"up_proj.weight_scale": held_module.QUANTIZED}
+        assert "arrived" not in arrival.share or arrival.share["arrived"] is None
+
+
+def experts(backend):
+    module = torch.nn.Module()
+    module.hidden_size = 4
+    module.w13_weight = torch.nn.Parameter(torch.zeros(1, 6, 4))
+    module.w2_weight = torch.nn.Parameter(torch.zeros(1, 4, 3))
+    kind = SimpleNamespace(name=backend)
+    module.quant_method = SimpleNamespace(unquantized_backend=kind)
+    return module
+
+
+SQUARE = torch.ones(4, 4).to(torch.float8_e4m3fn)
+UNREADABLE = {
+    # what vLLM holds, what is sent for it, why it is not compared
+    "packed integers": (
+        layer(4, 4, weight=torch.ones(4, 1, dtype=torch.int32)),
+        "w.weight",
+        held_module.QUANTIZED,
+    ),
+    "perhaps transposed": (layer(4, 4, weight=SQUARE), "w.weight", held_module.QUANTIZED),
+    "swapped experts": (
+        experts("FLASHINFER_CUTLASS"),
+        "w.0.up_proj.weight",
+        held_module.SHUFFLED,
+    ),
+    "fused by no known rule": (layer(4, 4, [1, 3]), "w.weight", held_module.PACKED),
+    "a part of no known place": (torch.nn.Linear(4, 2, bias=False), "w.weight", OTHER_FORM),
+    "another number of axes": (torch.nn.Conv1d(1, 4, 4, bias=False), "w.weight", OTHER_FORM),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_what_cannot_be_taken_apart_is_counted_and_never_a_failure(case):
+    model = torch.nn.Module()
+    model.w, name, reason = UNREADABLE[case]
+    arrival = synced({name: torch.ones(4, 4), "other.weight": torch.ones(2)})
+    failures = arrival.failures(held_parts(model), not_compared(model))
+    assert names_of(failures) == ["other.weight"]
+    assert arrival.not_compared == {name: reason}
+
+
+def test_known_experts_and_a_quantized_sender():
+    model = torch.nn.Module()
+    model.w = experts("TRITON")
+    arrival = synced({"w.0.up_proj.weight": torch.ones(3, 4)})
+    assert names_of(arrival.failures(held_parts(model))) == ["w.0.up_proj.weight"]
+    model.w = layer(4, 4)
+    arrival = synced({"w.weight": SQUARE})
+    assert arrival.failures(held_parts(model)) == []
+    assert arrival.not_compared == {"w.weight": OTHER_FORM}
+
+
+def test_elements_that_a_sparse_sync_leaves_are_not_compared():
+    """vLLM's patches have NaN there (checkpoint_weight_patch.py)."""
+    weight, patch = torch.randn(4, 4), torch.full((4, 4), torch.nan)
+    patch[1, :2] = torch.tensor([5.0, 6.0])
+    after = torch.where(patch.isnan(), weight, patch)
+    wrong, broken = after.clone(), after.clone()
+    wrong[1, 1], broken[0, 0] = 7.0, torch.nan
+    arrival = synced({"a.weight": weight}, {"a.weight": patch}, elements=0)
+    for held, problem in (
+        (after, None),
+        (wrong, "1 of 16 sampled elements differ"),
+        (weight, "it is still what the sync before had sent"),
+        (broken, "it has NaN"),
+    ):
+        found = arrival.failures(parts({"a.weight": held}))
+        assert [each.problem for each in found] == ([problem] if problem else [])
+    arrival = synced({"a.weight": weight}, {"a.weight": torch.full((4, 4), torch.nan)})
+    assert arrival.failures(parts({"a.weight": weight})) == []
+    assert arrival.not_compared == {"a.weight": UNCHANGED}
