@@ -5,6 +5,8 @@ policy that samples and the one that is trained.
     python benchmarks/noise.py
     # what runs with aqn=target reached; draws docs/images/noise_target.png
     python benchmarks/noise.py --target NAME=RUN_DIRECTORY ...
+    # seconds of a rollout by who has a draw of its own; the temperature of study.py's "hot"
+    python benchmarks/noise.py --draws | --hot
 
 First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights
 of 1, in both dtypes: measured standard deviation of (noisy - clean) over nominal. Second: two runs
@@ -17,6 +19,7 @@ where nothing is chosen.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -213,26 +216,17 @@ def growth(image: Path) -> None:
     print(image)
 
 
-def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
-    """KL(noisy || clean) over the vocabulary, nats per token of the right answers to 64 held-out
-    problems, mean over `DRAWS`, for each of `sigmas`.
+def right_answers(folder: Path, **config):
+    """A model of transformers, and a function that returns its log-probs over the vocabulary, for
+    each token of the right answers to 64 held-out problems.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from mindspeed_qerl.aqn.injector import NoiseInjector
-    from mindspeed_qerl.aqn.schedule import NoiseLevel
-
-    model = AutoModelForCausalLM.from_pretrained(
-        MODEL, dtype=torch.float32, num_experts_per_tok=experts
-    ).eval()
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    rows = [
-        json.loads(line)
-        for line in (MODEL / "data" / "raw" / "test.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()[:64]
-    ]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    lines = (folder / "data" / "raw" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines[:64]]
     batch = tokenizer(
         [f"{row['question']}\n{row['answer']}" for row in rows],
         padding=True,
@@ -248,6 +242,17 @@ def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             return model(**batch).logits[asked].double().log_softmax(-1)
 
+    return model, logprobs
+
+
+def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
+    """KL(noisy || clean) over the vocabulary, nats per token of right answers, mean over `DRAWS`,
+    for each of `sigmas`.
+    """
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+    from mindspeed_qerl.aqn.schedule import NoiseLevel
+
+    model, logprobs = right_answers(MODEL, num_experts_per_tok=experts)
     clean, kl = logprobs(), []
     for sigma in sigmas:
         injector = NoiseInjector(model, "auto", seed=0)
@@ -258,6 +263,28 @@ def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
             kl[-1] += (noisy.exp() * (noisy - clean)).sum(-1).mean().item() / DRAWS
         injector.remove()
     return np.array(kl)
+
+
+def hot() -> None:
+    """The temperature whose KL from temperature 1 is the mean target of study.py's noise, by the
+    model that its runs begin with.
+    """
+    from studies import STUDIES  # beside this file
+
+    study = STUDIES["draws"]
+    recipe = read_recipe(compose(study.config, list(study.cells["answer"])))
+    schedule = recipe.noise.noise_schedule(recipe.run.train_iters)
+    levels = map(schedule.level, range(recipe.run.train_iters))
+    wanted = np.mean([level.target for level in levels if level.target])
+    _, logprobs = right_answers(ROOT / study.model)
+    plain = logprobs()
+    temperatures = np.arange(1.0, 2.01, 0.05)
+    found = []
+    for temperature in temperatures:
+        flatter = (plain / temperature).log_softmax(-1)
+        found.append((flatter.exp() * (flatter - plain)).sum(-1).mean().item())
+        print(f"temperature {temperature:.2f}: {found[-1]:.4f} nats per token")
+    print(f"{wanted:.4f} at temperature {np.interp(wanted, found, temperatures):.2f}")
 
 
 def routing(image: Path) -> None:
@@ -329,13 +356,67 @@ def target(runs: dict[str, Path], image: Path) -> None:
     print(image)
 
 
+def draws(rounds: int = 3) -> None:
+    """Seconds to sample a step of 10M parameters, 8 prompts x 8 answers of 256 tokens, in turn with
+    one draw of the noise for the step, for each group, for each answer, and for each answer without
+    reading the prefix cache; and each over the first of its round.
+    """
+    os.environ.update(OMP_NUM_THREADS="2")
+    import time
+
+    import torch
+    from step import SIZES, make_model  # beside this file
+
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+    from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
+    from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
+    from mindspeed_qerl.local.serving import model_runner
+
+    setting = SIZES["large"]
+    level = NoiseLevel(step=1, stage=1, sigma=0.05)
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        make_model(model, setting.shape)
+        engine = RolloutEngine(str(model), "float32", 352, 256, 1, noise={"seed": 1})
+        runner = model_runner(engine.llm)
+        by_row = NoiseInjector(engine.model, seed=1, draws="answer", runner=runner)
+        injectors = {"step": engine.injector}
+        generator = torch.Generator().manual_seed(1)
+        prompts = torch.randint(3, 90, (setting.prompts, 40), generator=generator).tolist()
+        sampling = {"max_tokens": setting.tokens, "ignore_eos": True}
+        seconds: dict[str, list[float]] = {}
+        for round in range(rounds + 1):  # the first is not counted
+            for name in ("step", "group", "answer", "answer, unread"):
+                kind = name.partition(",")[0]
+                engine.injector = injectors.get(kind, by_row)
+                numbers = [] if kind == "step" else draw_numbers(kind, setting.prompts, 8)
+                more = {"skip_reading_prefix_cache": True} if name != kind else {}
+                request = RolloutRequest(prompts, 8, round, sampling | more, level, numbers)
+                started = time.perf_counter()
+                engine.generate(request)
+                if round:
+                    seconds.setdefault(name, []).append(time.perf_counter() - started)
+    print("| one draw for each | seconds, median | over step's, median |\n|---|---|---|")
+    for name, found in seconds.items():
+        ratio = np.median(np.divide(found, seconds["step"]))
+        print(f"| {name} | {np.median(found):.2f} | {ratio:.3f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     parser.add_argument("--target", nargs="+", metavar="NAME=RUN_DIRECTORY")
+    parser.add_argument("--draws", action="store_true")
+    parser.add_argument("--hot", action="store_true")
     arguments = parser.parse_args()
+    if arguments.draws:
+        draws()
+        return
+    if arguments.hot:
+        hot()
+        return
     images = arguments.images
     if arguments.target:
         named = (each.partition("=") for each in arguments.target)

@@ -162,6 +162,23 @@ STUDIES = {
         against_off("qerl", "target"),
         {"sixteen": ("--samples", "16")},
     ),
+    # The hypothesis, written before it started: at equal k3 a draw for each answer has more groups
+    # with signal than one for each step, and in pass@16 a gain of 2 points, or an effect smaller
+    # than 2 points. Before the first run comes one more cell, "hot": off, at the temperature whose
+    # KL is that of the target, which `noise.py --hot` prints where models/steps_qwen3_moe is.
+    "draws": Study(
+        "Is noise better that a group can tell apart?",
+        {
+            "off": MEASURED_NOISE["off"],
+            "step": MEASURED_NOISE["target"],
+            "answer": (*MEASURED_NOISE["target"], "aqn.draws=answer"),
+        },
+        (
+            *(("answer", "step", measure) for measure in EXPLORED),
+            *against_off("step", "answer"),
+        ),
+        {"sixteen": ("--samples", "16")},
+    ),
     "real": Study(
         "Does AQN help a real model, SmolLM2-135M after a warm-up?",
         {"AQN off": ("aqn=off",), "AQN on": ("aqn=qerl",)},

@@ -16,7 +16,6 @@ from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.engines import data_files
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import read_jsonl
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 # Of one run of a sweep: its overrides; "finished", "finished before" or "failed"; its directory, if
@@ -69,8 +68,6 @@ def report(outcomes: Sequence[Outcome]) -> int:
         line = f"{overrides}: {result}"
         if run:
             line += f", in {run.path}"
-            for row in read_jsonl(run.eval_file)[-1:]:
-                line += f", held-out accuracy {row['accuracy']:.3f} after step {row['step']}"
         print(line)
     failed = sum(result == "failed" for _, result, _ in outcomes)
     if failed:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.fake_box import OF_THE_HOST, ROOT, Box, left_over, run, start, why_not
+from tests.fake_box import ROOT, Box, left_over, run, start, why_not
 from tests.fake_box.nodes import Launcher
 from tests.fake_box.prepared import prepare
 
@@ -132,7 +132,7 @@ def test_a_healthy_box_trains(box, script, config, machine, tmp_path):
     token = tmp_path / "token"
     token.touch()
     machine |= {
-        **prepare(config, tmp_path, 2 if "2x8" in config else 1),
+        **prepare(config, tmp_path),
         "NODE_ADDR": "10.0.0.1",
         "ONE_NODE": str(int("2x8" not in config)),
         "RAY_AUTH_TOKEN_PATH": str(token),
@@ -142,7 +142,7 @@ def test_a_healthy_box_trains(box, script, config, machine, tmp_path):
     done = launch(machine, box, script, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     told = re.findall(r"│   (\S.*?)\s+│ (?:warning|failed)", done.stdout)
-    assert set(told) <= OF_THE_HOST, done.stdout
+    assert not told, done.stdout
     interface = "lo" if "2x8" in config else ""
     assert (
         "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_0, /usr/local/Ascend/cann-8.5.0/opp, "
@@ -166,7 +166,7 @@ def test_when_nobody_watches_the_nodes_any_more_the_launcher_says_so(machine, tm
     said, token = tmp_path / "said", tmp_path / "token"
     token.touch()
     machine |= {
-        **prepare("grpo_qwen3_30b_a3b_gsm8k_2x8npu", tmp_path, 2),
+        **prepare("grpo_qwen3_30b_a3b_gsm8k_2x8npu", tmp_path),
         "NO_PREFLIGHT": "1",
         "WATCH": "ls /nowhere",
         "NODE_ADDR": "10.0.0.1",

@@ -193,11 +193,7 @@ def entries():
         yield [file, "--help"]
     for file in sorted((ROOT / "mindspeed_qerl").rglob("*.py")):
         text = file.read_text()
-        if (
-            '__name__ == "__main__"' in text
-            and "print(" in text
-            and file.stem != "private_ray_guard"
-        ):
+        if '__name__ == "__main__"' in text and "print(" in text:
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             yield ["-m", module, *(["--help"] if "argparse" in text else [])]
 

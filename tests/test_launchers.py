@@ -2,7 +2,6 @@
 Ray that they started; no other by name (test_shellcheck).
 """
 
-import functools
 import importlib
 import os
 import re
@@ -13,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import cache, partial
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -24,7 +25,7 @@ from tests import ROOT
 from tests.fake_box.nodes import Launcher
 
 FOLDER = ROOT / "examples" / "grpo"
-LAUNCHERS = sorted(FOLDER.glob("grpo_trainer_*.sh"))
+LAUNCHERS = sorted(FOLDER.glob("grpo_trainer*.sh"))
 DRY_RUNS = Path(__file__).parent / "dry_runs.md"
 BIN = Path(sys.executable).parent
 
@@ -120,7 +121,7 @@ def dry_run(tmp_path_factory):
     """
     machine = make_machine(tmp_path_factory.mktemp("machine"))
 
-    @functools.cache
+    @cache
     def shown(*words):
         """words: VARIABLE=value ..., then the launcher and its arguments."""
         start = next(place for place, word in enumerate(words) if word.endswith(".sh"))
@@ -148,8 +149,9 @@ def recorded(machine):
 def test_shellcheck():
     """What the launchers source once, with one of them: it is most of the work."""
     files = [str(file.relative_to(ROOT)) for file in sorted(FOLDER.glob("*.sh"))]
-    assert len(files) == len(LAUNCHERS) + 3 == 11
-    for options in (["--external-sources", *files[-4:]], ["--exclude=SC1091,SC2034", *files[:-4]]):
+    first, *named = [str(file.relative_to(ROOT)) for file in LAUNCHERS]
+    assert len(files) == len(LAUNCHERS) + 2 == 11
+    for options in (["--external-sources", first, *files[-2:]], ["--exclude=SC1091", *named]):
         command = [str(BIN / "shellcheck"), *options]
         result = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout
@@ -172,7 +174,7 @@ def test_dry_runs_are_those_that_are_kept(dry_run):
     """Every block of tests/dry_runs.md; all launchers are among them, and docs/ascend.md shows
     one.
     """
-    block = r"^```\n(\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) --dry-run.*)\n((?:.*\n)*?))```$"
+    block = r"^```\n(\$ ((?:\w+=\S+ )*)bash (examples/grpo/(\S+) .*--dry-run.*)\n((?:.*\n)*?))```$"
     kept = re.findall(block, DRY_RUNS.read_text(), re.MULTILINE)
     assert {script for *_, script, _ in kept} == {launcher.name for launcher in LAUNCHERS}
     for _, variables, command, _, output in kept:
@@ -190,6 +192,7 @@ def test_variants_and_overrides(machine):
     by_option = launch(joining, script, "--config-name", variant, "--dry-run", trusting)
     by_variable = launch({**joining, **variables}, script, "--dry-run")
     assert by_variable.stdout == by_option.stdout
+    assert launch(joining, ANY, variant, "--dry-run", trusting).stdout == by_option.stdout
     assert variant in by_option.stdout and "-tp4-pp1-ep4" in by_option.stdout
     shown = commands(by_variable)
     assert shown[-1][-1] == trusting
@@ -211,7 +214,7 @@ def refused(machine, script, *arguments):
         arguments,
         result,
     )
-    assert not re.search(r"Traceback|unbound variable|launch\.sh: line", result.stderr), (
+    assert not re.search(r"Traceback|unbound variable|grpo_trainer\.sh: line", result.stderr), (
         result.stderr
     )
     return result.stderr
@@ -225,12 +228,9 @@ def facts(monkeypatch):
 
 
 CONFIG = "grpo_qwen3_30b_a3b_gsm8k_16npu"
-ONE_NODE, TWO_NODES = (
-    FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh",
-    FOLDER / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh",
-)
-
-
+ANY = FOLDER / "grpo_trainer.sh"
+ONE_NODE = FOLDER / "grpo_trainer_qwen3_30b_a3b_16npu.sh"
+TWO_NODES = FOLDER / "grpo_trainer_qwen3_30b_a3b_2x8npu.sh"
 WHOLE = "must be a whole number from"
 
 
@@ -242,9 +242,13 @@ WHOLE = "must be a whole number from"
         (ONE_NODE, {"RAY_PORT": "a[0]"}, f"RAY_PORT=a[0] {WHOLE} 1024 to 65534"),
         (ONE_NODE, {"NODE_TIMEOUT": "0"}, f"NODE_TIMEOUT=0 {WHOLE} 1 to 999999"),
         (ONE_NODE, {"NODE_TIMEOUT": "1.5"}, f"NODE_TIMEOUT=1.5 {WHOLE} 1 to 999999"),
-        (ONE_NODE, {"NODES": "two"}, f"NODES=two {WHOLE} 1 to"),
+        (ONE_NODE, {"NNODES": "two"}, f"NNODES=two {WHOLE} 1 to"),
         (ONE_NODE, {"NODE_RANK": "5"}, "NODE_RANK=5 must be 0: this is a launch on one node"),
         (TWO_NODES, {"NODE_RANK": "2"}, f"NODE_RANK=2 {WHOLE} 0 to 1"),
+        (TWO_NODES, {"NNODES": "4", "NODE_RANK": "4"}, f"NODE_RANK=4 {WHOLE} 0 to 3"),
+        (TWO_NODES, {"NODE_ADDR": ""}, "set NODE_ADDR to this node's address"),
+        (TWO_NODES, {"NODE_RANK": "1", "MASTER_ADDR": ""}, "set MASTER_ADDR to node 0's"),
+        (ANY, {}, "which config? The first argument names one of configs/"),
         (
             TWO_NODES,
             {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.2"},
@@ -313,12 +317,21 @@ def test_what_cannot_be_launched(arguments, rule, facts, monkeypatch, capsys):
     assert len(shown.err.splitlines()) <= 2
 
 
-def test_a_layout_that_cannot_exist_stops_first(machine):
-    said = refused(machine, ONE_NODE, "actor_config.tensor_model_parallel_size=3")
-    assert (
-        "tools/plan_layout.py says:" in said
-        and "32 attention heads cannot be divided by TP 3" in said
-    )
+@pytest.mark.parametrize(
+    "nodes, override, rule",
+    [
+        (
+            "",
+            "actor_config.tensor_model_parallel_size=3",
+            "32 attention heads cannot be divided by",
+        ),
+        ("", f"{NUMBER_OF_NPUS}=24", "24 ranks cannot be divided by 16 ranks a node"),
+        ("3", f"{NUMBER_OF_NPUS}=24", "global_batch_size cannot be divided by 3 nodes"),
+    ],
+)
+def test_a_layout_that_cannot_exist_stops_first(nodes, override, rule, machine):
+    said = refused({**machine, "NNODES": nodes}, ONE_NODE, override)
+    assert "tools/plan_layout.py says:" in said and rule in said
 
 
 def test_base_weights_are_not_converted_into_the_folder_of_another_layout(
@@ -332,19 +345,19 @@ def test_base_weights_are_not_converted_into_the_folder_of_another_layout(
         "generate_config.infer_tensor_parallel_size=4",
         "generate_config.infer_expert_parallel_size=4",
     ]
+    base = tmp_path / "Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep16"
     with pytest.raises(ConfigError) as refusal:
-        facts.read(CONFIG, 1, tp4)
-    own = f"{tmp_path}/Qwen3-30B-A3B-tp4-pp1-ep4"
+        facts.read(CONFIG, 1, [*tp4, f"actor_config.load={base}"])
+    own = f"{tmp_path}/Qwen3-30B-A3B-Instruct-2507-tp4-pp1-ep4"
     said = str(refusal.value)
     assert "tp1-pp1-ep16 is named after another layout than the config's TP 4 PP 1 EP 4" in said
     assert said.endswith(f"set actor_config.load={own}")
-    for load in (own, "any/name"):
-        _, conversion = facts.read(CONFIG, 1, [*tp4, f"actor_config.load={load}"])
+    for load, told in ((own, []), ("any/name", ["actor_config.load=any/name"])):
+        _, conversion = facts.read(CONFIG, 1, [*tp4, *told])
         assert load in conversion[-1]
-    base = tmp_path / "Qwen3-30B-A3B-tp1-pp1-ep16"
     base.mkdir()
     (base / "latest_checkpointed_iteration.txt").touch()
-    _, conversion = facts.read(CONFIG, 1, tp4)
+    _, conversion = facts.read(CONFIG, 1, [*tp4, f"actor_config.load={base}"])
     # nothing to convert; the preflight looks at what is there
     assert conversion == []
 
@@ -536,43 +549,75 @@ def test_stopped_from_outside(launched, signals, group):
     assert launched.of_ray() == []
 
 
-def test_a_missing_node_is_named(monkeypatch):
-    monkeypatch.syspath_prepend(FOLDER)
-    from wait_for_npus import missing
+def test_a_process_of_ray_that_has_just_ended_ends_no_launcher():
+    """As it is looked for Ray's folder on a node that serves."""
+    script = """set -euo pipefail; source examples/grpo/processes.sh
+        lives() { alive=(99999999); }; ray=1; find_logs; echo on"""
+    assert subprocess.check_output(["bash", "-c", script], cwd=ROOT) == b"on\n"
 
-    address = "10.0.0.1:6380"
-    assert missing([("10.0.0.1", 8), ("10.0.0.2", 8)], 2, 8, address) == ""
-    assert (
-        missing([("10.0.0.1", 8), ("10.0.0.2", 6)], 2, 8, address)
-        == "the node at 10.0.0.2 has 6 of 8 NPUs"
-    )
-    alone = missing([("10.0.0.1", 8)], 2, 8, address)
-    assert (
-        "1 of 2 nodes are there (10.0.0.1)" in alone
-        and "NODE_RANK=1 MASTER_ADDR=10.0.0.1 NODE_ADDR=" in alone
-    )
-    assert missing([], 2, 8, address) == "nobody answers at 10.0.0.1:6380"
+
+@pytest.fixture
+def waiting(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module("wait_for_npus")
+
+
+@pytest.mark.parametrize(
+    "nodes, said",
+    [
+        ("0:8 1:8 2:8", []),
+        (
+            "0:8 1:6 2:16",
+            ["10.0.0.2 (NODE_RANK 1) has 6 of 8", "10.0.0.3 (NODE_RANK 2) has 16 of 8"],
+        ),
+        (
+            "0:8",
+            [
+                "1 of 3 nodes are there (10.0.0.1 (NODE_RANK 0)): ",
+                "others with NODE_RANK=1 and 2 M",
+            ],
+        ),
+        (
+            "0:8 1:8 1:8",
+            ["10.0.0.3 (NODE_RANK 1) is one too many of 3", "other with NODE_RANK=2 M"],
+        ),
+        ("0:8 1:8 2:8 3:8", ["10.0.0.4 (NODE_RANK 3) is one too many of 3"]),
+        ("", ["nobody answers at 10.0.0.1:6380"]),
+    ],
+)
+def test_missing_nodes_are_named(nodes, said, waiting):
+    there = [
+        waiting.Node(int(rank), f"10.0.0.{number}", int(npus), 1)
+        for number, (rank, _, npus) in enumerate((each.partition(":") for each in nodes.split()), 1)
+    ]
+    words = waiting.missing(there, 3, 8, "10.0.0.1:6380")
+    assert all(each in words for each in said) and bool(words) == bool(said), words
 
 
 @pytest.mark.parametrize(
     "seen, status, words",
     [
-        ([["10.0.0.1"]], 1, "1 of 2 nodes are in Ray\n"),
-        (
-            [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"], ["10.0.0.1"]],
-            4,
-            "the node at 10.0.0.2 has left Ray",
-        ),
+        (["1"], 1, "1 of 2 nodes are in Ray\n"),
+        (["12", "12", "1"], 4, "the node at 10.0.0.2 (NODE_RANK 1) has left Ray"),
+        # 3: the second node, which does not answer
+        (["12", "13", "13", "1"], 4, "10.0.0.2 (NODE_RANK 1) does not answer since 15 s"),
+        (["12", "13", "13", "12", "1"], 4, "10.0.0.2 (NODE_RANK 1) answers again"),
     ],
-    ids=["not there", "left"],
+    ids=["not there", "left", "silent", "back"],
 )
-def test_the_nodes_are_watched_until_one_is_gone(seen, status, words, monkeypatch, capfd):
-    monkeypatch.syspath_prepend(FOLDER)
-    import wait_for_npus
+def test_the_nodes_are_watched_until_one_is_gone(seen, status, words, waiting, monkeypatch, capfd):
+    """Every ten seconds."""
+    looks, silent = iter(seen), []
 
-    looks = iter(seen)
-    monkeypatch.setattr(wait_for_npus, "joined", lambda _: [(node, 8) for node in next(looks)])
-    monkeypatch.setattr(wait_for_npus.time, "sleep", lambda _: None)
-    assert wait_for_npus.watch("10.0.0.1:6380", 2) == status
+    def joined(_):
+        look = next(looks)
+        silent[:] = ["10.0.0.2"] * look.count("3")
+        return [waiting.Node(rank, f"10.0.0.{rank + 1}", 8, 1) for rank in range(len(look))]
+
+    monkeypatch.setattr(waiting, "joined", joined)
+    monkeypatch.setattr(waiting, "reaches", lambda address, _: address not in silent)
+    monkeypatch.setattr(waiting.time, "sleep", lambda _: None)
+    monkeypatch.setattr(waiting.time, "monotonic", partial(next, count(step=10)))
+    assert waiting.watch("10.0.0.1:6380", 2) == status
     assert words in "".join(capfd.readouterr())
     assert list(looks) == []

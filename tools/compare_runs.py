@@ -12,7 +12,7 @@ The difference to the baseline is paired by seed and question. The verdict says 
 not distinguishable, and then about how many more seeds it would take; looked at once, it is wrong
 in at most one of twenty cases where there is no difference (docs/evaluation.md has the
 measurement).
-Writes comparison.md, comparison.json and comparison.png to --output.
+Writes comparison.md and comparison.png to --output.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     python tools/evaluate.py --model DIR --data FILE --output DIR    a model
 
 Says accuracy (of your own verifier: the mean score) with its 95% interval, pass@k (the best of k),
-how many answers were cut off, and for GSM8K's verifiers maj@k and which rule found how many; writes
-every answer (mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are
+how many answers were cut off, for our own verifiers maj@k, and for GSM8K's which rule found how many;
+writes every answer (mindspeed_qerl/local/evaluate.py names the files). There is no noise. Adapters are
 merged into a temporary copy of the model, which takes its size in the temporary directory (TMPDIR).
 A run's evaluations lie in RUN/evaluations/NAME, where compare_runs.py --evaluation NAME finds them.
 """
@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[str, dict]] = {
         "variables of the chat template, such as '{\"enable_thinking\": false}'",
         {"type": json_object, "metavar": "JSON"},
     ),
-    "verifier": ("gsm8k, gsm8k_strict, or your own module:function", {}),
+    "verifier": ("gsm8k, gsm8k_strict, math, or your own module:function", {}),
     "problems": ("the first N questions (default: all)", {"type": int, "metavar": "N"}),
     "samples": (
         "answers per question for pass@K and maj@K; 0: greedy only",
@@ -224,6 +224,7 @@ def _print(summary: dict) -> None:
     )
     row("pass@k, best of k", partial(at_k, "pass"))
     row("maj@k, majority right", partial(at_k, "maj"))
+    row("not computed, counted as 0", lambda of: f"{of.get('not_computed') or ''}")
     row("cut off", lambda of: f"{of['truncated_fraction']:.1%}")
     for rule in RULES:
         label = f"found by {rule}" if rule != "none" else "no answer found"

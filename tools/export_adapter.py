@@ -56,7 +56,7 @@ def main() -> int:
     from mindspeed_qerl.lora.export import save_merged, save_peft
 
     try:
-        adapters = load_adapters(Path(args.checkpoint), args.iteration)
+        adapters = load_adapters(Path(args.checkpoint), args.base, args.iteration)
         what = "PEFT adapter"
         if args.merged:
             share = save_merged(adapters, args.base, args.output)

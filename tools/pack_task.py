@@ -1,7 +1,7 @@
 """Pack the rows of your own task for MindSpeed-RL's trainer: token ids of one model
 (docs/own_task.md).
 
-    python tools/pack_task.py --rows my_task/train.jsonl --tokenizer models/Qwen3-30B-A3B \\
+    python tools/pack_task.py --rows my_task/train.jsonl --tokenizer models/Qwen3-30B-A3B-Instruct-2507 \\
         --data-path data/my/train
 
 writes {data-path}_packed_{input_ids,labels}_document.{bin,idx} and {data-path}_rows.jsonl, where

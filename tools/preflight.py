@@ -51,13 +51,6 @@ def main() -> int:
         help="Hydra overrides, as for cli/train_grpo.py",
     )
     parser.add_argument(
-        "--nodes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="hosts that share the config's NPUs equally (default: %(default)s)",
-    )
-    parser.add_argument(
         "--own-ray",
         action="store_true",
         help="a Ray will be started for the run with as many CPUs "
@@ -87,8 +80,6 @@ def main() -> int:
         "folder, and check nothing",
     )
     args = parser.parse_intermixed_args()
-    if args.nodes < 1:
-        parser.error(f"--nodes {args.nodes}: at least 1")
     name = args.config_name.removesuffix(".yaml")
     try:
         raw = compose(name, args.overrides)
@@ -97,9 +88,9 @@ def main() -> int:
             accepted = [*([earlier] if isinstance(earlier, str) else earlier), *args.accept]
             raw["run"] = {**raw["run"], "accepted_checks": accepted}
         if args.print_conversion:
-            print(shlex.join(conversion(case_of(raw, name, args.nodes))))
+            print(shlex.join(conversion(case_of(raw, name))))
             return 0
-        checks = preflight(raw, name, Machine(), args.nodes, args.own_ray)
+        checks = preflight(raw, name, Machine(), args.own_ray)
     except ConfigError as error:
         parser.error(str(error))
     checks = [

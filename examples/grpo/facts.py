@@ -1,4 +1,4 @@
-"""What launch.sh needs of a config and of this machine's network, checked, as assignments for its
+"""What grpo_trainer.sh needs of a config and of this machine's network, checked, as assignments for its
 shell: python facts.py --config-name NAME [--nodes N] [--address ADDRESS] [--master ADDRESS]
 [key=value ...]
 
@@ -44,16 +44,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--config-name", required=True)
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that share the NPUs equally")
     parser.add_argument(
-        "--address", default="127.0.0.1", help="of this node; its interface is looked up"
+        "--nodes", type=int, help="nodes that share the NPUs equally (default: as the config says)"
     )
-    parser.add_argument("--master", default="127.0.0.1", help="address of node 0")
+    parser.add_argument("--address", default="", help="of this node; its interface is looked up")
+    parser.add_argument("--master", default="", help="address of node 0")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args()
     try:
-        check_addresses(args)
         facts, words = read(args.config_name, args.nodes, args.overrides)
+        check_addresses(args, facts["nodes"])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -63,12 +63,12 @@ def main() -> int:
     return 0
 
 
-def fault_of_address(name: str, value: str, nodes: int) -> str:
-    """Why the address of a node, `value` of variable `name`, cannot be one; "" if it can.
-    Upstream's servers listen at tcp://ADDRESS, which takes no IPv6. MASTER_ADDR may be a name: only
+def fault_of_address(name: str, value: str) -> str:
+    """Why the address of a node among several, `value` of variable `name`, cannot be one; "" if it
+    can. Upstream's servers listen at tcp://ADDRESS, which takes no IPv6. MASTER_ADDR may be a name: only
     Ray connects to it.
 
-    >>> fault_of_address("NODE_ADDR", "fd00::5", 2)
+    >>> fault_of_address("NODE_ADDR", "fd00::5")
     'NODE_ADDR=fd00::5 must be an IPv4 address, such as 10.0.0.1: no IPv6, no port, no spaces, no name'
     """
     host = re.fullmatch(r"(?=.*[A-Za-z])[A-Za-z0-9][A-Za-z0-9.-]*", value)
@@ -85,41 +85,51 @@ def fault_of_address(name: str, value: str, nodes: int) -> str:
         )
     if address.is_unspecified or address.is_multicast:
         return f"{name}={value} is the address of no machine"
-    if nodes > 1 and address.is_loopback:
-        return f"{name}={value} is this machine's own: the other node needs one that both reach"
+    if address.is_loopback:
+        return f"{name}={value} is this machine's own: nodes need one that all of them reach"
     return ""
 
 
-def check_addresses(args: argparse.Namespace) -> None:
-    """ConfigError unless nodes can have these addresses, and Ray be joined at RAY_ADDRESS."""
-    ray = os.environ.get("RAY_ADDRESS", "")
-    faults = [
-        fault_of_address("NODE_ADDR", args.address, args.nodes),
-        fault_of_address("MASTER_ADDR", args.master, args.nodes),
-        f"RAY_ADDRESS={fault}"
-        if ray not in ("", "auto") and (fault := fault_of_ray_address(ray))
-        else "",
-    ]
-    if any(faults):
-        raise ConfigError(next(filter(None, faults)))
-
-
-def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the launcher needs to know, and the words of the conversion of base weights, none if
-    they are there or there are none.
+def check_addresses(args: argparse.Namespace, nodes: int) -> None:
+    """ConfigError unless several nodes can have these addresses, where they are given, and Ray be
+    joined at RAY_ADDRESS.
     """
-    case = case_of(compose(name, overrides), name, nodes)
+    addresses = {"NODE_ADDR": args.address, "MASTER_ADDR": args.master} if nodes > 1 else {}
+    for variable, value in addresses.items():
+        if value and (fault := fault_of_address(variable, value)):
+            raise ConfigError(fault)
+    ray = os.environ.get("RAY_ADDRESS", "")
+    if ray not in ("", "auto") and (fault := fault_of_ray_address(ray)):
+        raise ConfigError(f"RAY_ADDRESS={fault}")
+
+
+def read(name: str, nodes: int | None, overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What the launcher needs to know, and the words of the conversion of base weights, none if
+    they are there or there are none. `divided` is an override, where the config says another number
+    of nodes; nodes: None for the config's.
+    """
+    case = case_of(compose(name, overrides), name)
     check_for_npus(case, name)
     if case.unread:
         raise ConfigError(*case.unread)
-    recipe = case.recipe
-    if case.npus % nodes:
+    layout = case.recipe.layout
+    divided = ""
+    if nodes is None:
+        nodes = layout.nodes
+    elif case.npus % nodes:
         raise ConfigError(
             f"rl_config.actor_resource.num_npus = {case.npus} cannot be shared equally by {nodes} "
             "nodes"
         )
+    elif case.npus // nodes != layout.node_width:
+        divided = f"npu.ranks_per_node={case.npus // nodes}"
+        overrides = [*overrides, divided]
+        case = case_of(compose(name, overrides), name)
+    recipe = case.recipe
     facts = {
         "npus": case.npus,
+        "nodes": nodes,
+        "divided": divided,
         "cpus": needed_cpus(recipe),
         "max_prompt_length": recipe.sampling.max_prompt_length,
         "model": path("megatron_training.tokenizer_name_or_path", recipe.model.path),
@@ -128,7 +138,7 @@ def read(name: str, nodes: int, overrides: list[str]) -> tuple[dict[str, Any], l
         "test_file": path("task.test_file", recipe.task.test_file),
         "load": "" if recipe.model.load is None else path("actor_config.load", recipe.model.load),
     }
-    check_layout(case, case.npus // nodes, overrides)
+    check_layout(case, overrides)
     if not facts["load"] or (Path(facts["load"]) / TRACKER).is_file():
         return facts, []
     words = conversion(case)
@@ -183,10 +193,10 @@ def check_for_npus(case: Case, name: str) -> None:
     )
 
 
-def check_layout(case: Case, npus_per_node: int, overrides: list[str]) -> None:
+def check_layout(case: Case, overrides: list[str]) -> None:
     """ConfigError with what tools/plan_layout.py says, unless the layout is legal."""
     try:
-        if not broken(plan_of(case.recipe, ranks_per_node=npus_per_node)):
+        if not broken(plan_of(case.recipe)):
             return
     except ConfigError:
         pass  # said by the tool
@@ -196,8 +206,6 @@ def check_layout(case: Case, npus_per_node: int, overrides: list[str]) -> None:
             "tools/plan_layout.py",
             "--config-name",
             case.name,
-            "--ranks-per-node",
-            str(npus_per_node),
             *overrides,
         ],
         check=False,

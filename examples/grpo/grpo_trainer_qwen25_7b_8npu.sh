@@ -1,6 +1,3 @@
 #!/usr/bin/env bash
-# Qwen2.5-7B on 8 dies. See docs/ascend.md.
-set -euo pipefail
-CONFIG=${CONFIG:-grpo_qwen25_7b_gsm8k_8npu}
-# shellcheck source=examples/grpo/launch.sh
-source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+# Qwen2.5-7B on 8 dies.
+source "$(dirname "${BASH_SOURCE[0]}")/grpo_trainer.sh" "${CONFIG:-grpo_qwen25_7b_gsm8k_8npu}" "$@"

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by launch.sh: who has the box, what the launcher runs, and how that ends (docs/ascend.md, Stopping).
+# Sourced by grpo_trainer.sh: who has the box, what the launcher runs, and how that ends (docs/ascend.md, Stopping).
 
 # What runs now, in words; the processes of training, Ray and log; a file that says that a conversion is whole, while it is not.
 doing='the arguments are read' train='' ray='' log='' half='' scratch='' logs='' facts='' lock='' hurry=false
@@ -42,7 +42,7 @@ find_logs() {
     local each
     lives "$ray" || return 0
     for each in "${alive[@]}"; do
-        logs=$(tr '\0' '\n' 2> /dev/null < "/proc/$each/cmdline" | sed -n 's/^--temp_dir=//p')
+        logs=$(tr '\0' '\n' 2> /dev/null < "/proc/$each/cmdline" | sed -n 's/^--temp_dir=//p') || logs=''  # it has just ended
         [[ $logs != /tmp/qerl-ray.* ]] || return 0
     done
     logs=''

@@ -78,17 +78,28 @@ def group_advantages(rewards: Tensor, group_size: int, algorithm: Algorithm) -> 
     (leave-one-out, arXiv 2402.14740).
 
     Args:
-        rewards: [prompts * group_size], a prompt's answers side by side.
+        rewards: [prompts * group_size], a prompt's answers side by side. NaN where one could not be
+            computed: its group is one of the others, and a single one has nothing to be compared with.
 
     Returns:
-        float32 [prompts * group_size]; a group whose rewards are all equal gets zeros.
+        float32 [prompts * group_size]; a group whose rewards are all equal gets zeros, and so does a
+        NaN.
 
     >>> rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
     >>> group_advantages(rewards, 2, Algorithm())
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
     >>> group_advantages(rewards, 2, Algorithm(adv_estimator="rloo"))
     tensor([ 1., -1.,  0.,  0.])
+    >>> group_advantages(torch.tensor([1.0, torch.nan, 0.0]), 3, Algorithm())
+    tensor([ 0.7071,  0.0000, -0.7071])
     """
+    if rewards.isnan().any():
+        advantages = torch.zeros(len(rewards))
+        for places in torch.arange(len(rewards)).split(group_size):
+            known = places[~rewards[places].isnan()]
+            if len(known) > 1:
+                advantages[known] = group_advantages(rewards[known], len(known), algorithm)
+        return advantages
     groups = rewards.double().reshape(-1, group_size)
     advantages = groups - groups.mean(1, keepdim=True)
     if algorithm.adv_estimator == "rloo":

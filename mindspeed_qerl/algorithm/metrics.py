@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 FIRST_TOKENS = 8
+MOST_NATS = 20.0  # by which an answer's ratio counts as no more in its k3, a mean of few answers
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
     workers/dynamic_sampling.py:84).
 
     Args:
-        rewards: [prompts * group_size], a prompt's answers side by side.
+        rewards: [prompts * group_size], a prompt's answers side by side; NaN where there is none.
 
     Returns:
         bool [prompts].
@@ -130,22 +131,50 @@ def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
     array([ True, False])
     """
     groups = rewards.reshape(-1, group_size)
-    return (groups != groups[:, :1]).any(1)
+    return np.fmax.reduce(groups, axis=1) > np.fmin.reduce(groups, axis=1)  # of numbers
 
 
 def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
     """Summarizes the rewards of one iteration, a prompt's answers side by side: mean and standard
-    deviation, and the fraction of prompts whose answers' rewards differ.
+    deviation, and the fraction of prompts whose answers' rewards differ; and how many are NaN,
+    which could not be computed and count in none of these, if there are any.
 
-    >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, 1.0]), group_size=2)
-    >>> float(metrics["reward/groups_with_signal"])
-    0.5
+    >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, math.nan]), group_size=2)
+    >>> float(metrics["reward/groups_with_signal"]), metrics["reward/not_computed"]
+    (0.5, 1)
     """
-    return {
-        "reward/mean": rewards.mean(),
-        "reward/std": rewards.std(),
+    metrics = {
+        "reward/mean": np.nanmean(rewards),
+        "reward/std": np.nanstd(rewards),
         "reward/groups_with_signal": groups_with_signal(rewards, group_size).mean(),
     }
+    if missing := int(np.isnan(rewards).sum()):
+        metrics["reward/not_computed"] = missing
+    return metrics
+
+
+def draw_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
+    """Estimates which share of the variance of rewards in a group is between draws of the noise, in
+    a step in which two answers in turn have one draw: the intraclass correlation by one-way
+    analysis of variance (Shrout and Fleiss 1979, ICC(1)), with the mean squares of all groups;
+    below 0 by chance.
+
+    Args:
+        rewards: [prompts * group_size], a prompt's answers side by side; group_size: even, from 4.
+
+    Returns:
+        Nothing where all rewards of each group are the same. A group with a NaN does not count.
+
+    >>> draw_metrics(np.array([1.0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 1, 1, math.nan, 0, 0, 0]), group_size=8)
+    {'aqn/explained_by_draws': 0.5714285714285715}
+    """
+    pairs = rewards.reshape(-1, group_size // 2, 2)
+    pairs = pairs[~np.isnan(pairs).any(axis=(1, 2))]
+    between = 2 * pairs.mean(2).var(1, ddof=1).mean()
+    within = pairs.var(2, ddof=1).mean()
+    if not between + within > 0:  # NaN without a group
+        return {}
+    return {"aqn/explained_by_draws": float((between - within) / (between + within))}
 
 
 def kl_estimate(
@@ -184,8 +213,9 @@ def mismatch(sampled: Tensor, trained: Tensor, mask: Tensor) -> Metrics:
         KL estimates k1 = log p_sampled - log p_trained and k3, in nats per token; |difference| of
         the probabilities, its mean and largest; of the ratio p_trained / p_sampled the mean, which
         is 1 in expectation, and the effective sample size, of tokens and, by the product of its
-        tokens' ratios, of answers; and how sensitive k3 is here: the mean square of d log p / d
-        logit = 1 - p of the sampled tokens, which nothing can move where p is 1.
+        tokens' ratios, of answers, whose k3 is in nats per answer; and how sensitive k3 is here:
+        the mean square of d log p / d logit = 1 - p of the sampled tokens, which nothing can move
+        where p is 1.
 
     >>> sampled, trained = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log()
     >>> mismatch(sampled, trained, torch.ones(1, 2).bool())["mismatch/max_abs_prob_diff"]
@@ -199,9 +229,11 @@ def mismatch(sampled: Tensor, trained: Tensor, mask: Tensor) -> Metrics:
     difference = (sampled.exp() - trained.exp()).abs()
     log_ratio = trained - sampled
     ratio = torch.where(mask, log_ratio.exp(), 0.0)
+    of_answers = kl_estimate(sampled.sum(1), trained.sum(1), most=MOST_NATS)
     return {
         "mismatch/k1": Mean((sampled - trained).sum(), count),
         "mismatch/k3": Mean(kl_estimate(sampled, trained).sum(), count),
+        "mismatch/k3_of_answers": Mean(of_answers.sum(), is_answer.sum()),
         "mismatch/sensitivity": Mean((1 - trained.exp()).square().sum(), count),
         "mismatch/mean_abs_prob_diff": Mean(difference.sum(), count),
         "mismatch/max_abs_prob_diff": Max(difference.max() if difference.numel() else 0.0),

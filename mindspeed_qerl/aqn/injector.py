@@ -5,16 +5,19 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .schedule import NoiseLevel
+from .rows import NoiseOfRows
+from .schedule import DRAWS, NoiseLevel
 from .targets import multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
 
-DRAWS = 1 << 18  # of a sample of the noise: at weights of 1 and sigma 0.001 they give 1 %
+SAMPLE = 1 << 18  # of the noise: at weights of 1 and sigma 0.001 they give 1 %
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class NoiseReport:
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
             multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
-            norms, as they lie in the model, i.e. after rounding to its dtype. Far below
-            expected_std when BF16 swallows the noise.
+            norms, as they lie in the model, i.e. after rounding to its dtype; of several draws, of
+            the first. Far below expected_std when BF16 swallows the noise.
         changed_fraction: share of these weights, 0..1, that differ from the clean ones at all.
     """
 
@@ -56,18 +59,12 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> Te
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_in_bfloat16(weights: Sequence[tuple[Tensor, float]], sigma: float) -> float:
-    """Returns the share of the noise's standard deviation that is left on norms in bfloat16, by a
-    sample. weights: of norms, each with its multiplier; none: of a norm of 1.
+def kept_in_bfloat16(sigma: float) -> float:
+    """Returns the share of the noise's standard deviation that is left on a norm of ones in
+    bfloat16, by a sample.
     """
-    weights = weights or [(torch.ones(4096), 1.0)]
-    clean = torch.cat([weight.bfloat16() for weight, _ in weights])
-    factors = torch.cat([torch.full(weight.shape, factor) for weight, factor in weights])
-    repeats = -(-DRAWS // len(clean))
-    clean = clean.repeat(repeats)
-    drawn = standard_normal(0, 0, "kept_in_bfloat16", clean.shape)
-    noise = sigma * factors.repeat(repeats) * drawn
-    left = (clean + noise).bfloat16().float() - clean.float()
+    noise = sigma * standard_normal(0, 0, "kept_in_bfloat16", [SAMPLE])
+    left = (1 + noise).bfloat16().float() - 1
     return (left.std() / noise.std()).item()
 
 
@@ -82,6 +79,8 @@ class NoiseInjector:
         model: the rollout model; its norms' storage is kept, since vLLM's kernels hold it.
         targets, exclude: see `select_targets`; multipliers: see `multipliers_of`. Their ValueErrors
             are raised here; norms with factor 0 get no noise.
+        draws: who has a draw of its own: "step"; or "group" or "answer", whose rows the model
+            runner of vLLM v1, `runner`, knows. stays: see `NoiseOfRows`.
     """
 
     def __init__(
@@ -92,8 +91,14 @@ class NoiseInjector:
         multipliers: Iterable[tuple[str, float]] = (),
         *,
         seed: int,
+        draws: str = "step",
+        runner: Any = None,
+        stays: bool = False,
     ):
+        if draws not in DRAWS:
+            raise ValueError(f"draws = {draws!r} must be one of {', '.join(DRAWS)}")
         self.seed = seed
+        self.draws = draws
         selected = select_targets(model, targets, exclude)
         # (path, norm, what sigma is multiplied with)
         self.targets: list[tuple[str, torch.nn.Module, float]] = []
@@ -108,8 +113,11 @@ class NoiseInjector:
                 f"AQN multipliers are 0 for all {len(selected)} norms; to run without noise, use "
                 "aqn=off"
             )
-        # (path, norm, its clean and noisy weights, copies on the CPU)
+        # (path, norm, its clean weight and what is on it, copies on the CPU)
         self._applied: list[tuple[str, torch.nn.Module, Tensor, Tensor]] = []
+        self.rows: NoiseOfRows | None = None
+        if draws != "step":
+            self.rows = NoiseOfRows(runner, [norm for _, norm, _ in self.targets], stays)
         logger.info(f"AQN targets {len(names)} RMSNorm layers: {', '.join(names)}")
 
     @property
@@ -128,13 +136,15 @@ class NoiseInjector:
         reports it.
 
         Per weight: float32 noise on the CPU, times sigma (and the norm's multiplier), added in
-        float32, rounded once to the weight's dtype.
+        float32, rounded once to the weight's dtype. With a draw for each group or answer 1 is on
+        the weight meanwhile, and the noisy weights go to the rows.
 
         Raises:
             RuntimeError: see `remove`.
         """
         self.remove()
         differences = []  # of noisy and clean weights, float64
+        of_rows = []
         weights = 0
         squares = 0.0
         for name, norm, factor in self.targets:
@@ -144,11 +154,15 @@ class NoiseInjector:
             if not level.sigma:
                 continue
             clean = weight.detach().to("cpu", copy=True)
-            noise = standard_normal(self.seed, level.step, f"{name}.weight", clean.shape)
-            noisy = (clean + level.sigma * factor * noise).to(clean.dtype)  # the sum is float32
-            self._applied.append((name, norm, clean, noisy))
-            weight.copy_(noisy)
+            draw = partial(self._noisy, f"{name}.weight", clean, level.sigma * factor, level.step)
+            noisy = draw(1 if self.rows else None)
+            of_rows.append(draw)
+            put_on = torch.ones_like(clean) if self.rows else noisy
+            self._applied.append((name, norm, clean, put_on))
+            weight.copy_(put_on)
             differences.append(noisy.double() - clean.double())
+        if self.rows and of_rows:
+            self.rows.begin(of_rows)
         difference = torch.cat(differences or [torch.zeros(1)])
         report = NoiseReport(
             sigma=level.sigma,
@@ -161,11 +175,18 @@ class NoiseInjector:
         self._log(level.step, report)
         return report
 
+    def _noisy(self, name: str, clean: Tensor, sigma: float, step: int, draw: int | None) -> Tensor:
+        """Returns a weight with the noise of a draw, or of the step, on the CPU."""
+        key = name if draw is None else f"{name}/{draw}"
+        noise = standard_normal(self.seed, step, key, clean.shape)
+        return (clean + sigma * noise).to(clean.dtype)  # the sum is float32
+
     def _log(self, step: int, report: NoiseReport) -> None:
         done = "noise off"
         if report.sigma:
+            whose = "" if self.draws == "step" else f", a draw for each {self.draws}"
             done = (
-                f"Applied noise to {report.layers} RMSNorm layers: sigma {report.sigma:.3g}, "
+                f"Applied noise to {report.layers} RMSNorm layers{whose}: sigma {report.sigma:.3g}, "
                 f"measured std {report.measured_std:.3g}, expected {report.expected_std:.3g}, "
                 f"{100 * report.changed_fraction:.4g}% changed"
             )
@@ -193,6 +214,8 @@ class NoiseInjector:
             )
         for _, norm, clean, _ in self._applied:
             norm.weight.copy_(clean)
+        if self.rows and self._applied:
+            self.rows.end()
         self._applied = []
 
 

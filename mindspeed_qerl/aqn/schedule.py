@@ -8,6 +8,8 @@ from typing import Literal, get_args
 
 Kind = Literal["exponential", "linear", "cosine", "constant", "target"]
 KINDS: tuple[str, ...] = get_args(Kind)
+Draws = Literal["step", "group", "answer"]  # who has a draw of the noise of its own
+DRAWS: tuple[str, ...] = get_args(Draws)
 # Measured by configured noise, root mean square over a run. Wide enough for chance, since one norm
 # of 128 weights at one step gives 1 +- 1 / sqrt(2 * 128) = 1 +- 0.06; and for rounding, since
 # weights of 1 in bfloat16 show 0.85 to 1.10 of any sigma above 1.5e-3. Narrow enough for noise of
@@ -26,6 +28,25 @@ class NoiseLevel:
     stage: int
     sigma: float
     target: float | None = None
+
+
+def draw_numbers(
+    draws: str, prompts: int, n: int, first: int = 0, repeats: bool = False
+) -> list[int]:
+    """Returns the draw, counted from 1, of each of `prompts` x n answers, those to one prompt side
+    by side.
+
+    Args:
+        draws: "group" or "answer". first: answers of this step that were sampled before.
+        repeats: whether two answers in turn have one draw, so that what draws explain shows.
+
+    >>> draw_numbers("answer", 2, 2), draw_numbers("group", 2, 2)
+    ([1, 2, 3, 4], [1, 1, 3, 3])
+    >>> draw_numbers("answer", 1, 4, first=8, repeats=True)
+    [9, 9, 11, 11]
+    """
+    together = {"group": n, "answer": 2 if repeats else 1}[draws]
+    return [1 + first + answer - answer % together for answer in range(prompts * n)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,17 +160,6 @@ def select_targets(
     return {name: norms[name] for name in selected}
 
 
-def targets_in_file(
-    tensors: Collection[str], targets: str | Sequence[str], exclude: str | Sequence[str]
-) -> list[str]:
-    """Returns the paths of the norms that get noise by the names of a checkpoint's tensors: a
-    forecast of `select_targets`.
-    """
-    norms = [name.removesuffix(".weight") for name in tensors if name.endswith("norm.weight")]
-    is_mixture = any(".experts." in name for name in tensors)
-    return _choose(norms, is_mixture, check_targets(targets), check_targets(exclude))
-
-
 def is_mixture_of_experts(model: "Module") -> bool:
     """True if some module holds experts. Judged by modules, never by names like `gate_proj`, which
     dense MLPs have too.

@@ -27,7 +27,7 @@ from .cluster import check_resources
 from .contract import PINS, check, installed, require
 from .limits import upstream_sections, worker_environment
 from .observer import TokenObserver
-from .ray_session import check_shared, ray_session, this_node_first
+from .ray_session import check_shared, in_order_of_nodes, ray_session
 from .resume import base_for_resuming, last_checkpoint, read_position
 
 # What CANN's and NNAL's set_env.sh set, for the workers of a Ray that was started without them.
@@ -104,8 +104,9 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
-        reason = imports.explained(str(error))
-        raise EngineError(f"upstream cannot be imported by {sys.executable}: {reason}") from error
+        raise EngineError(
+            f"upstream cannot be imported by {sys.executable}: {error}. {imports.way_out(str(error))}"
+        ) from error
 
     from mindspeed_rl.workers.scheduler import launcher
 
@@ -115,7 +116,7 @@ def load_upstream(recipe: Recipe, observer: TokenObserver) -> ModuleType:
 
     launcher.resource_mapping["QeRLWorker"] = launcher.resource_mapping["IntegratedWorker"]
     construct = launcher.construct_placement_groups
-    launcher.construct_placement_groups = lambda *sizes: this_node_first(construct(*sizes))
+    launcher.construct_placement_groups = lambda *sizes: in_order_of_nodes(construct(*sizes))
     module.IntegratedWorker = QeRLWorker
     module.RuleReward = QeRLRuleReward
     module.PromptDataLoader = EndlessPrompts
@@ -161,7 +162,6 @@ def call_train(upstream: ModuleType, recipe: Recipe, run: RunDirectory) -> None:
     try:
         upstream.train._function(sections)
     except ray.exceptions.RayError as error:
-        reason = imports.of_a_worker(str(error)) or error
         raise EngineError(
-            f"a worker failed: {reason}\nEach process's output is in {run.path / 'logs'}"
+            f"a worker failed: {error}\nEach process's output is in {run.path / 'logs'}"
         ) from error

@@ -97,19 +97,3 @@ def way_out(error: str) -> str:
     for pattern, fix in FIXES.items():
         if match := re.search(pattern, error):
             return match.expand(fix)
-
-
-def explained(error: str) -> str:
-    """An import's error and what to do, in one line."""
-    return f"{error}. {' '.join(way_out(error).split())}; tools/preflight.py tries it too"
-
-
-def of_a_worker(error: str) -> str | None:
-    """Says in one line what keeps a worker from importing; None if Ray's `error` ended by something
-    else. Ray hands on the worker's traceback as text, and its constructor's without the exception.
-    """
-    match = re.fullmatch(
-        r"\s*(?:\w+\.)*(?:Import|ModuleNotFound|OS)Error: (.*(?:\.so|No module|import).*)",
-        error.rstrip().rpartition("\n")[2],
-    )
-    return match and explained(match[1].strip())

@@ -23,7 +23,7 @@ from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import beyond_positions, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
-from mindspeed_qerl.layout.sizes import unfilled
+from mindspeed_qerl.layout.sizes import GRAPHS_TP, unfilled
 from mindspeed_qerl.recipe.compose import CONFIGS
 from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
 from mindspeed_qerl.recipe.types import Recipe, Selection
@@ -41,7 +41,6 @@ TRANSFER_DOCK_CPUS = 10  # trainer/utils/transfer_dock.py:248
 # Captured decoding, whatever the shell says. 2: torch_npu's queue cannot be captured (upstream's
 # gspo_qwen3_32b_A3.sh:6); 1: vLLM would trace the model once, before its layers are ours.
 GRAPHS = {"TASK_QUEUE_ENABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
-GRAPHS_TP = (1, 2, 4)  # tests/upstream/test_graphs.py
 LOCAL_ERRORS = "must be left out: errors are modelled on the local engine only, NPUs have their own"
 # whether it applies, the key that is at fault, what is wrong with its value
 Case = tuple[Any, str, str]
@@ -94,7 +93,7 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
 
 
 def validate(recipe: Recipe) -> Iterator[Fault]:
-    """See engines.Engine: faults of model, layout and task."""
+    """See engines.engine_of: faults of model, layout and task."""
     folder = recipe.model.path
     key = "megatron_training.tokenizer_name_or_path"
     file = Path(folder) / "config.json"

@@ -75,14 +75,18 @@ def check_shared(run: Path) -> None:
             )
 
 
-def this_node_first(groups: list[Any]) -> list[Any]:
-    """Puts upstream's placement groups on this node first: their order is that of the ranks
-    (launcher.py:231-246). Ray may put the first one anywhere, and the first ranks write the
-    checkpoints: they would lie on the other node, where this one's run directory is not.
+def in_order_of_nodes(groups: list[Any]) -> list[Any]:
+    """Puts upstream's placement groups on this node first, then by the NODE_RANK that the launcher
+    gave the nodes: their order is that of the ranks (launcher.py:231-246). Ray may put the first
+    one anywhere, and the first ranks write the checkpoints: they would lie on another node, where
+    this one's run directory is not.
     """
     here = ray.get_runtime_context().get_node_id()
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
 
-    def is_elsewhere(group: Any) -> bool:
-        return here not in ray.util.placement_group_table(group)["bundles_to_node_id"].values()
+    def place(group: Any) -> tuple[bool, int]:
+        """STRICT_PACK: all of a group is on one node (launcher.py:98)."""
+        (node,) = set(ray.util.placement_group_table(group)["bundles_to_node_id"].values())
+        return node != here, int(labels[node].get("NODE_RANK", 0))
 
-    return sorted(groups, key=is_elsewhere)
+    return sorted(groups, key=place)

@@ -112,7 +112,7 @@ def conversion_command(recipe: Recipe) -> list[str]:
     at 1 convert_ckpt_v2.py refuses the option (convert_hf2mg.py:70).
 
     Raises:
-        ConfigError: no `load`, or a model that the engine does not know.
+        ConfigError: no `load`, or a model of no known family.
     """
     model = recipe.model
     layout = recipe.layout
@@ -123,11 +123,6 @@ def conversion_command(recipe: Recipe) -> list[str]:
     source, target = (str(Path(path).absolute()) for path in (model.path, model.load))
     family = family_of(shape_of_model(recipe))
     conversion = family.conversion
-    if not conversion:
-        raise ConfigError(
-            f"{source}: MindSpeed-LLM's converters are not known to read {family.model_type}; the "
-            "local engine needs no conversion"
-        )
     words = ["python", conversion.script, "--load-model-type", "hf", "--save-model-type", "mg"]
     words += ["--model-type-hf", conversion.name, *conversion.options]
     if family.experts and layout.tp > 1:

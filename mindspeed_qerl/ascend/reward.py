@@ -9,6 +9,7 @@ import contextlib
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import ray
 from mindspeed_rl.models import rule_verifier
 from mindspeed_rl.utils.utils import get_current_dp_range_indexes
@@ -24,8 +25,9 @@ _packed_rows = cache(read_packed_rows)
 def verifier(
     responses: list[str], data: dict[str, list[str]], config: Any, data_path: str
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """Scores of `responses`: the sum over `config.verifier_function` of weight times score; and
-    `verifier/{name}/mean` with the unweighted scores of each function, of which upstream takes it.
+    """Scores of `responses`: the sum over `config.verifier_function` of weight times score, NaN where
+    one could not be computed; and `verifier/{name}/mean` with the unweighted scores of each
+    function, of which upstream takes it.
 
     Args:
         responses: decoded answers, padding and special tokens already gone.
@@ -47,7 +49,10 @@ def verifier(
     rows = rows_of_labels(labels, _packed_rows(data_path))
     weights = list(zip(config.verifier_function, config.verifier_weight))
     total, scores = score(weights, responses, rows)
-    metrics = {f"verifier/{name}/mean": values.tolist() for name, values in scores.items()}
+    metrics = {}
+    for name, values in scores.items():
+        if computed := values[~np.isnan(values)].tolist():
+            metrics[f"verifier/{name}/mean"] = computed
     return total.tolist(), metrics
 
 

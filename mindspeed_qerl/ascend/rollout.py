@@ -1,5 +1,6 @@
 """vLLM on one NPU rank: upstream's engine with our sampling, noise and quantization."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -7,9 +8,12 @@ from typing import Any
 
 import torch
 from mindspeed_rl.workers import actor_hybrid_worker
+from vllm_ascend.utils import enable_sp
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.aqn.rows import request_of
 from mindspeed_qerl.aqn.schedule import NoiseLevel
+from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
@@ -67,7 +71,14 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
     def add_ours(self, recipe: Recipe) -> None:
         """Adds what `recipe` asks for and upstream lacks."""
         if noise := recipe.noise_arguments:
-            self.injector = NoiseInjector(self.model, **noise)
+            stays = not recipe.rollout.enforce_eager
+            if recipe.noise.draws != "step" and enable_sp(self.runner.vllm_config):
+                raise EngineError(
+                    f"aqn.draws = {recipe.noise.draws!r}: VLLM_ASCEND_ENABLE_FLASHCOMM1 shares the "
+                    "rows of a batch out among ranks, and nobody knows whose draw they have. Unset "
+                    "it, or take aqn.draws=step"
+                )
+            self.injector = NoiseInjector(self.model, runner=self.runner, stays=stays, **noise)
         if recipe.quantization.enabled:
             self.quantized = QuantizedModel(self.model, recipe.quantization.format)
         if recipe.algorithm.routing_replay == "rollout":
@@ -122,11 +133,15 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
 
     @torch.no_grad()
     def sample(
-        self, prompts: list[list[int]], record_routes: bool = False, **sampling: Any
+        self,
+        prompts: list[list[int]],
+        record_routes: bool = False,
+        draws: Sequence[int] = (),
+        **sampling: Any,
     ) -> list[list[Any]]:
         """For each prompt, token ids, its answers as vLLM's CompletionOutput; with `record_routes`
-        and a recorder, which all ranks have or none has, with an attribute `routes`. sampling:
-        other sampling parameters.
+        and a recorder, which all ranks have or none has, with an attribute `routes`. draws: of the
+        noise that of each answer, if not all have one. sampling: other sampling parameters.
 
         Upstream's `generate_sequences` decodes the prompts with skip_special_tokens=True
         (vllm_engine.py:489), which loses the chat template, and cuts the answers at the padding
@@ -136,17 +151,18 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
         recorder = self.recorder if record_routes else None
         recording = recorder.recording() if recorder else nullcontext()
         with self.update_sampling_params(**sampling), recording:
-            outputs = self.llm.generate(
-                prompts=[{"prompt_token_ids": ids} for ids in prompts],
-                sampling_params=[self._sampling_params(ids) for ids in prompts],
-                use_tqdm=False,
-            )
+            asked = [{"prompt_token_ids": ids} for ids in prompts]
+            params = [self._sampling_params(ids) for ids in prompts]
+            n = params[0].n
+            if draws:
+                asked, params = requests_of_answers(asked, params, draws)
+            outputs = self.llm.generate(prompts=asked, sampling_params=params, use_tqdm=False)
         self.free_cache_engine()
-        groups = [output.outputs for output in outputs]
+        answers = list(chain.from_iterable(output.outputs for output in outputs))
         routes = recorder.take(outputs) if recorder else []
-        for answer, recorded in zip(chain(*groups), chain(*routes)):
+        for answer, recorded in zip(answers, chain(*routes)):
             answer.routes = recorded
-        return groups
+        return [answers[start : start + n] for start in range(0, len(answers), n)]
 
     def _sampling_params(self, prompt: list[int]) -> Any:
         """The sampling parameters for one prompt. With `sampling_config.seed` set, the draw depends
@@ -159,3 +175,26 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             purpose = f"{self.state.purpose}/{prompt}"
             params.seed = derived_seed(params.seed, purpose, self.state.step)
         return params
+
+
+def requests_of_answers(
+    prompts: Sequence[dict], params: Sequence[Any], draws: Sequence[int]
+) -> tuple[list[dict], list[Any]]:
+    """Returns a request for each answer, with its draw of the noise and the seed that vLLM would
+    give it.
+
+    Args:
+        prompts, params: of requests for n answers each. draws: of each answer.
+    """
+    asked = []
+    of_answers = []
+    for prompt, of_prompt in zip(prompts, params):
+        for number in range(of_prompt.n):
+            own = of_prompt.clone()
+            own.n = 1
+            if own.seed is not None:
+                own.seed += number
+            own.extra_args, salt = request_of(draws[len(asked)])
+            asked.append(prompt | {"cache_salt": salt})
+            of_answers.append(own)
+    return asked, of_answers

@@ -22,7 +22,12 @@ from mindspeed_qerl.algorithm.advantages import (
     overlong_penalty,
     rewards_less_kl,
 )
-from mindspeed_qerl.algorithm.metrics import groups_with_signal, merge, reward_metrics
+from mindspeed_qerl.algorithm.metrics import (
+    draw_metrics,
+    groups_with_signal,
+    merge,
+    reward_metrics,
+)
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import read_shape
@@ -143,8 +148,9 @@ class QeRLTrainer(RayGRPOTrainer):
         truncated = _numbers(answers["truncated"]).astype(bool)
         if algorithm.mask_truncated_completions:
             trained &= ~truncated
-        self._check(answers, trained & ~truncated)
         rewards = torch.from_numpy(self._rewards(answers))
+        trained &= ~rewards.isnan().numpy()
+        self._check(answers, trained & ~truncated)
         if algorithm.use_kl_in_reward:
             rewards = self._less_kl(rewards)
         advantages = group_advantages(rewards, n, algorithm)
@@ -281,7 +287,9 @@ class QeRLTrainer(RayGRPOTrainer):
         return self._rewards(answers)
 
     def _rewards(self, answers: Answers) -> np.ndarray:
-        """Returns what is learnt from, float64 [answers]: verifiers' sum less what length costs."""
+        """Returns what is learnt from, float64 [answers]: verifiers' sum less what length costs; NaN
+        where it could not be computed.
+        """
         selection = self.recipe.selection
         rewards = _numbers(answers["rm_scores"])
         if not selection.overlong_buffer_enable:
@@ -291,7 +299,10 @@ class QeRLTrainer(RayGRPOTrainer):
     def _values(self, answers: Answers, trained_groups: int) -> dict[str, float]:
         """Metrics of all answers of a step, trained or not."""
         lengths = _numbers(answers["response_length"])
-        values = reward_metrics(self._rewards(answers), self.n_samples_per_prompt)
+        rewards = self._rewards(answers)
+        values = reward_metrics(rewards, self.n_samples_per_prompt)
+        if self.recipe.noise.repeats(self.level):
+            values |= draw_metrics(rewards, self.n_samples_per_prompt)
         values |= {
             "response/length_mean": lengths.mean(),
             "response/length_max": lengths.max(),

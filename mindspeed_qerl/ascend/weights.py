@@ -105,10 +105,9 @@ def install() -> None:
     adaptors = weight_adaptor.WEIGHT_ADAPTOR_REGISTRY
     loaders = megatron_weight_loaders.MODEL_MEGATRON_WEIGHT_LOADER_REGISTRY
     for family in FAMILIES.values():
-        if not family.adaptor:
-            continue
         adaptor = make_adaptor(family.adaptor)
         for name in (family.architecture, f"Custom{family.architecture}"):
             adaptors[name] = adaptor
-            loaders.setdefault(name, megatron_weight_loaders.qwen_megatron_weight_loader)
+            # upstream's own of Llama leaves lm_head out, tied or not
+            loaders[name] = megatron_weight_loaders.qwen_megatron_weight_loader
     megatron_sharding_manager.MegatronStyleVllmWeightContainer = WeightContainer

@@ -108,7 +108,8 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         """
         prompts = truncate_rows(batch_data["prompts"], batch_data["prompt_length"])
         distinct = [prompt.tolist() for prompt in prompts[:: self.rl_config.n_samples_per_prompt]]
-        groups = self.inference_model.sample(distinct, record_routes=True)
+        draws = self._draws(index)
+        groups = self.inference_model.sample(distinct, record_routes=True, draws=draws)
         columns = defaultdict(list)
         for prompt, answer in zip(prompts, chain(*groups), strict=True):
             tokens = torch.tensor(answer.token_ids)
@@ -122,6 +123,14 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
             if self.inference_model.recorder:
                 columns[routing.COLUMN].append(routing.pack(answer.routes))
         self.collect_transfer_dock_data(columns, index, use_vllm=True, is_generate=True)
+
+    def _draws(self, index: list[int]) -> list[int]:
+        """Returns the draws of the noise of the answers that lie in these rows of the dock."""
+        batch = self.recipe.batch
+        before = (self.batches_sampled[self.iteration] - 1) * batch.answers
+        n = batch.samples_per_prompt
+        draws = self.recipe.noise.draws_of(self.noise, batch.global_batch_size, n, before)
+        return [draws[row] for row in index] if draws else []
 
     def dispatch_transfer_dock_data(self, stage, columns, *args, **kwargs):
         """Upstream's; an update gets the columns that our loss needs, too, and whoever replays

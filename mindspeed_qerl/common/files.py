@@ -71,6 +71,20 @@ def sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
+def row_files(path: Path | str) -> list[Path]:
+    """The files that `path` means, in the order of their names: itself; all .jsonl and .parquet in
+    a folder, and below; those that a pattern matches. FileNotFoundError if there is none.
+    """
+    if os.path.isfile(path):
+        return [Path(path)]
+    pattern = f"{glob.escape(str(path))}/**/*" if os.path.isdir(path) else str(path)
+    names = sorted(glob.glob(pattern, recursive=True))
+    found = [Path(name) for name in names if name.endswith((".jsonl", ".parquet"))]
+    if not found:
+        raise FileNotFoundError(f"{path}: no such file")
+    return found
+
+
 def describe_files(folder: Path, files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     """Bytes and SHA-256 of each of `files`, by its path below `folder`."""
     return {
@@ -107,12 +121,9 @@ def new_directory(path: Path) -> Iterator[Path]:
             f"{path} exists already: choose another output directory, or remove it first"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{glob.escape(path.name)}.making-*"):
-        maker = left.name.rpartition("-")[2]
-        # killed; in a new container by this number
-        if maker == str(os.getpid()) or not Path("/proc", maker).exists():
-            shutil.rmtree(left, ignore_errors=True)
     making = path.with_name(f".{path.name}.making-{os.getpid()}")
+    # of a killed process of this number, in another container
+    shutil.rmtree(making, ignore_errors=True)
     making.mkdir()
     try:
         yield making

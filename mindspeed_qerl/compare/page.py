@@ -3,7 +3,6 @@
 import math
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 
-from mindspeed_qerl.common.files import json_text
 from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.runs.plots import COLORS, STYLE, stack
 
@@ -32,15 +30,14 @@ EVALUATE_ALIKE = (
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write comparison.md, comparison.json and comparison.png into `folder`; returns them."""
+    """Write comparison.md and comparison.png into `folder`; returns them."""
     folder.mkdir(parents=True, exist_ok=True)
-    page, data, picture = [folder / f"comparison.{kind}" for kind in ("md", "json", "png")]
+    page = folder / "comparison.md"
+    picture = folder / "comparison.png"
     link = "\n![accuracy and difference by step](comparison.png)\n"
     page.write_text(to_markdown(comparison) + link, encoding="utf-8")
-    numbers = replace(comparison, groups={}, left_out=[], questions=[])
-    data.write_text(json_text(asdict(numbers)), encoding="utf-8")
     draw(comparison, picture)
-    return [page, data, picture]
+    return [page, picture]
 
 
 def labels_of(comparison: Comparison) -> dict[str, str]:

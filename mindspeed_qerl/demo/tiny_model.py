@@ -16,7 +16,6 @@ which leaves RL something to choose from. Nothing is downloaded.
 import json
 import random
 import re
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -85,22 +84,11 @@ DEEP = ModelRecipe(
 def make_tiny_model(output_dir: str | Path, recipe: ModelRecipe) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
 
-    A directory that was made by exactly this recipe is returned at once. Anything else in the way
-    is left alone and raises FileExistsError. Work happens in a hidden sibling that is renamed at
-    the end, so that `output_dir` is never half made.
+    Anything in the way is left alone and raises FileExistsError. Work happens in a hidden sibling
+    that is renamed at the end, so that `output_dir` is never half made.
     """
-    output_dir = Path(output_dir)
-    try:
-        with new_directory(output_dir) as making:
-            return _make(making, recipe)
-    except FileExistsError as error:
-        report = {}
-        with suppress(OSError, ValueError):
-            report = json.loads((output_dir / "recipe.json").read_text(encoding="utf-8"))
-        if report.get("recipe") != asdict(recipe):
-            raise FileExistsError(f"{error}. It was not made by this recipe") from error
-    print(f"{output_dir} is already made")
-    return report
+    with new_directory(Path(output_dir)) as making:
+        return _make(making, recipe)
 
 
 def build_tokenizer(world=word_problems):

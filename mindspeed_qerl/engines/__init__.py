@@ -1,74 +1,47 @@
 """The engine door: what every engine offers, and the one place that knows their names."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.common.imports import own_code
-from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe.keys import ENGINES
 from mindspeed_qerl.recipe.reader import Found, read
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.description import DataFiles
-from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.runs.metrics import MetricsWriter
-from mindspeed_qerl.runs.progress import Progress
-from mindspeed_qerl.tasks.rows import Row
 
 
-class Engine(Protocol):
-    """The module `limits` of an engine's package. Importing it imports neither torch nor
-    upstream.
+def engine_of(recipe: Recipe) -> ModuleType:
+    """The module `limits` of the engine that a recipe asks for; ConfigError with the nearest one.
+
+    Importing it imports neither torch nor upstream. It has:
+        MAY_CHANGE: keys that may have another value when a run is resumed. UPSTREAM: True if it
+            runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are
+            needed.
+        validate(recipe): a fault for each thing that this engine cannot do; reads config.json and
+            looks for files, starts nothing.
+        data_files(recipe): the files that a run reads, by label: their hashes go into the run
+            directory.
+        versions(): what versions.json says beside the installed packages.
+        rehearsed(recipe, shape, rows, model_dir): `recipe`, already small (rehearsal/prepare.py),
+            as this engine needs it for the model in `model_dir`.
     """
-
-    MAY_CHANGE: frozenset[str]  # keys that may have another value when a run is resumed
-    # runs MindSpeed-RL's own code: its sources, packed rows and converted base weights are needed
-    UPSTREAM: bool
-
-    def validate(self, recipe: Recipe) -> Iterable[Fault]:
-        """Returns what this engine cannot do with `recipe`; reads config.json and looks for files,
-        starts nothing.
-        """
-
-    def data_files(self, recipe: Recipe) -> DataFiles:
-        """The files that a run reads, by label: their hashes go into the run directory."""
-
-    def versions(self) -> dict[str, Any]:
-        """Returns what versions.json says beside the installed packages."""
-
-    def rehearsed(
-        self, recipe: Recipe, shape: ModelShape, rows: list[Row], model_dir: Path
-    ) -> Recipe:
-        """`recipe`, already small (rehearsal/prepare.py), as this engine needs it for the model in
-        `model_dir`.
-        """
-
-
-class Trainer(Protocol):
-    """The module `engine` of an engine's package, with all that it needs to run."""
-
-    def train(
-        self, recipe: Recipe, run: RunDirectory, metrics: MetricsWriter, progress: Progress
-    ) -> None:
-        """Run it, or resume it. ConfigError or EngineError if it cannot."""
-
-    def last_checkpoint(self, recipe: Recipe) -> int:
-        """The step after which the run in `recipe.run.resume` resumes; ValueError if it has no
-        usable checkpoint.
-        """
-
-
-def engine_of(recipe: Recipe) -> Engine:
-    """The engine that a recipe asks for; ConfigError with the nearest one."""
     if recipe.engine not in ENGINES:
         raise ConfigError(Fault("unknown", unknown("engine", recipe.engine, ENGINES), "engine"))
     return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.limits")
 
 
-def trainer_of(recipe: Recipe) -> Trainer:
-    """Returns the trainer of a recipe whose engine `engine_of` knows."""
+def trainer_of(recipe: Recipe) -> ModuleType:
+    """The module `engine` of the engine of a recipe, which `engine_of` knows.
+
+    It has:
+        train(recipe, run, metrics, progress): runs it, or resumes it. ConfigError or EngineError if
+            it cannot.
+        last_checkpoint(recipe): the step after which the run in `recipe.run.resume` resumes;
+            ValueError if it has no usable checkpoint.
+    """
     return import_module(f"mindspeed_qerl.{ENGINES[recipe.engine]}.engine")
 
 

@@ -1,16 +1,13 @@
 """The noise of a run: its owner, and what of it a model's norms in bfloat16 cannot hold."""
 
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import groupby
 
 from mindspeed_qerl.aqn.target import NoiseController
-from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, targets_in_file
-from mindspeed_qerl.families.checkpoint import Checkpoint
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.metrics import MetricsRow
 
-LEAST_KEPT = 0.5  # of the noise, below which `NoiseInjector` warns as well
+LEAST_KEPT = 0.5  # of the noise
 
 
 def controller_of(recipe: Recipe, earlier: Iterable[MetricsRow]) -> NoiseController | None:
@@ -26,9 +23,9 @@ def controller_of(recipe: Recipe, earlier: Iterable[MetricsRow]) -> NoiseControl
 
 
 def lost_noise(recipe: Recipe) -> list[str]:
-    """Returns a warning that names the stages of which bfloat16 keeps less than half, on the norms
-    of the recipe's model, or on weights of 1 if these cannot be read; nothing where sigma follows
-    a target, which makes up for the loss.
+    """Returns a warning that names the stages of which bfloat16 keeps less than half, on norms of 1
+    (`NoiseInjector` measures it on the model's); nothing where sigma follows a target, which makes
+    up for the loss.
     """
     noise = recipe.noise
     steps = recipe.run.train_iters
@@ -36,29 +33,19 @@ def lost_noise(recipe: Recipe) -> list[str]:
         return []
     from mindspeed_qerl.aqn.injector import kept_in_bfloat16  # torch: seconds
 
-    weights = []
-    with suppress(ValueError):  # there are no files yet, or a multiplier selects no norm
-        checkpoint = Checkpoint(recipe.model.path)
-        targets = targets_in_file(checkpoint.files, noise.targets, noise.exclude)
-        factors = multipliers_of(targets, check_multipliers(noise.multipliers or {}))
-        pairs = zip(targets, factors)
-        weights = [(checkpoint.read(f"{norm}.weight"), factor) for norm, factor in pairs if factor]
-    norms = "the model's norms" if weights else "norms of 1"
     schedule = noise.noise_schedule(steps)
-    lost = 0
     stages = []
     for stage, group in groupby(range(steps), schedule.stage):
-        of_stage = list(group)
-        sigma = schedule.sigma(of_stage[0])
-        if not sigma or (kept := kept_in_bfloat16(weights, sigma)) >= LEAST_KEPT:
+        first = next(group)
+        sigma = schedule.sigma(first)
+        if not sigma or (kept := kept_in_bfloat16(sigma)) >= LEAST_KEPT:
             continue
-        lost += len(of_stage)
-        stages.append(f"stage {stage} from step {of_stage[0]} (sigma {sigma:.2g}, {kept:.0%} left)")
-    if not lost:
+        stages.append(f"stage {stage} from step {first} (sigma {sigma:.2g}, {kept:.0%} left)")
+    if not stages:
         return []
     warning = (
-        f"aqn: in {lost} of {steps} steps bfloat16 rounds more than half of the noise away on "
-        f"{norms}: {', '.join(stages)}. Raise aqn.sigma_end above the largest sigma of these, or "
-        "take aqn=target, which makes up for the loss (docs/aqn.md)"
+        "aqn: bfloat16 rounds more than half of the noise away on norms of 1 in "
+        f"{', '.join(stages)}. Raise aqn.sigma_end above the largest sigma of these, or take "
+        "aqn=target, which makes up for the loss (docs/aqn.md)"
     )
     return [warning]

@@ -6,8 +6,6 @@ import atexit
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +20,6 @@ from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.files import hold
 
 PREFIX = "qerl_ray_"
-GUARD = Path(__file__).with_name("private_ray_guard.py")
 SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -34,16 +31,16 @@ SETTINGS = {
     # A busy raylet is not given up after five answers that came late.
     "RAY_health_check_failure_threshold": "20",
 }
-# temporary directory of this process's Ray: its lock, its guard, and earlier children
-_started: dict[Path, tuple[IO, subprocess.Popen, list]] = {}
+# temporary directory of this process's Ray: its lock, and earlier children
+_started: dict[Path, tuple[IO, list]] = {}
 
 
 def start(**options: Any) -> Path:
     """`ray.init` of a new Ray that listens on the loopback interface only; `options` are its other
     arguments.
 
-    Returns its temporary directory, which `stop` removes; if this process is killed, the guard that
-    is started here does, and if that is killed, too, the next `start`. EngineError if Ray does not
+    Returns its temporary directory, which `stop` removes; if this process is killed, the next
+    `start` does, and Ray's processes end by themselves within a minute. EngineError if Ray does not
     start.
     """
     os.environ.update(SETTINGS)
@@ -89,7 +86,7 @@ def _configure_ray() -> None:
 
 
 def _new_directory() -> Path:
-    """A temporary directory that this process holds, with its guard."""
+    """A temporary directory that this process holds."""
     parent = Path(tempfile.gettempdir())
     # a socket's whole path may have 107 characters (unix(7)), and Ray's part is long
     if len(str(parent)) > 20:
@@ -99,13 +96,7 @@ def _new_directory() -> Path:
     making = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
     lock = hold(making)
     directory = making.rename(parent / making.name.removeprefix("."))
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", GUARD, directory, str(os.getpid())],
-        start_new_session=True,  # Ctrl-C ends all the others
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    _started[directory] = lock, guard, psutil.Process().children(recursive=True)
+    _started[directory] = lock, psutil.Process().children(recursive=True)
     return directory
 
 
@@ -129,17 +120,15 @@ def stop() -> None:
     """
     children = psutil.Process().children(recursive=True) if _started else []
     ray.shutdown()
-    for directory, (lock, guard, others) in list(_started.items()):
+    for directory, (lock, others) in list(_started.items()):
         ended = [child for child in children if child not in others]
         psutil.wait_procs(ended, timeout=10)
         shutil.rmtree(directory, ignore_errors=True)
-        guard.kill()
-        guard.wait()
         lock.close()
         del _started[directory]  # last: a second Ctrl-C may come in between
 
 
-atexit.register(stop)  # of a process that ends without it the guard says that it was killed
+atexit.register(stop)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import model_validator
+from pydantic.dataclasses import dataclass as values_or_dict
 
 from mindspeed_qerl.common.errors import ConfigError
 
@@ -76,6 +77,16 @@ class Linear:
     active: int = 1
 
 
+@values_or_dict(frozen=True)
+class Llama3Rope:
+    """Rotary positions of Llama 3.1 and later, by the keys of config.json's rope_scaling."""
+
+    factor: Number
+    low_freq_factor: Number
+    high_freq_factor: Number
+    original_max_position_embeddings: Number  # Megatron reads it as a float
+
+
 @sizes
 class ModelShape:
     """A model's sizes, by the keys of a Hugging Face config.json. `intermediate_size` is the width
@@ -100,6 +111,7 @@ class ModelShape:
     shared_expert_intermediate_size: Count = 0
     norm_topk_prob: bool = False
     rms_norm_eps: Number = 1e-6
+    rope_scaling: Llama3Rope | None = None  # or a dict of its values
 
     @model_validator(mode="after")
     def _has_an_mlp(self) -> "ModelShape":
@@ -115,6 +127,14 @@ class ModelShape:
     @property
     def moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Returns the rotary positions as config.json's rope_parameters have them."""
+        rope = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_scaling:
+            rope |= asdict(self.rope_scaling) | {"rope_type": "llama3"}
+        return rope
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -183,19 +203,18 @@ class Family:
         experts: every layer routes tokens to experts. shared_expert: and has one for all tokens,
             with a gate.
         own_head_dim: heads may be of any width, not hidden_size / num_attention_heads.
-        conversion, adaptor: None if the NPU engine cannot run the family.
         megatron: arguments of Megatron that the family needs besides.
     """
 
     model_type: str
     architecture: str
+    conversion: Conversion
+    adaptor: Adaptor
     qk_norm: bool = False
     qkv_bias: bool = False
     experts: bool = False
     shared_expert: bool = False
     own_head_dim: bool = False
-    conversion: Conversion | None = None
-    adaptor: Adaptor | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
 
     def shape(self, config: Mapping[str, Any], name: str) -> ModelShape:
@@ -222,7 +241,9 @@ class Family:
         usual = head_dim_of(given.get("hidden_size"), given.get("num_attention_heads"))
         given.setdefault("head_dim", usual)
         given.setdefault("tie_word_embeddings", False)
-        given |= {"name": name, "rope_theta": (values["rope"] or {}).get("rope_theta")}
+        rope = values["rope"] or {}
+        given |= {"name": name, "rope_theta": rope.get("rope_theta")}
+        given["rope_scaling"] = rope if rope.get("rope_type") == "llama3" else None
         if self.experts:
             given["intermediate_size"] = 0
         shape = checked(ModelShape, given, " in config.json")
@@ -286,8 +307,13 @@ class Family:
             norm_epsilon=shape.rms_norm_eps,
             position_embedding_type="rope",
             rotary_base=_whole(shape.rope_theta),
+            rope_scaling_type=None,
             untie_embeddings_and_output_weights=not shape.tie_word_embeddings,
         )
+        if shape.rope_scaling:
+            scaling = asdict(shape.rope_scaling)
+            scaling["rope_scaling_factor"] = scaling.pop("factor")
+            arguments |= scaling | {"rope_scaling_type": "llama3"}
         if not self.experts:
             return arguments | dict(
                 ffn_hidden_size=shape.intermediate_size, num_experts=None, **self.megatron
@@ -324,10 +350,10 @@ class Family:
         return config
 
     def hf_config(self, shape: ModelShape) -> dict[str, Any]:
-        """The sizes as config.json has them, but for rope_theta, which transformers 5 keeps
+        """The sizes as config.json has them, but for ModelShape.rope, which transformers 5 keeps
         elsewhere than 4.
         """
-        left_out = self._not_read | {"name", "model_type", "rope_theta"}
+        left_out = self._not_read | {"name", "model_type", "rope_theta", "rope_scaling"}
         return {key: value for key, value in asdict(shape).items() if key not in left_out}
 
     def other_parameters(self, shape: ModelShape, tp: int) -> int:

@@ -9,8 +9,8 @@ from .config import resolve
 OWN_CODE = {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
 # rotary positions: key -> the values that say what is built. Below 4.43 transformers wrote "type".
 POSITIONS = {
-    "rope_type": (None, "default"),
-    "type": (None, "default"),
+    "rope_type": (None, "default", "llama3"),
+    "type": (None, "default", "llama3"),
     "mrope_section": (None,),
     "partial_rotary_factor": (None, 1),
 }
@@ -69,7 +69,7 @@ def not_built(config: Mapping[str, Any], family: Family) -> list[str]:
 
 def _unlike(values: Mapping[str, Any], built: Mapping[str, tuple]) -> list[str]:
     return [
-        f"{key} is {values[key]!r}; only {known[-1]!r} is built"
+        f"{key} is {values[key]!r}; only {' or '.join(map(repr, known[-2:]))} is built"
         for key, known in built.items()
         if values.get(key) not in known
     ]

@@ -98,12 +98,20 @@ def unread_by_4(config: Mapping[str, Any]) -> list[str]:
     """
     rope = config.get("rope_parameters")
     faults = []
-    theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
+    rope = rope if isinstance(rope, Mapping) else {}
+    theta = rope.get("rope_theta")
     read = config.get("rope_theta", 10000.0)
     if theta is not None and theta != read:
         faults.append(
             f"rope_parameters has rope_theta = {theta!r}, which transformers 4 does not read; it "
             f'would take {read!r}. Write "rope_theta": {theta!r} beside rope_parameters'
+        )
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    kind = rope.get("rope_type", "default")
+    if kind != "default" and config.get("rope_scaling") != scaling:
+        faults.append(
+            f"rope_parameters has rope_type = {kind!r}, which transformers 4 does not read. Write "
+            f'"rope_scaling": {json.dumps(scaling)} beside rope_parameters'
         )
     experts = config.get("num_local_experts")
     if experts is not None and experts != config.get("num_experts"):

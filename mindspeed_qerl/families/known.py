@@ -57,7 +57,12 @@ KNOWN = (
         conversion=Conversion("convert_ckpt_v2.py", "qwen3-moe", ("--moe-grouped-gemm",)),
         adaptor=Adaptor("Qwen3MoeMVWeightAdaptor"),
     ),
-    # Llama 2 and its relatives (SmolLM2), dense: no biases, plain queries and keys. The NPU engine
-    # lacks it.
-    Family("llama", "LlamaForCausalLM", own_head_dim=True),
+    # Llama, dense: no biases, plain queries and keys; rotary positions of Llama 3 from 3.1 on.
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        own_head_dim=True,
+        conversion=Conversion("convert_ckpt.py", "llama2", (*OPTIONS[:3], *OPTIONS[4:])),
+        adaptor=Adaptor("QwenMVWeightAdaptor"),
+    ),
 )

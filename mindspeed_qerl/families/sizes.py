@@ -11,7 +11,7 @@ from mindspeed_qerl.common.errors import ConfigError
 LARGEST = 10**9  # of any one size
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Number = Annotated[float, Field(gt=0, lt=1e30)]
+Number = Annotated[float, Field(gt=0, lt=1e30, strict=True)]
 Sizes = TypeVar("Sizes")
 
 
@@ -34,9 +34,9 @@ def checked(kind: type[Sizes], values: Mapping[str, Any], place: str) -> Sizes:
         for wrong in error.errors():
             message = wrong["msg"].removeprefix("Value error, ")
             if wrong["type"] == "missing":
-                message = f"{wrong['loc'][0]} is missing{place}"
+                message = f"{wrong['loc'][-1]} is missing{place}"
             elif wrong["loc"]:
-                message = f"{wrong['loc'][0]} = {wrong['input']!r}{place}: {message}"
+                message = f"{wrong['loc'][-1]} = {wrong['input']!r}{place}: {message}"
             faults.append(message)
         raise ConfigError(*faults) from error
 

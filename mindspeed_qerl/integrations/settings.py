@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mindspeed_qerl.aqn.schedule import NoiseSchedule
+from mindspeed_qerl.aqn.schedule import DRAWS, NoiseSchedule
 from mindspeed_qerl.aqn.targets import check_multipliers
 from mindspeed_qerl.common.errors import unknown
 
@@ -23,6 +23,7 @@ class Settings:
         noise: keyword arguments of `NoiseSchedule`, besides total_steps where the trainer tells
             it; None: no noise.
         targets, exclude, multipliers, seed: of `NoiseInjector`, as `aqn` has them in configs/.
+        draws: who has a draw of its own, "step", "group" or "answer" (draws.py).
         first_step: training step of the first sync, where the trainer does not tell it; of a
             resumed run the step that it resumes after.
         arrival_every: syncs from one proof of arrival to the next; 0: none.
@@ -45,6 +46,7 @@ class Settings:
     exclude: tuple[str, ...] = ()
     multipliers: Mapping[str, float] = field(default_factory=dict)
     seed: int = 1
+    draws: str = "step"
     first_step: int = 0
     arrival_every: int = 1
     elements: int = 64
@@ -58,6 +60,8 @@ class Settings:
     def __post_init__(self):
         if self.rounding not in ROUNDINGS:
             raise ValueError(unknown("rounding", self.rounding, ROUNDINGS))
+        if self.draws not in DRAWS:
+            raise ValueError(unknown("value of draws", self.draws, DRAWS))
         if not 0 <= self.min_arrived <= 1:
             raise ValueError(f"min_arrived = {self.min_arrived!r} must be in 0..1")
         for name in ("replicas", "steps_behind"):

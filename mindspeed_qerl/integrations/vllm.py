@@ -28,6 +28,7 @@ from mindspeed_qerl.lora.arrival import Arrival, Factors
 from mindspeed_qerl.lora.held import ELSEWHERE, Held, held_parts, not_compared
 
 from .cpu import refuse_packed_weights
+from .draws import RequestDraws, injector_of
 from .lines import Lines
 from .requests import BYPASSED, LoadedAdapters, Steps, Weights, bypasses, new_requests
 from .rounding import rounded_without_bias, too_little
@@ -72,6 +73,7 @@ class WorkerRollout:
     has_reloaded = False  # in this sync, in one of vLLM's own ways
     injector: NoiseInjector | None = None  # while its noise is on
     controller: NoiseController | None = None  # from the first noise on
+    draws: RequestDraws | None = None  # where not all requests have one
     noise_step = -1  # of the last noise
     measured_step = -1  # of what was told last
     is_told = False
@@ -95,7 +97,6 @@ class WorkerRollout:
         self.arrival = Arrival(settings.elements)
         self.steps = Steps(settings.steps_behind)
         self.loaded = LoadedAdapters(settings.elements, settings.evaluates_base)
-        self.multipliers = check_multipliers(settings.multipliers)
         self.share: dict[str, Any] = {}
         self.told: set[str] = set()  # problems of batches
         self.unbiased: set[str] = set()  # matrices that are rounded without bias, by name
@@ -105,7 +106,9 @@ class WorkerRollout:
                     self.unbiased.add(held.name)
         if settings.noise is not None:
             norms = select_targets(self.model, settings.targets, settings.exclude)
-            multipliers_of(norms, self.multipliers)
+            multipliers_of(norms, check_multipliers(settings.multipliers))
+            if settings.draws != "step":
+                self.draws = RequestDraws(worker, settings.draws)
         wrap(self.model, "load_weights", self._load_weights)
         wrap(worker, "add_lora", self._add_lora)
         wrap(worker, "sleep", self._sleep)
@@ -312,13 +315,7 @@ class WorkerRollout:
             )
         if self.controller is None:
             self.controller = NoiseController(schedule, self.lines.measured_before(step))
-        injector = NoiseInjector(
-            self.model,
-            settings.targets,
-            settings.exclude,
-            self.multipliers,
-            seed=settings.seed,
-        )
+        injector = injector_of(self.worker, settings, self.draws)
         report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step

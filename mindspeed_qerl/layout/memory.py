@@ -86,6 +86,10 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> MemorySettings:
     recomputed = 0
     if optimizer.recompute_granularity == "full":
         recomputed = optimizer.recompute_num_layers or ALL_LAYERS
+    drawn_norms = 0
+    if recipe.noise.enabled and recipe.noise.draws != "step":
+        is_mixture = recipe.model.arguments.get("num_experts")
+        drawn_norms = 1 if is_mixture and recipe.noise.targets == "auto" else 2
     return MemorySettings(
         memory_gb,
         **vars(recipe.rollout),
@@ -95,6 +99,7 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> MemorySettings:
         lora_targets=recipe.lora.targets,
         hccl_buffer_mib=recipe.npu.hccl_buffer_mib,
         int8_rollouts=recipe.quantization.format == "int8_w8a8",
+        drawn_norms=drawn_norms,
     )
 
 
@@ -117,6 +122,7 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
     """The memory of a rank in one pipeline stage."""
     batch = plan.batch
     runtime = parts.runtime(plan, settings)
+    draws = [parts.draws(plan, settings)] if settings.drawn_norms else []
     name = "frozen base" if plan.lora else "weights"
     weights = parts.weights(name, training_weights(plan, stage))
     vllm = parts.weights("vLLM's weights", rollout_weights(plan))
@@ -148,8 +154,9 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
     rollout.append(Part("KV cache", kv_cache, how))
     if settings.int8_rollouts:
         rollout.append(parts.int8_copies(plan))
+    rollout += draws
 
-    training = [*runtime, *weights, *adapters]
+    training = [*runtime, *weights, *adapters, *draws]
     held = []
     if not settings.enforce_eager:  # decode graphs keep what they read where it is
         graphs = parts.graphs(settings)

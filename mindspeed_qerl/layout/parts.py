@@ -39,6 +39,7 @@ class MemorySettings:
     lora_targets: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
     hccl_buffer_mib: int = 640
     int8_rollouts: bool = False  # rollout_quantization int8_w8a8
+    drawn_norms: int = 0  # norms of a layer that have a draw for each answer or group
 
 
 @dataclass(frozen=True)
@@ -321,6 +322,15 @@ def int8_copies(plan: Plan) -> Part:
     dense, _ = linear_weights(plan.shape.linears, plan.layout.infer_tp, 1)
     numbers = plan.shape.num_hidden_layers * dense
     return Part("int8 copies", numbers, f"{numbers / GB:.2f} x 10^9 x 1")
+
+
+def draws(plan: Plan, settings: MemorySettings) -> Part:
+    """Returns the weights of each sequence that is served (aqn/rows.py), beside
+    gpu_memory_utilization.
+    """
+    places = settings.max_num_seqs + 1
+    numbers = settings.drawn_norms * plan.shape.num_hidden_layers * places * plan.shape.hidden_size
+    return Part("draws of the noise", numbers * BF16, f"{numbers / 1e6:.1f} x 10^6 x 2")
 
 
 def graphs(settings: MemorySettings) -> Part:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
-from mindspeed_qerl.families import ModelShape, read_shape, shape_of_arguments
+from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
 from mindspeed_qerl.recipe.types import Batch, Layout, Recipe
 
 NO_MODEL = "megatron_training.tokenizer_name_or_path = {!r}: no config.json there"
@@ -72,19 +72,21 @@ class Plan:
         return max(1, self.mini_share * self.batch.seq_length // self.batch.update_tokens)
 
 
-def plan_of(recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int = 16) -> Plan:
+def plan_of(
+    recipe: Recipe, shape: ModelShape | None = None, ranks_per_node: int | None = None
+) -> Plan:
     """The plan of a recipe.
 
     Args:
         shape: of the model that vLLM will load; None: `shape_of_model`.
-        ranks_per_node: a config does not say how many NPUs a node has; upstream asks acl.
+        ranks_per_node: NPUs of a node; None: as the recipe says.
 
     Raises:
-        ConfigError: the model's config.json, or what Megatron is told of it, makes no shape.
+        ConfigError: the model's config.json makes no shape, or there is none.
     """
     return Plan(
         shape or shape_of_model(recipe),
-        replace(recipe.layout, ranks_per_node=ranks_per_node),
+        replace(recipe.layout, ranks_per_node=ranks_per_node or recipe.layout.ranks_per_node),
         recipe.batch,
         lora=bool(recipe.lora.targets),
         share_backbone=recipe.npu.share_backbone,
@@ -112,12 +114,12 @@ def beyond_positions(plan: Plan, directory: str | Path) -> list[Fault]:
 
 def shape_of_model(recipe: Recipe) -> ModelShape:
     """The shape in the model's own config.json, which vLLM goes by; while the model is not there,
-    what Megatron is told.
+    the known one of that name. ConfigError if there is none.
     """
     folder = Path(recipe.model.path)
+    name = recipe.model.arguments.get("model")
     if (folder / "config.json").is_file():
         return read_shape(folder)
-    arguments = recipe.model.arguments
-    if arguments.get("num_layers") is None and arguments.get("hidden_size") is None:
+    if name not in NAMED_SHAPES:
         raise ConfigError(NO_MODEL.format(recipe.model.path))
-    return shape_of_arguments(arguments)
+    return NAMED_SHAPES[name]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
-from math import lcm, log
+from math import ceil, lcm, log
 
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.recipe.types import Batch, Layout
@@ -17,6 +17,7 @@ from .memory import Memory, estimate
 from .parts import GB, MemorySettings
 from .plan import Plan
 from .rules import TRAINING, broken
+from .sizes import GRAPHS_TP, LARGEST
 from .time import (
     DEFAULT,
     Terms,
@@ -34,7 +35,13 @@ PACKED = Batch(
     reset_attention_mask=True,
     no_pad_to_seq_lengths=True,
 )
-UTILIZATIONS = (0.6, 0.7, 0.8, 0.9)
+UTILIZATIONS = (0.4, 0.9)  # least and most, in steps of STEP
+STEP = 0.05
+MOST_EVALUATED = (
+    256  # sequences at once that an evaluation is worth: each is memory and an HCCL buffer
+)
+EVALUATED = 1319  # problems, of GSM8K's test set
+BUFFER = 256  # MiB of a group in HCCL, where experts' tokens need no more (upstream's own)
 TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last tenth
 
 
@@ -65,18 +72,81 @@ def fit_batch(plan: Plan, prompts: int) -> Plan:
     return replace(plan, batch=batch)
 
 
-def with_memory(plan: Plan, memory_gb: float) -> Memory:
-    """The plan's memory with the settings of this project's configs (everything offloaded, all
-    layers recomputed, a larger HCCL buffer where experts are dispatched) on ranks of `memory_gb`
-    10^9 bytes, at the least gpu_memory_utilization whose KV cache holds all answers at once, or the
-    highest.
+def with_memory(plan: Plan, memory_gb: float, terms: Terms = DEFAULT) -> Memory:
+    """The plan's memory as a config for it has it, on ranks of `memory_gb` 10^9 bytes: decoding is
+    captured and nothing offloaded, or eager and all offloaded; a dense model recomputes nothing, or
+    all. Of these what fits best, then what has room to spare, is fastest, and takes least.
     """
-    buffer = 640 if plan.shape.moe else 256
-    for utilization in UTILIZATIONS:
-        memory = estimate(plan, MemorySettings(memory_gb, utilization, hccl_buffer_mib=buffer))
-        if memory.answers_at_once >= memory.answers_needed:
-            break
-    return memory
+    sequences = sequences_at_once(plan)
+    settings = MemorySettings(
+        memory_gb,
+        max_num_seqs=sequences,
+        recompute_layers=max(plan.layers),
+        hccl_buffer_mib=buffer_for(plan.shape, sequences),
+    )
+    captured = replace(
+        settings,
+        enforce_eager=False,
+        offload_train_param=False,
+        offload_train_grad=False,
+        offload_train_optimizer=False,
+    )
+    choices = [settings]
+    if plan.layout.infer_tp in GRAPHS_TP:
+        choices.append(captured)
+    if not plan.shape.moe:
+        choices += [replace(choice, recompute_layers=0) for choice in choices]
+    found = [_with_cache(plan, choice, terms) for choice in choices]
+    return min(found, key=partial(_worth, terms=terms))
+
+
+def _with_cache(plan: Plan, settings: MemorySettings, terms: Terms) -> Memory:
+    """The plan's memory at the least gpu_memory_utilization whose KV cache holds the longest answers
+    of a rollout at once; at a lower one if decode graphs would keep more of it than an update
+    leaves.
+    """
+    least, most = UTILIZATIONS
+    fullest = estimate(plan, replace(settings, gpu_memory_utilization=most))
+    if not fullest.kv_cache:
+        return fullest
+    capacity = fullest.capacity
+    answers = min(fullest.answers_needed, settings.max_num_seqs)
+    cache = answers * fullest.kv_token * (terms.prompt + terms.longest)
+    wanted = ceil((most + (cache - fullest.kv_cache) / capacity) / STEP)
+    if not settings.enforce_eager:
+        room = most + TIGHT - fullest.peak / capacity
+        wanted = min(wanted, int(room / STEP))
+    share = min(max(round(wanted * STEP, 2), least), most)
+    return estimate(plan, replace(settings, gpu_memory_utilization=share))
+
+
+def _worth(memory: Memory, terms: Terms) -> tuple:
+    seconds = sum(total(iteration(memory, terms))) / 2
+    return memory.excess, is_tight(memory), seconds, memory.settings.gpu_memory_utilization
+
+
+def sequences_at_once(plan: Plan) -> int:
+    """Returns max_num_seqs for a plan: a replica's answers of a rollout, or of an evaluation, up to
+    MOST_EVALUATED; in steps of 64.
+    """
+    replicas = plan.layout.infer_dp
+    evaluated = min(-(-EVALUATED // replicas), MOST_EVALUATED)
+    wanted = max(plan.batch.answers // replicas, evaluated)
+    return min(-(-wanted // 64) * 64, LARGEST)
+
+
+def dispatched(shape: ModelShape, sequences: int) -> float:
+    """Returns the MiB of HCCL's buffer that CANN asks for to send the tokens of `sequences` to
+    experts, whatever EP is (the sum in vllm-ascend pull request 5287; LARGEST tokens at most).
+    """
+    row = 2 * shape.hidden_size
+    sent = (row + 512) * shape.num_experts + row * shape.num_experts_per_tok
+    return 2 * min(sequences, LARGEST) * sent / 2**20
+
+
+def buffer_for(shape: ModelShape, sequences: int) -> int:
+    """Returns the MiB of HCCL's buffer for that, in steps of 64, at least BUFFER."""
+    return max(BUFFER, (int(dispatched(shape, sequences)) // 64 + 1) * 64)
 
 
 @cache
@@ -84,7 +154,9 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _candidates(shape: ModelShape, world: int, ranks_per_node: int) -> Iterator[Plan]:
+def _candidates(
+    shape: ModelShape, world: int, ranks_per_node: int, batch: Batch = PACKED
+) -> Iterator[Plan]:
     """Plans whose TP x PP x EP groups fill the ranks, with vLLM's TP and EP as training's."""
     for tp in _divisors(world):
         for pp in _divisors(world // tp):
@@ -92,7 +164,7 @@ def _candidates(shape: ModelShape, world: int, ranks_per_node: int) -> Iterator[
                 layout = Layout(
                     world, tp, pp, ep=ep, infer_tp=tp, infer_ep=ep, ranks_per_node=ranks_per_node
                 )
-                yield new_plan(shape, layout, PACKED)
+                yield new_plan(shape, layout, batch)
 
 
 def _legal_rollouts(plan: Plan, prompts: int) -> Iterator[Plan]:
@@ -113,6 +185,7 @@ def legal_layouts(
     memory_gb: float = 64.0,
     terms: Terms = DEFAULT,
     prompts: int = 64,
+    batch: Batch = PACKED,
 ) -> list[Memory]:
     """Every legal training layout with the global batch nearest to `prompts` that it can divide,
     its best inference layout and the gpu_memory_utilization that it needs on ranks of `memory_gb`;
@@ -120,11 +193,11 @@ def legal_layouts(
     """
     best = []
     place = partial(order, terms=terms)
-    for training in _candidates(shape, world, ranks_per_node):
+    for training in _candidates(shape, world, ranks_per_node, batch):
         if broken(training, TRAINING):
             continue
         plans = _legal_rollouts(training, prompts)
-        if memories := [with_memory(plan, memory_gb) for plan in plans]:
+        if memories := [with_memory(plan, memory_gb, terms) for plan in plans]:
             best.append(min(memories, key=place))
     return sorted(best, key=place)
 

@@ -12,6 +12,8 @@ from .plan import Plan
 
 # tokens of a captured step; vllm-ascend's experts take no more in one (model_runner_v1.py:540)
 LARGEST = 512
+# infer TP that decode graphs were tried with (tests/upstream/test_graphs.py)
+GRAPHS_TP = (1, 2, 4)
 # inputs that share a scale (quantization/formats.py)
 BLOCKS = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
 # Inputs of layers, and those of which tensor parallel ranks round a part each: of o_proj and of each

@@ -21,14 +21,16 @@ from .plan import Plan
 from .sizes import LARGEST, rollout_weights, training_weights
 
 # What a die has, and the share of it that is reached: Ascend/msmodeling 84fec85
-# tensor_cast/device.py; training's share: arXiv 2505.04519; latency: an all-reduce of 160 KB on 16
-# dies.
+# tensor_cast/device.py; training's share: arXiv 2505.04519, and at least what 235B-A22B's published
+# update had (docs/layouts.md); latency: an all-reduce of 160 KB on 16 dies.
 FLOPS = 353.9e12  # bfloat16, dense, a second
 SHARES = {"training": 0.3, "rollout": 0.7}
+LEAST_SHARE = 0.14  # of training
+KERNEL = 3e-6  # seconds of the die that a kernel of a decode step takes, however little it does
 READ = 0.6 * 1.6 * 2**40  # bytes a second of its memory
 NETWORK = 196e9  # bytes a second to other dies of the box
 NETWORK_SHARE = 0.7
-COPIED = 8e9  # bytes a second from and to the host's pageable memory; assumed
+COPIED = (8e9, 2e9)  # bytes a second from and to the host's pageable memory; assumed
 LATENCY = 15e-6  # seconds of a collective, however small
 # kind of hardware -> bytes a second to the dies of another box
 HARDWARE = {
@@ -36,10 +38,11 @@ HARDWARE = {
     "910C-supernode": NETWORK,
     "910B": 25e9,
 }
-LAUNCH = (20e-6, 80e-6)  # seconds of the host for one
+LAUNCH = (30e-6, 70e-6)  # seconds of the host for one; the narrowest that published speeds allow
 BACKWARD = 2  # times the operations of a forward pass
 MERGED = 60  # bytes that a die reads and writes to merge a weight and round it (lora/rounding.py)
 PROOF_EVERY = 50  # iterations (run.prove_every), of a proof that compares with two syncs
+DRAW = 75e-6  # seconds of the host to draw the weight of a norm; measured, 3,584 numbers
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
 # of TP and of experts in a layer's forward pass, as `groups` has them
@@ -73,11 +76,13 @@ class Phase:
     device: float
     more: float = 0.0  # seconds that neither waits for
     alone: float = 0.0  # of the launches, those in which the die has nothing else to do
+    late: float = 0.0  # seconds more that the die may take
 
-    def seconds(self, launch: float) -> float:
-        """With a host that takes `launch` seconds for one."""
+    def seconds(self, launch: float, late: float = 0.0) -> float:
+        """With a host that takes `launch` seconds for one, and so much of `late`."""
         ahead = self.launches - self.alone
-        return max(ahead * launch, self.device) + self.alone * launch + self.more
+        device = self.device + late * self.late
+        return max(ahead * launch, device) + self.alone * launch + self.more
 
 
 def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
@@ -108,8 +113,8 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
 
 def total(phases: Sequence[Phase]) -> tuple[float, float]:
     """Least and most seconds of all phases."""
-    low, high = (sum(phase.seconds(launch) for phase in phases) for launch in LAUNCH)
-    return low, high
+    fast, slow = LAUNCH
+    return sum(p.seconds(fast) for p in phases), sum(p.seconds(slow, 1) for p in phases)
 
 
 def token_flops(shape: ModelShape, context: float) -> float:
@@ -176,6 +181,7 @@ class _Rank:
         self.plan = memory.plan
         self.shape = memory.plan.shape
         self.terms = terms
+        self.drawn_norms = memory.settings.drawn_norms * memory.plan.shape.num_hidden_layers
 
     def _network(self, sizes: Iterable[int]) -> float:
         """Bytes a second that groups of these sizes send."""
@@ -219,7 +225,9 @@ class _Rank:
         flops = tokens * token_flops(self.shape, self.terms.prompt / 2) / tp
         weights = passes * sum(rollout_weights(self.plan)) * BF16
         device = self._seconds("rollout", flops, weights, layers, tokens, passes)
-        return Phase("prefill", passes * sum(self._launched("prefill", layers, tp)), device)
+        launches = sum(self._launched("prefill", layers, tp)) + 2 * self.drawn_norms
+        more = answers * self.drawn_norms * DRAW
+        return Phase("prefill", passes * launches, device, more)
 
     def decode(self, answers: float) -> Phase:
         """As many steps as the longest answer has tokens, and those that answers wait for a place
@@ -228,7 +236,7 @@ class _Rank:
         layers = self.shape.num_hidden_layers
         tp = self.plan.layout.infer_tp
         kv_token = self.memory.kv_token
-        most = int(self.memory.kv_cache / kv_token / (self.terms.prompt + self.terms.longest))
+        most = int(self.memory.kv_cache / kv_token / (self.terms.prompt + self.terms.answer))
         most = min(self.settings.max_num_seqs, most)
         waiting = max(answers - most, 0)
         steps = self.terms.longest + waiting * self.terms.answer / max(most, 1)
@@ -242,8 +250,13 @@ class _Rank:
         bytes = weights * BF16 + alive * context * kv_token
         step = self._seconds("rollout", self._flops(context) * alive / tp, bytes, layers, alive, 1)
         kind = "decode" if self.settings.enforce_eager or most > LARGEST else "graph"
+        kernels, _ = self._launched("decode", layers, tp)
+        step += kernels * KERNEL
         # what samples and prepares the next step; each sequence draws by a seed of its own
         inside, outside = self._launched(kind, layers, tp)
+        if self.drawn_norms:  # a row of the table and a product for each norm; whose row it is
+            outside += 1
+            inside += 2 * self.drawn_norms * (kind == "decode")
         alone = outside + alive
         return Phase("decode", steps * (inside + alone), steps * step, alone=steps * alone)
 
@@ -269,7 +282,8 @@ class _Rank:
         layers = passes * max(plan.layers)
         device = self._seconds("training", flops, 0, layers, share / layout.tp, micro_batches)
         busy = 1 - idle_share(plan, micro_batches)
-        return Phase(name, micro_batches * launches / busy, device / busy)
+        late = flops / FLOPS * (1 / LEAST_SHARE - 1 / SHARES["training"])
+        return Phase(name, micro_batches * launches / busy, device / busy, late=late / busy)
 
     def logprobs(self, name: str, answers: int, tokens: int) -> Phase:
         """A forward pass over all answers, so many answers or tokens a micro-batch."""
@@ -327,16 +341,17 @@ class _Rank:
         copied = weights * settings.offload_train_param
         copied += gradients.bytes * settings.offload_train_grad
         copied += optimizer.bytes * settings.offload_train_optimizer
-        device = (training + 2 * rollout) * BF16 / READ + 2 * copied / COPIED + self._merging
+        quick, slow = (2 * copied / speed for speed in COPIED)
+        device = (training + 2 * rollout) * BF16 / READ + quick + self._merging
         device += abs(rollout - training) * BF16 / self._network(groups(plan)["training"].values())
         launches, _ = self._launched("sync", self.shape.num_hidden_layers, 1)
-        return Phase("sync", launches, device)
+        return Phase("sync", launches, device, late=slow - quick)
 
     def proof(self) -> Phase:
         """An iteration's share of a proof that adapters arrived: two syncs, of which the first one's
         weights wait on the host.
         """
         sync = self.sync()
-        copied = 2 * sum(rollout_weights(self.plan)) * BF16 / COPIED
+        copied = 2 * sum(rollout_weights(self.plan)) * BF16 / COPIED[0]
         device = (2 * sync.device + copied) / PROOF_EVERY
         return Phase("proof", 2 * sync.launches / PROOF_EVERY, device)

@@ -51,7 +51,8 @@ class Answer:
         routes: [prompt + answer - 1, layers, top_k], the experts that its tokens went to, if they
             were recorded.
         question, text, expected: of the task's row, of this answer, and the right one.
-        reward: of length, too. scores: of each verifier. Like the texts, once it is scored.
+        reward: of length, too. scores: of each verifier. Like the texts, once it is scored; NaN
+            where they could not be computed.
     """
 
     prompt: Sequence[int]

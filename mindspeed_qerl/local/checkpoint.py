@@ -28,7 +28,7 @@ from mindspeed_qerl.common.files import (
     new_directory,
     write_whole,
 )
-from mindspeed_qerl.families import ModelShape
+from mindspeed_qerl.families import ModelShape, read_shape
 from mindspeed_qerl.families.tensors import mappings
 from mindspeed_qerl.lora import checkpoint as megatron
 from mindspeed_qerl.lora.checkpoint import Adapters
@@ -116,12 +116,12 @@ def read_tensors(directory: Path) -> dict[str, Any]:
     return tensors
 
 
-def load_adapters(checkpoints: Path, iteration: int | None = None) -> Adapters:
+def load_adapters(checkpoints: Path, model_dir: str, iteration: int | None = None) -> Adapters:
     """The adapters of either engine's checkpoint under Hugging Face's names, for export. ValueError
-    or FileNotFoundError if it is not there, or not whole.
+    or FileNotFoundError if it is not there, or not whole. model_dir: of the model that was trained.
     """
     if not any(checkpoints.glob(f"iter_*/{STATE}")):
-        return megatron.load_adapters(checkpoints, iteration)
+        return megatron.load_adapters(checkpoints, read_shape(model_dir), iteration)
     state = read_state(checkpoints, iteration)
     shape = ModelShape(**state["model"])
     tensors = read_tensors(folder(checkpoints, state["iteration"]))

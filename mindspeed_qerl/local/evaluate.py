@@ -196,7 +196,17 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
 
 
 def _prepare_platform(job: EvaluationJob) -> None:
-    """The emulated NPU, if it is to serve; ConfigError where this machine's vLLM cannot."""
+    """Enters the emulated NPU, if it is to serve, before vLLM asks for its platform; ConfigError
+    where this machine's vLLM cannot serve.
+    """
+    if job.emulate_npu and not job.is_modelled:
+        if importlib.util.find_spec("vllm_ascend") is None:
+            raise ConfigError(
+                "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
+                "PYTHONPATH (docs/architecture.md), or serve with this machine's own vLLM: "
+                "--no-emulate-npu"
+            )
+        emulation.enter(job.tensor_parallel_size)
     from vllm.platforms import current_platform
 
     is_shared = job.tensor_parallel_size > 1
@@ -213,14 +223,6 @@ def _prepare_platform(job: EvaluationJob) -> None:
             f"quantization.lora = 'beside' with dtype = {job.dtype}: {BESIDE_ROUNDED} Give --dtype "
             "float32, or --quantization-lora merged"
         )
-    if job.emulate_npu:
-        if importlib.util.find_spec("vllm_ascend") is None:
-            raise ConfigError(
-                "emulate_npu: vllm_ascend cannot be imported. Put upstream's checkouts on "
-                "PYTHONPATH (docs/architecture.md), or serve with this machine's own vLLM: "
-                "--no-emulate-npu"
-            )
-        emulation.enter(job.tensor_parallel_size)
 
 
 def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> str:
@@ -234,7 +236,7 @@ def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> st
     if not job.run or job.step == 0:
         return job.model
     run = RunDirectory.open(job.run)
-    adapters = load_adapters(run.checkpoints_dir, job.step)
+    adapters = load_adapters(run.checkpoints_dir, job.model, job.step)
     run.check_owner(run.checkpoints_dir / f"iter_{adapters.iteration:07d}", adapters.run)
     tell(f"merging {len(adapters.weights):,} adapters into {job.model}")
     # what vLLM would round to its dtype by itself, it would round to nearest

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.families import ModelShape, family_of, read_config, read_shape
 from mindspeed_qerl.families.built import not_built
@@ -55,7 +53,7 @@ MAY_CHANGE = frozenset(
 
 
 def validate(recipe: Recipe) -> Iterator[Fault]:
-    """See engines.Engine: faults of model, layout, rollout and task."""
+    """See engines.engine_of: faults of model, layout, rollout and task."""
     yield from _model_faults(recipe)
     yield from _value_faults(recipe)
     yield from checks.missing_files(recipe.task, ("train_file", "test_file"))
@@ -65,14 +63,6 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
 def _value_faults(recipe: Recipe) -> Iterator[Fault]:
     """Yields what this engine cannot do with any model."""
     layout = recipe.layout
-    optimizer = recipe.optimizer
-    # another method, and other granularities than "full", are refused by recipe/keys.yaml
-    if optimizer.recompute_granularity and not optimizer.recompute_method:
-        yield _unsupported(
-            "megatron_training.recompute_method",
-            f"is left out with recompute_granularity = {optimizer.recompute_granularity!r}: set it "
-            "to block, the local engine has no other",
-        )
     if not recipe.lora.targets:
         yield _unsupported(
             "megatron_training.lora_target_modules",
@@ -101,13 +91,6 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
             f"rl_config.mini_batch_size = {mini}"
         )
         yield Fault("conflict", message, "rl_config.mini_batch_size")
-    available = psutil.virtual_memory().available / 2**30
-    if recipe.local.kv_cache_gib >= available:
-        yield _unsupported(
-            "local.kv_cache_gib",
-            f"= {recipe.local.kv_cache_gib}, but only {available:.1f} GiB of memory are available "
-            "for vLLM's KV cache. Ask for less, or free some",
-        )
 
 
 def _unsupported(key: str, reason: str) -> Fault:
@@ -152,13 +135,7 @@ def refused(file: Path, shape: ModelShape) -> list[str]:
 
 def beyond_kernels(shape: ModelShape) -> list[str]:
     """Which sizes of a model vLLM's kernels for CPUs do not take."""
-    heads = shape.num_attention_heads
-    groups = shape.num_key_value_heads
     reasons = []
-    if heads % groups:
-        reasons.append(
-            f"num_attention_heads = {heads} must be a multiple of num_key_value_heads = {groups}"
-        )
     if shape.head_dim not in HEAD_DIMS:
         reasons.append(
             f"head_dim = {shape.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}: vLLM's "

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.algorithm.advantages import overlong_penalty
-from mindspeed_qerl.algorithm.metrics import groups_with_signal, reward_metrics
+from mindspeed_qerl.algorithm.metrics import draw_metrics, groups_with_signal, reward_metrics
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.seeds import derived_seed
@@ -99,7 +99,10 @@ class LocalEngine:
         n = recipe.batch.samples_per_prompt
         groups = len(answers) // n
 
-        metrics = reward_metrics(np.array([answer.reward for answer in answers]), n)
+        rewards = np.array([answer.reward for answer in answers])
+        metrics = reward_metrics(rewards, n)
+        if recipe.noise.repeats(level):
+            metrics |= draw_metrics(rewards, n)
         metrics |= self.weight_errors
         batch = None
         tokens = 0
@@ -175,18 +178,21 @@ class LocalEngine:
         selection = recipe.selection
         with self._timed("rollout"):
             chosen = self.order.take(recipe.batch.global_batch_size)
+            n = recipe.batch.samples_per_prompt
+            draws = recipe.noise.draws_of(noise, len(chosen), n, first=batch * recipe.batch.answers)
             purpose = f"rollout {batch}" if batch else "rollout"
             request = RolloutRequest(
                 [task.prompts[i] for i in chosen],
-                recipe.batch.samples_per_prompt,
+                n,
                 derived_seed(recipe.run.seed, purpose, step),
                 self._sampling(recipe.sampling.temperature),
                 noise,
+                draws,
                 recipe.hardware_error.arguments("rollout"),
             )
             answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         with self._timed("reward"):
-            rows = [task.rows[i] for i in np.repeat(chosen, recipe.batch.samples_per_prompt)]
+            rows = [task.rows[i] for i in np.repeat(chosen, n)]
             texts = self._decode(answers)
             rewards, scores = score(recipe.task.verifiers, texts, rows)
             if selection.overlong_buffer_enable:

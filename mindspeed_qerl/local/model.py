@@ -3,6 +3,7 @@ rank's part.
 """
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -106,6 +107,9 @@ def build_model(
         model.embedding.register_forward_hook(
             lambda module, inputs, output: output.requires_grad_()
         )
+    if shape.rope_scaling:  # GPTModel itself passes on nothing but the factor
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = rotary._apply_scaling(rotary.inv_freq, **asdict(shape.rope_scaling))
     if last:
         model.output_layer.register_forward_hook(_gradient_in_memory_order)
     table = mappings(shape, layers, experts, first, last)

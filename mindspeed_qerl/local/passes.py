@@ -24,7 +24,6 @@ from mindspeed_qerl.algorithm.metrics import Mean, Metric
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay
 from mindspeed_qerl.runs.checks import logprobs_fault
-from mindspeed_qerl.tasks.prompts import text_of
 
 from .batch import TrainBatch
 from .place import Place
@@ -155,8 +154,7 @@ class Passes:
         whole = np.zeros(shard.mask.shape, dtype=np.float32)
         for start, part in zip(range(0, len(shard), size), parts):
             whole[start : start + size, : part.shape[1]] = part.cpu().numpy()
-        words = partial(text_of, self.recipe.model.path)
-        if fault := logprobs_fault(whole, shard.mask, shard.tokens[:, 1:], words):
+        if fault := logprobs_fault(whole, shard.mask, shard.tokens[:, 1:]):
             raise RuntimeError(fault)
         return whole
 

@@ -42,7 +42,8 @@ class RolloutRequest:
     Attributes:
         prompts: token ids. n: answers to each. seed: of the sampler. sampling: keyword arguments
             of vLLM's SamplingParams.
-        noise: what is on, only inside this call; None: the synced weights.
+        noise: what is on, only inside this call; None: the synced weights. draws: of it that of
+            each answer, if not all have one.
         hardware_error: keyword arguments of `HardwareErrorMode` besides the seed; None: computed as
             it is.
         trained: whether answers come with their log-probs, and their routes, if they are recorded.
@@ -54,6 +55,7 @@ class RolloutRequest:
     seed: int
     sampling: dict
     noise: NoiseLevel | None = None
+    draws: Sequence[int] = ()
     hardware_error: dict | None = None
     trained: bool = True
     quantized: bool = True
@@ -111,7 +113,8 @@ class RolloutEngine:
             for name, module in model.named_modules()
             if isinstance(module, RoutedExperts)
         ]
-        self.injector = NoiseInjector(model, **noise) if noise else None
+        runner = serving.model_runner(self.llm)
+        self.injector = NoiseInjector(model, runner=runner, **noise) if noise else None
         self.quantized: QuantizedLayers | None = None
         if quantization:
             self.quantized = QuantizedLayers(model, self.checkpoint, quantization)
@@ -128,14 +131,20 @@ class RolloutEngine:
         sampling = request.sampling
         if request.hardware_error:  # each answer has errors of its own
             sampling = sampling | {"skip_reading_prefix_cache": True}
+        prompts = request.prompts
+        n = request.n
+        if request.draws:
+            prompts = [prompt for prompt in prompts for _ in range(n)]
+            n = 1
         with self.policy(request) as report:
             torch.manual_seed(request.seed)
             answers = serving.complete(
                 self.llm,
-                request.prompts,
+                prompts,
                 recorder=self.recorder if request.trained else None,
                 logprobs=request.trained,
-                n=request.n,
+                draws=request.draws,
+                n=n,
                 **sampling,
             )
         return answers, report

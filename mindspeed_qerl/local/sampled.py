@@ -1,5 +1,6 @@
 """Sampled answers with their rewards, and the batch that is trained of them."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ def answer_metrics(answers: Sequence[Answer]) -> dict[str, Any]:
     """Mean score of each verifier, mean length in tokens, and the share that was cut off."""
     metrics = {}
     for name in answers[0].scores:
-        metrics[f"verifier/{name}/mean"] = np.mean([answer.scores[name] for answer in answers])
+        metrics[f"verifier/{name}/mean"] = np.nanmean([answer.scores[name] for answer in answers])
     lengths = [len(answer.token_ids) for answer in answers]
     metrics["response/length_mean"] = np.mean(lengths)
     metrics["response/length_max"] = np.max(lengths)
@@ -56,8 +57,8 @@ def select(
     answers: Sequence[Answer], recipe: Recipe, logprobs_before: Callable[[TrainBatch], np.ndarray]
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Returns what is trained: `answers`, of whole groups, each with its advantage within its
-    group; to a multiple of the mini-batch with answers that have no token to train. And metrics of
-    the rewards.
+    group; to a multiple of the mini-batch with answers that have no token to train, as those have
+    none whose reward could not be computed. And metrics of the rewards.
 
     Args:
         logprobs_before: `LocalEngine.logprobs_before`, for KL in the reward: all tokens of an
@@ -77,6 +78,7 @@ def select(
         metrics["reward/kl"] = float(kl)
     n = recipe.batch.samples_per_prompt
     batch.advantages[:count] = group_advantages(rewards, n, algorithm)
+    batch.mask[:count][rewards.isnan().numpy()] = False
     if algorithm.mask_truncated_completions:
         batch.mask[:count][[answer.is_truncated for answer in answers]] = False
     return batch, metrics
@@ -93,7 +95,8 @@ def tokens_to_train(
     tokens = 0
     for row, answer in enumerate(answers):
         finished[row] = not answer.is_truncated
-        if finished[row] or not recipe.algorithm.mask_truncated_completions:
+        is_kept = finished[row] or not recipe.algorithm.mask_truncated_completions
+        if is_kept and not math.isnan(answer.reward):
             tokens += len(answer.token_ids)
     faults = (
         advantages_fault(batch.advantages[: len(answers)], recipe.batch.samples_per_prompt),

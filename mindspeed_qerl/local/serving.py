@@ -4,12 +4,14 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import astuple
 from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 
+from mindspeed_qerl.aqn.rows import request_of
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.routing.recorder import RouteRecorder
@@ -19,6 +21,8 @@ from . import arithmetic
 from .batch import Answer
 
 BLOCK = 128  # tokens: the largest of vLLM's on a CPU
+# what vLLM calls the numbers of Llama3Rope
+SCALING = ("scaling_factor", "low_freq_factor", "high_freq_factor", "orig_max_position")
 
 
 def start_vllm(
@@ -84,10 +88,14 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
     built: list[tuple[str, Any, Any]] = [
         ("architecture", type(model).__name__, family_of(shape).architecture)
     ]
+    rotary = "RotaryEmbedding", (None,) * 4
+    if shape.rope_scaling:
+        rotary = "Llama3RotaryEmbedding", astuple(shape.rope_scaling)
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
+            numbers = tuple(getattr(module, name, None) for name in SCALING)
             built += [
-                ("rotary positions", type(module).__name__, "RotaryEmbedding"),
+                ("rotary positions", (type(module).__name__, numbers), rotary),
                 ("rope_theta", module.base, shape.rope_theta),
                 ("rotary width", module.rotary_dim, shape.head_dim),
             ]
@@ -107,6 +115,12 @@ def check_built(model: torch.nn.Module, shape: ModelShape) -> None:
         raise ConfigError(f"config.json is not read alike: {'; '.join(sorted(faults))}")
 
 
+def model_runner(llm: Any) -> Any:
+    """Returns vLLM's model runner, which is in this process."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.model_runner
+
+
 def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecorder:
     """A recorder that hooks every router of vLLM's model in this process; RuntimeError if one is
     missing.
@@ -114,7 +128,7 @@ def route_recorder(llm: Any, routers: Routers, max_model_len: int) -> RouteRecor
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.models.utils import extract_layer_index
 
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    runner = model_runner(llm)
     recorder = RouteRecorder(runner, routers, max_model_len)
     layers = []
     for name, module in runner.model.named_modules():
@@ -138,12 +152,13 @@ def complete(
     recorder: RouteRecorder | None = None,
     logprobs: bool = True,
     seed: int | None = None,
+    draws: Sequence[int] = (),
     **sampling: Any,
 ) -> list[Answer]:
     """The answers to prompts (token ids), those to one side by side, with the logprobs of the
     sampled tokens, or without, and their routes if there is a recorder. With a `seed` each
-    answer has one of its own: vLLM counts on from a prompt's for its further answers. sampling:
-    more keyword arguments of vLLM's SamplingParams.
+    answer has one of its own: vLLM counts on from a prompt's for its further answers. draws: each
+    prompt's, of AQN's noise. sampling: more keyword arguments of vLLM's SamplingParams.
     """
     from vllm import SamplingParams, TokensPrompt
 
@@ -156,6 +171,11 @@ def complete(
             for i in range(len(prompts))
         ]
     tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    if draws:
+        params = []
+        for prompt, draw in zip(tokens, draws, strict=True):
+            extra, prompt["cache_salt"] = request_of(draw)
+            params.append(SamplingParams(detokenize=False, extra_args=extra, **sampling))
     with recorder.recording() if recorder else nullcontext():
         outputs = llm.generate(tokens, params, use_tqdm=use_tqdm)
     routes = recorder.take(outputs) if recorder else repeat(repeat(None))

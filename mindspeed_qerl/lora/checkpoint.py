@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mindspeed_qerl.common.files import POSITION, TRACKER, checkpoint_iterations, rank_folders
-from mindspeed_qerl.families import ModelShape, shape_of_arguments
+from mindspeed_qerl.common.files import POSITION, rank_folders, whole_checkpoints
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.families.tensors import ROW, ParameterMapping, layer_mappings
 
 FILE = "model_optim_rng.pt"
@@ -72,8 +72,11 @@ def parts(mapping: ParameterMapping, a: Tensor, b: Tensor) -> Pairs:
     }
 
 
-def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapters:
-    """The adapters in a Megatron checkpoint, by default that of latest_checkpointed_iteration.txt.
+def load_adapters(
+    checkpoint_dir: Path, shape: ModelShape, iteration: int | None = None
+) -> Adapters:
+    """The adapters in a Megatron checkpoint, by default the last one that is whole;
+    shape: of the model that was trained.
 
     Raises:
         FileNotFoundError: no such iteration (the message lists those there). ValueError: a rank's
@@ -82,7 +85,6 @@ def load_adapters(checkpoint_dir: Path, iteration: int | None = None) -> Adapter
     """
     directory, iteration = _find_iteration(checkpoint_dir, iteration)
     args, stages = _read_ranks(directory)
-    shape = shape_of_arguments(vars(args))
     weights: Pairs = {}
     layers_before = 0
     for shards in stages:
@@ -194,23 +196,18 @@ def replicated(copies: Sequence[Tensor], name: str) -> Tensor:
 
 
 def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, int]:
-    there = checkpoint_iterations(checkpoint_dir)
+    there = whole_checkpoints(checkpoint_dir)
     if not there:
         raise FileNotFoundError(
-            f"{checkpoint_dir} holds no iter_0000001 or the like: give `checkpoints` of the run "
-            "directory"
+            f"{checkpoint_dir} holds no whole iter_0000001 or the like: give `checkpoints` of the "
+            "run directory"
         )
-    way_out = f"there are: {', '.join(map(str, there))}"
     if iteration is None:
-        tracker = checkpoint_dir / TRACKER
-        if not tracker.is_file():
-            raise FileNotFoundError(
-                f"{tracker}, which names the latest iteration, is missing; say which you want, "
-                f"{way_out}"
-            )
-        iteration = int(tracker.read_text())
+        iteration = there[-1]
     if iteration not in there:
-        raise FileNotFoundError(f"{checkpoint_dir} has no iteration {iteration}; {way_out}")
+        raise FileNotFoundError(
+            f"{checkpoint_dir} has no iteration {iteration}; there are: {', '.join(map(str, there))}"
+        )
     return checkpoint_dir / f"iter_{iteration:07d}", iteration
 
 

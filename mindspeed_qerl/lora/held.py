@@ -110,7 +110,7 @@ def not_compared(model: nn.Module) -> dict[str, str]:
             continue
         leaves = _leaves(packing, name)
         if reason := _unreadable(module, leaves):
-            parent = name.removesuffix(name.rpartition(".")[2])
+            parent = name[: name.rfind(".") + 1]
             reasons |= {f"{parent}{leaf}.": reason for leaf in leaves}
     return reasons
 
@@ -188,13 +188,13 @@ def _dequantized(module: nn.Module) -> Tensor:
 def _linear(
     name: str, module: nn.Module, kind: str, tensor: Tensor, leaves: list[str]
 ) -> Iterator[Part]:
-    parent = name.rpartition(".")[0]
+    parent = name[: name.rfind(".") + 1]
     first = 0  # row of the shard in a tensor that is fused in the files, too
     sizes = getattr(module, "output_partition_sizes", [len(tensor)])
     for shard, part in enumerate(tensor.split(sizes)):
         row, column, whole = _place(module, shard, part.shape[0], part.shape[-1])
         start = (first + row, column)
-        yield f"{parent}.{leaves[shard % len(leaves)]}.{kind}", part, start[: part.dim()]
+        yield f"{parent}{leaves[shard % len(leaves)]}.{kind}", part, start[: part.dim()]
         first += whole if len(leaves) == 1 else 0
 
 

@@ -64,13 +64,13 @@ ACCEPTABLE = [plain(question.name) for question in QUESTIONS if not question.ref
 
 
 def preflight(
-    raw: Mapping[str, Any], name: str, machine: Machine, nodes: int = 1, own_ray: bool = False
+    raw: Mapping[str, Any], name: str, machine: Machine, own_ray: bool = False
 ) -> list[Check]:
     """Every check of the resolved config `name`, in the order of the table. A check that breaks is
     a failed line, never an error. What may take long is said before it does, on stderr.
     ConfigError for a run without NPUs.
     """
-    case = case_of(raw, name, nodes)
+    case = case_of(raw, name)
     recipe = case.recipe
     if not engine_of(recipe).UPSTREAM or recipe.emulate_npu or recipe.rehearsal.enabled:
         raise ConfigError(

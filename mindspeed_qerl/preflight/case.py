@@ -113,7 +113,7 @@ class Seen:
 @dataclass(frozen=True)
 class Case:
     """Describes what is to be launched on `machine`: the recipe of config `name`, and what the
-    engine's own check found. `nodes` share its NPUs equally. `unread` are the faults of values that
+    engine's own check found. `unread` are the faults of values that
     a layout depends on, in whose place `recipe` has defaults: then there is no `plan`, nor without
     a model.
     """
@@ -122,7 +122,6 @@ class Case:
     faults: Sequence[Fault]
     unread: Sequence[Fault]
     name: str
-    nodes: int
     machine: Machine = field(default_factory=Machine)
     seen: Seen = Seen()
 
@@ -146,10 +145,10 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The layout, on nodes that share the ranks equally."""
+        """The layout."""
         if not self.unread:
             with suppress(ConfigError):  # of the model: the engine's check has said so
-                return plan_of(self.recipe, ranks_per_node=self.ranks)
+                return plan_of(self.recipe)
         return None
 
     @property
@@ -169,7 +168,7 @@ class Case:
     @property
     def ranks(self) -> int:
         """Ranks of this node, an NPU each."""
-        return -(-self.npus // self.nodes)
+        return self.recipe.layout.node_width
 
     def accepts(self, name: str) -> bool:
         """Returns True if check `name` may fail (run.accepted_checks)."""
@@ -194,7 +193,7 @@ class Question:
     refused: bool = False
 
 
-def case_of(raw: Mapping[str, Any], name: str, nodes: int) -> Case:
+def case_of(raw: Mapping[str, Any], name: str) -> Case:
     """The case of the resolved config `name`; ConfigError if its engine is none."""
     recipe, examined = examine(raw)
     engine_of(recipe)
@@ -204,7 +203,7 @@ def case_of(raw: Mapping[str, Any], name: str, nodes: int) -> Case:
         for fault in examined.faults
         if fault.rule in UNREAD and fault.key.partition(".")[0] in sections
     ]
-    return Case(recipe, examined.faults, unread, name, nodes)
+    return Case(recipe, examined.faults, unread, name)
 
 
 def conversion(case: Case) -> list[str]:

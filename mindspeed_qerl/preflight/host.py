@@ -1,4 +1,4 @@
-"""The host: CPUs, limits, disks; addresses of nodes and of Ray, the host's own name, HCCL's ports; and
+"""The host: its user and disks; addresses of nodes and of Ray, the host's own name, HCCL's ports; and
 the variables of the shell, what the engine would set otherwise and what is left from a recipe, a
 Dockerfile or an earlier repair: the launchers' raylet inherits the shell, so every worker has them.
 """
@@ -19,27 +19,6 @@ from .case import (
     passed,
     warning,
 )
-
-OPEN_FILES = 32768
-SHARED_MEMORY = 10**10  # bytes
-
-
-def cpus(case: Case) -> Check:
-    have = case.machine.cpus()
-    need = 5 * case.ranks
-    return enough(have, 0, need, f"{have:,}, and vllm-ascend wants 5 for each rank: {need:,}")
-
-
-def open_files(case: Case) -> Check:
-    limit = case.machine.open_files()
-    words = f"ulimit -n is {limit:,}; Ray's and HCCL's connections may need {OPEN_FILES:,}"
-    return enough(limit, 0, OPEN_FILES, words)
-
-
-def shared_memory(case: Case) -> Check:
-    free = case.machine.disk("/dev/shm").free
-    words = f"{free:,} bytes free; below {SHARED_MEMORY:,} Ray keeps its objects on the disk"
-    return enough(free, 0, SHARED_MEMORY, words)
 
 
 def temporary_files(case: Case) -> Check:
@@ -137,7 +116,7 @@ def hccl_ports(case: Case) -> Check | None:
 
 def ports_of_ray(shell: Mapping[str, str]) -> set[int]:
     """Returns the ports that the run's Ray listens at: the one that is joined, or the launcher's
-    (examples/grpo/launch.sh) with its client server, dashboard agent and workers.
+    (examples/grpo/grpo_trainer.sh) with its client server, dashboard agent and workers.
     """
     joined = shell.get("RAY_ADDRESS", "").rpartition(":")[2]
     if joined.isdecimal():
@@ -327,22 +306,10 @@ def network(case: Case) -> Iterator[Check]:
 
 CHECKS = [
     Question(
-        "CPUs to run on",
-        cpus,
-        "grep Cpus_allowed_list /proc/self/status    # leave out taskset or numactl, or the "
-        "container's --cpuset-cpus",
-    ),
-    Question("open files", open_files, "ulimit -n 32768    # in the shell that starts the run"),
-    Question(
         "user",
         user,
         'echo "qerl:x:$(id -u):$(id -g)::$HOME:/bin/bash" >> /etc/passwd    # in the image, or as '
         "root",
-    ),
-    Question(
-        "/dev/shm",
-        shared_memory,
-        "Start the container with --shm-size=64g, or: mount -o remount,size=64G /dev/shm",
     ),
     Question(
         "/tmp",
@@ -362,7 +329,7 @@ CHECKS = [
         "host name",
         host_name,
         (
-            "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on two nodes this node's address\n"
+            "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on several nodes this node's address\n"
             "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node"
         ),
     ),

@@ -3,12 +3,10 @@
 import importlib.metadata
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import glob
@@ -99,22 +97,11 @@ class Machine:
         """Bytes of the disk where `path` is, or would be made: `total`, `used` and `free`."""
         return shutil.disk_usage(_nearest(path))
 
-    def cpus(self) -> int:
-        """Logical CPUs that this process, and what it starts, may run on."""
-        return len(os.sched_getaffinity(0))
-
     def user(self) -> str:
         """The name of this process's user; the number if /etc/passwd, or what stands for it, has
         none.
         """
         return psutil.Process().username()
-
-    def open_files(self) -> int:
-        """RLIMIT_NOFILE, the soft limit."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft == resource.RLIM_INFINITY:
-            return sys.maxsize
-        return soft
 
     def may_listen(self, host: str = "", port: int = 0) -> bool:
         """Returns True if this process can listen there on TCP: the address is this machine's, and

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
-from mindspeed_qerl.aqn.schedule import Kind, NoiseSchedule
+from mindspeed_qerl.aqn.schedule import Draws, Kind, NoiseLevel, NoiseSchedule, draw_numbers
 
 from .fields import AS_KINDS, Float, Names, Size, part
 
@@ -50,6 +50,21 @@ class Noise:
     # of sigma, by layer or target: {"0-11": 2.0, "post_attention@12": 0}
     multipliers: Mapping[Any, Any] | None = None
     seed: int | None = None  # None: the run's
+    draws: Draws = "step"
+    # draws "answer": steps from one in which two answers have one draw to the next; 0: none
+    repeat_every: int = Field(10, ge=0, le=MAX_STEPS)
+
+    def repeats(self, level: NoiseLevel | None) -> bool:
+        """Returns True in a step in which two answers to a prompt have one draw."""
+        if not (level and level.sigma and self.repeat_every) or self.draws != "answer":
+            return False
+        return (level.step + 1) % self.repeat_every == 0
+
+    def draws_of(self, level: NoiseLevel | None, prompts: int, n: int, first: int = 0) -> list[int]:
+        """Returns the draw of each of a step's answers (`draw_numbers`); none where all have one."""
+        if not (level and level.sigma) or self.draws == "step":
+            return []
+        return draw_numbers(self.draws, prompts, n, first, self.repeats(level))
 
     def noise_schedule(self, total_steps: int) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range."""

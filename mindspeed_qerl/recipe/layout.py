@@ -20,7 +20,7 @@ class Layout:
     ep: Size = key("megatron.expert_model_parallel_size", 1)
     infer_tp: Size = key("generate_config.infer_tensor_parallel_size", 1)
     infer_ep: Size = key("generate_config.infer_expert_parallel_size", 1)
-    ranks_per_node: Size = 16  # a config does not say it; upstream asks acl
+    ranks_per_node: Size = key("npu.ranks_per_node", 16)  # upstream asks acl
     num_layer_list: LayerList = key("megatron.num_layer_list", ())
     sequence_parallel: bool = key("megatron.sequence_parallel", False)
 

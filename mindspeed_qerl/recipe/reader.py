@@ -76,7 +76,7 @@ def read(raw: Config) -> tuple[Recipe, Found]:
 @cache
 def known_keys() -> dict[str, Collection[str]]:
     """Every key of every section, as a config may set them."""
-    known: dict[str, Collection[str]] = {
+    known: dict[str, Any] = {
         "megatron_training": TABLE["megatron"],
         "actor_config": TABLE["megatron"],
         "rl_config": TABLE["rl_config"],
@@ -84,9 +84,13 @@ def known_keys() -> dict[str, Collection[str]]:
         "generate_config.sampling_config": TABLE["sampling_config"],
         "rl_config.actor_resource": ["num_npus"],
     }
-    for section, part in OWN_SECTIONS.items():
-        fields = part.__pydantic_fields__
-        known[section] = [name for name in fields if key_of(part, name) == f"{section}.{name}"]
+    for section in OWN_SECTIONS:
+        known[section] = []
+    for part in PARTS.values():
+        for name in part.__pydantic_fields__:
+            section, _, last = (key_of(part, name) or "").rpartition(".")
+            if section in OWN_SECTIONS:
+                known[section].append(last)
     return known
 
 
@@ -205,6 +209,13 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
                 raise ValueError(
                     f"{name} is read with schedule 'target', not {noise.schedule!r}: use aqn=target"
                 )
+        n = recipe.batch.samples_per_prompt
+        if noise.draws == "answer" and noise.repeat_every and (n % 2 or n < 4):
+            raise ValueError(
+                f"repeat_every = {noise.repeat_every} gives a draw to two answers in turn, for "
+                f"which n_samples_per_prompt = {n} must be even and at least 4: or take "
+                "repeat_every=0"
+            )
         if not check_targets(noise.targets):
             raise ValueError("targets is empty; to run without noise, use aqn=off")
     except (ValueError, TypeError) as error:

@@ -372,6 +372,7 @@ class Recipe:
             "exclude": noise.exclude,
             "multipliers": check_multipliers(noise.multipliers or {}),
             "seed": self.run.seed if noise.seed is None else noise.seed,
+            "draws": noise.draws,
         }
 
     @property

@@ -107,9 +107,9 @@ def _random_model(shape: ModelShape, tokenizer, answers: list[str]):
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    rope: dict[str, Any] = {"rope_theta": shape.rope_theta}
-    if not is_old(transformers.__version__):
-        rope = {"rope_parameters": {"rope_type": "default", **rope}}
+    rope: dict[str, Any] = {"rope_parameters": shape.rope}
+    if is_old(transformers.__version__):
+        rope = {"rope_theta": shape.rope_theta, "rope_scaling": shape.rope_scaling and shape.rope}
     config = transformers.AutoConfig.for_model(
         shape.model_type,
         **family_of(shape).hf_config(shape),

@@ -4,7 +4,7 @@ docs/results.md has the faults that they were tried on.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -275,29 +275,27 @@ def arrival_faults(movement: Movement, min_arrived: float, arithmetic: str) -> l
     ]
 
 
-def logprobs_fault(
-    logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray, text: Callable[[np.ndarray], str]
-) -> str | None:
+def logprobs_fault(logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> str | None:
     """Checks whether the log probabilities of the tokens to train are valid; names the first answer
     that has an invalid one.
 
     Args:
         logprobs: [answers, length], of the trained model. mask: bool, and tokens: int, of the same
-            shape; the token that each speaks of. text: words for an answer's tokens.
+            shape; the token that each speaks of.
 
     >>> tokens = np.array([[7, 8, 9]])
     >>> logprobs, mask = np.array([[-0.1, math.nan, 5.0]]), np.array([[True, True, False]])
-    >>> logprobs_fault(logprobs, mask, tokens, str)[:81]
-    "the trained model gave nan as the log probability of token 2 of 2 of the answer '"
+    >>> logprobs_fault(logprobs, mask, tokens)[:86]
+    'the trained model gave nan as the log probability of token 2 of 2 of the answer [7, 8]'
     """
     wrong = impossible(logprobs) & mask
     if not wrong.any():
         return None
     row, column = np.argwhere(wrong)[0]
-    answer = text(tokens[row][mask[row]])[:200]
+    answer = str(tokens[row][mask[row]].tolist())[:200]
     return (
         f"the trained model gave {logprobs[row, column]} as the log probability of token "
-        f"{mask[row, :column].sum() + 1} of {mask[row].sum()} of the answer {answer!r}: nothing "
+        f"{mask[row, :column].sum() + 1} of {mask[row].sum()} of the answer {answer}: nothing "
         "can be trained on it. Lower actor_config.lr, and look at loss/* in metrics.jsonl"
     )
 
@@ -342,6 +340,11 @@ class StepChecks:
         recipe = self.recipe
         std = values.get("aqn/expected_std", 0.0)
         warnings = {"effective sample size": self._uneven(values)}
+        if missing := values.get("reward/not_computed"):
+            warnings["reward"] = (
+                f"the rewards of {missing} answers could not be computed: they are not trained, and "
+                "their groups are those of the others"
+            )
         self.noise += noise_of([values])
         if noise:
             warnings["noise at its bound"] = self._bound(values, noise)

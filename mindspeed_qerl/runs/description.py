@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_qerl
-from mindspeed_qerl.common.files import sha256
+from mindspeed_qerl.common.files import row_files, sha256
 from mindspeed_qerl.families.fingerprint import weights_digest
 
 # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
 LABEL_LENGTH = 80
 SEEDS = ("seed", "megatron_training.seed")
-EMPTY: tuple[Any, ...] = (None, [])
 DataFiles = Mapping[str, Path | str]  # by label: "train", "test", "model/..."
 # rooms that train nothing, and change no number of a run
 WITHOUT_NUMBERS = ("compare", "demo", "integrations", "preflight", "runs", "sweep.py")
@@ -46,13 +45,17 @@ def label_of(overrides: Sequence[str]) -> str:
 
 
 def describe_data(data_files: DataFiles) -> dict[str, dict[str, str]]:
-    """Absolute path and sha256 of each data file; of a folder with weights the digest of these
-    (fingerprint.py). FileNotFoundError for one that is missing.
+    """Absolute path and sha256 of each data file; of several with rows the digest of theirs, of a
+    folder with weights the digest of these (fingerprint.py). FileNotFoundError for one that is missing.
     """
     described = {}
     for label, path in data_files.items():
         path = Path(path)
-        digest = weights_digest(path) if path.is_dir() else sha256(path)
+        if label in ("train", "test") and not path.is_file():
+            parts = "".join(map(sha256, row_files(path)))
+            digest = hashlib.sha256(parts.encode()).hexdigest()
+        else:
+            digest = weights_digest(path) if path.is_dir() else sha256(path)
         described[label] = {"path": str(path.absolute()), "sha256": digest}
     return described
 
@@ -72,10 +75,9 @@ def dotted(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any) -> dict[str, str]:
-    """A line for each key whose value changed, by dotted key; a missing one counts as null, and so
-    does an empty list: a config of a run made before may have keys that are gone since.
+    """A line for each key whose value changed, by dotted key; a missing one counts as null.
 
-    >>> differences({"aqn": {"target_kinds": []}, "seed": 1}, {"seed": 2})
+    >>> differences({"aqn": {"seed": None}, "seed": 1}, {"seed": 2})
     {'seed': 'seed was 1 and is 2'}
     """
     before = dotted(before)
@@ -84,7 +86,7 @@ def differences(before: Any, after: Any) -> dict[str, str]:
     for key in dict.fromkeys([*before, *after]):
         was = before.get(key)
         now = after.get(key)
-        if was != now and not (was in EMPTY and now in EMPTY):
+        if was != now:
             lines[key] = f"{key} was {was!r} and is {now!r}"
     return lines
 

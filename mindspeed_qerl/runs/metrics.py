@@ -5,6 +5,8 @@ in 0..1:
 
     reward/mean, reward/std
     reward/groups_with_signal        fraction of groups whose rewards differ
+    reward/not_computed              answers that a verifier could not judge, and that are not
+                                     trained; if there are any
     reward/kl                        KL to the base model that is taken off a reward, nats per
                                      answer, before its coefficient
     response/length_mean, _max       tokens
@@ -18,7 +20,8 @@ in 0..1:
                                      first 8 of each answer
     selection/sampled_groups         prompts asked; selection/trained_groups: those trained
     selection/trained_tokens         in the loss, once in each epoch
-    mismatch/k1, mismatch/k3         estimates of KL from rollout to training policy, nats a token
+    mismatch/k1, mismatch/k3         estimates of KL from rollout to training policy, nats a token;
+                                     mismatch/k3_of_answers: nats an answer
     mismatch/mean_abs_prob_diff, mismatch/max_abs_prob_diff
                                      of the sampled tokens
     mismatch/sensitivity             of k3: mean of (1 - p_trained)^2
@@ -41,6 +44,7 @@ in 0..1:
     aqn/target_k3, aqn/reached_k3    what the noise is to do and what it did, nats a token, rounding
                                      taken off
     aqn/without_noise                what was taken off
+    aqn/explained_by_draws           share of the variance of rewards in a group, where draws repeat
     sync/arrived                     share of LoRA's update that the rollout engine's weights moved,
                                      of the target with the least; sync/arrived/<target>,
                                      sync/arrived_error/<target>: its standard error

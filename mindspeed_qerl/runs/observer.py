@@ -107,7 +107,7 @@ class RunObserver:
 
     def trains_nothing(self, step: int, groups: int, all_cut_off: bool) -> None:
         """Warn of a step that none of its `groups` is trained in, and why."""
-        why = "every answer was cut off"
+        why = "every answer was cut off or could not be judged"
         if not all_cut_off:
             why = "no group had answers of different rewards"
         self.warn(f"step {step} trains nothing: {why}, of {groups} groups")

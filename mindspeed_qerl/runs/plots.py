@@ -17,7 +17,6 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from scipy.ndimage import uniform_filter1d
 
 from .metrics import Rows, series
 
@@ -28,10 +27,7 @@ RED = "#D55E00"
 COLORS = (BLUE, RED, GREEN, ORANGE, "#CC79A7", "#56B4E9", "#999999", "#000000")
 HERE = Path(__file__)
 STYLE = mpl.rc_params_from_file(HERE.with_suffix(".mplstyle"), use_default_template=False)
-# labels of axes that end at 0 and 1, if what is drawn does
-FRACTIONS = ("accuracy", "fraction", "share", "effective sample size", "mean reward")
 LEAST_SPAN = 0.1  # of the largest value on an axis
-SMOOTHED_POINTS = 60  # longer series show the values pale, with a moving mean on top
 
 
 class Panel(NamedTuple):
@@ -92,18 +88,8 @@ def _draw_panel(axes: Axes, rows: Rows, panel: Panel) -> None:
         values = values[drawn]
         if not len(steps):
             continue
-        marker = "."
-        # a long line pale, with the mean over a twentieth of its points on top; of a log axis none,
-        # which would blur the stages of the noise
-        if len(steps) > SMOOTHED_POINTS and not panel.is_log:
-            axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-            values = uniform_filter1d(values, len(steps) // 20)
-            marker = ""
-        axes.plot(steps, values, color=color, marker=marker, markersize=3, label=label)
-    labels = axes.get_legend_handles_labels()[1]
-    if len(labels) > 3:
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    elif labels:
+        axes.plot(steps, values, color=color, marker=".", markersize=3, label=label)
+    if axes.get_legend_handles_labels()[1]:
         axes.legend()
 
 
@@ -119,7 +105,7 @@ def _draw_accuracy(axes: Axes, evals: Rows) -> None:
 def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figure:
     """One figure with the panels below each other, over one axis of training steps; below: inches
     for a legend. A linear axis shows at least LEAST_SPAN of its values, so that equal ones are seen
-    to be, and one of fractions nothing that no fraction can be.
+    to be.
     """
     figure = Figure(figsize=(8, 0.7 + 2.5 * len(panels) + below), layout="constrained")
     grid = figure.subplots(len(panels), sharex=True, squeeze=False)
@@ -130,12 +116,6 @@ def stack(panels: Sequence[Callable[[Axes], None]], below: float = 0.0) -> Figur
         if axes.get_yscale() == "linear" and high - low < least:
             middle = (low + high) / 2
             axes.set_ylim(middle - least / 2, middle + least / 2)
-        if axes.get_ylabel() not in FRACTIONS:
-            continue
-        lines = [line for line in axes.lines if line.get_marker() != "_"]  # errors' ends have it
-        values = np.concatenate([[0.0], *(line.get_ydata() for line in lines)])
-        if 0 <= np.nanmin(values) and np.nanmax(values) <= 1:
-            axes.set_ylim(*np.clip(axes.get_ylim(), 0, 1))
     axes.set_xlabel("training step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure

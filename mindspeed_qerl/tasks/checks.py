@@ -5,10 +5,10 @@ plausible.
 import unicodedata
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
+from mindspeed_qerl.common.files import row_files
 from mindspeed_qerl.recipe import types as recipe
 from mindspeed_qerl.recipe.reader import Found
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
@@ -29,7 +29,9 @@ def missing_files(task: recipe.Task, keys: Iterable[str]) -> Iterator[Fault]:
     """A fault for each of the `keys` of section task whose file is not there."""
     for key in keys:
         file = getattr(task, key)
-        if not Path(file).is_file():
+        try:
+            row_files(file)
+        except FileNotFoundError:
             message = f"task.{key} = {file!r}: no such file"
             yield Fault("file", message, f"task.{key}", MAKE_DATA)
 

@@ -5,13 +5,14 @@ One code for the evaluation inside a run and for tools/evaluate.py.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
 
+from .math_answers import equal_answers
 from .rewards import score
 from .rows import Rows
 
@@ -32,16 +33,20 @@ def evaluate_answers(
         Numbers: accuracy (the mean score; pass@1 where scores are 0 or 1), its standard_error over
         problems (NaN for one problem), interval_low and interval_high (95%, `interval`),
         n_problems, samples_per_problem, truncated_fraction; with n > 1 pass@n (the mean of each
-        problem's best score); for GSM8K's verifiers, which find a number in an answer, the share of
-        each rule that found it (rule/..., rule/none without one) and with n > 1 maj@n.
+        problem's best score), and for our own verifiers maj@n; for GSM8K's, which find a number in
+        an answer, the share of each rule that found it (rule/..., rule/none without one);
+        not_computed, if there are any: scores that could not be computed and count as 0, since an
+        evaluation leaves out no answer.
         And per problem its question, answer, responses, for each response its score and whether it
-        was truncated, and for GSM8K's verifiers what was extracted and by which rule.
+        was truncated, for GSM8K's verifiers what was extracted and by which rule, and with `math`
+        and n > 1 which responses are equal (`equal_answers`).
 
     Raises:
         ConfigError: an unknown verifier. RewardError: it failed.
     """
     row_of_text = [row for row in rows for _ in range(n)]
-    scores = score([(verifier, 1.0)], texts, row_of_text)[0].reshape(-1, n)
+    computed = score([(verifier, 1.0)], texts, row_of_text)[0].reshape(-1, n)
+    scores = np.nan_to_num(computed)
     per_problem = scores.mean(1)
     low, high = interval(scores)
     result = {
@@ -53,6 +58,8 @@ def evaluate_answers(
         "samples_per_problem": n,
         "truncated_fraction": np.mean(truncated),
     }
+    if missing := int(np.isnan(computed).sum()):
+        result["not_computed"] = missing
     if n > 1:
         result[f"pass@{n}"] = scores.max(1).mean()
     answers = []
@@ -68,26 +75,29 @@ def evaluate_answers(
             }
         )
     if verifier in METHOD_OF_VERIFIER:
-        result |= _extraction(answers, METHOD_OF_VERIFIER[verifier], n)
+        result |= _extraction(answers, METHOD_OF_VERIFIER[verifier])
+    if verifier == "math" and n > 1:
+        equal = equal_answers([answer["responses"] for answer in answers])
+        for answer, numbers in zip(answers, equal):
+            answer["equal_to"] = numbers
+    votes = "equal_to" if verifier == "math" else "extracted"
+    if n > 1 and votes in answers[0]:
+        majorities = [majority_score(answer[votes], answer["scores"]) for answer in answers]
+        result[f"maj@{n}"] = sum(majorities) / len(majorities)
     return result, answers
 
 
-def _extraction(answers: list[dict[str, Any]], method: str, n: int) -> dict[str, float]:
-    """Returns what GSM8K's verifier reads in the responses and by which rule, added to each of
-    `answers`; and the share of each rule, and maj@n.
+def _extraction(answers: list[dict[str, Any]], method: str) -> dict[str, float]:
+    """Returns the share of each rule by which GSM8K's verifier reads the responses; what it reads
+    is added to each of `answers`.
     """
     counts: Counter[str] = Counter()
-    majority = 0.0
     for answer in answers:
         extracted = [extract_with_rule(text, method) for text in answer["responses"]]
         answer["extracted"] = [number for number, _ in extracted]
         answer["rules"] = [rule for _, rule in extracted]
         counts.update(answer["rules"])
-        majority += majority_score(answer["extracted"], answer["scores"])
-    shares = {f"rule/{rule}": counts[rule] / counts.total() for rule in RULES if counts[rule]}
-    if n > 1:
-        shares[f"maj@{n}"] = majority / len(answers)
-    return shares
+    return {f"rule/{rule}": counts[rule] / counts.total() for rule in RULES if counts[rule]}
 
 
 def interval(scores: np.ndarray) -> tuple[float, float]:
@@ -136,11 +146,11 @@ def wilson_interval(per_problem: np.ndarray, n: int) -> tuple[float, float]:
     return max(0.0, float(min(centre - half, p))), min(1.0, float(max(centre + half, p)))
 
 
-def majority_score(extracted: Sequence[str | None], scores: Sequence[float]) -> float:
-    """Score of the answer most often extracted (self-consistency, arXiv 2203.11171); the mean over
-    those that tie, 0 without any answer.
+def majority_score(extracted: Sequence[Hashable], scores: Sequence[float]) -> float:
+    """Score of the answer most often extracted, of those that are not None (self-consistency, arXiv
+    2203.11171); the mean over those that tie, 0 without any answer.
     """
-    votes = Counter(extracted)
+    votes: Counter[Hashable] = Counter(extracted)
     del votes[None]
     most = max(votes.values(), default=0)
     winning = [score for answer, score in zip(extracted, scores) if votes[answer] == most]

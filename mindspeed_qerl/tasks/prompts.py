@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ class Prompts:
 
     Raises:
         ConfigError: the file is wrong, a prompt of form `prompt` ("chat" or "plain") cannot be
-            made, or has a token that the model does not have, or none is short enough.
+            made, or none is short enough.
     """
 
     def __init__(
@@ -71,15 +70,12 @@ def token_ids(
     template_kwargs: Variables | None,
 ) -> list[list[int]]:
     """Token ids of each row's prompt of form `prompt`, "chat" (`chat_ids`) or "plain"; ConfigError
-    names the row that has none, or has a token that the model does not have.
+    names the row that has none.
     """
-    if prompt == "chat":
-        check_template(tokenizer, template_kwargs)
-        prompts = [chat_ids(tokenizer, row, at, template_kwargs) for row in rows]
-    else:
-        prompts = [plain_ids(tokenizer, row) for row in rows]
-    _check_vocabulary(tokenizer, rows, prompts)
-    return prompts
+    if prompt == "plain":
+        return [plain_ids(tokenizer, row) for row in rows]
+    check_template(tokenizer, template_kwargs)
+    return [chat_ids(tokenizer, row, at, template_kwargs) for row in rows]
 
 
 def load_tokenizer(directory: AnyPath) -> Any:
@@ -96,41 +92,9 @@ def load_tokenizer(directory: AnyPath) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # OSError and ValueError, and whatever a file of another form raises
         raise ConfigError(
-            f"{directory} has no {_unreadable(directory, error)} that transformers can read: "
-            f"{type(error).__name__}: {error}"
+            f"{directory} has no tokenizer that transformers can read: {type(error).__name__}: "
+            f"{error}"
         ) from error
-
-
-def _unreadable(directory: AnyPath, fault: Exception) -> str:
-    """The name of what gave the `fault`: config.json, which a tokenizer's reader reads too, if it
-    gives the same alone.
-    """
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # noqa: BLE001  of many kinds
-        if str(error) == str(fault) and Path(directory, "config.json").is_file():
-            return "config.json"
-    return "tokenizer"
-
-
-def _check_vocabulary(tokenizer: Any, rows: Rows, prompts: Sequence[Sequence[int]]) -> None:
-    """ConfigError names the first row with a token that the model beside the tokenizer has no
-    embedding of.
-    """
-    file = Path(tokenizer.name_or_path or "/", "config.json")
-    if not file.is_file():
-        return
-    vocabulary = json.loads(file.read_text(encoding="utf-8")).get("vocab_size", math.inf)
-    for row, ids in zip(rows, prompts):
-        largest = max(ids, default=0)
-        if largest >= vocabulary:
-            raise ConfigError(
-                f"{row.where}: token {largest} ({tokenizer.decode([largest])!r}) of its prompt is "
-                f"beyond the vocabulary of {vocabulary:,} in {file}: use the model's own "
-                "tokenizer, or add the tokens to its embedding"
-            )
 
 
 def check_template(tokenizer: Any, template_kwargs: Variables | None) -> None:
@@ -200,11 +164,3 @@ def plain_ids(tokenizer: Any, row: Row) -> list[int]:
             f"{row.where}: no token in its prompt. Is tokenizer.json in {tokenizer.name_or_path}?"
         )
     return ids
-
-
-def text_of(model_dir: AnyPath, tokens: Any) -> str:
-    """Token ids in words, for a message; the numbers where the model has no tokenizer."""
-    try:
-        return load_tokenizer(model_dir).decode(tokens)
-    except ConfigError:
-        return str(tokens)

@@ -2,7 +2,8 @@
 checked.
 
 A reward is called as `f(responses, answers, rows)`: the decoded answers of the model, the `answer`
-of each one's row, and that row with all its columns. It returns a number for each. docs/own_task.md
+of each one's row, and that row with all its columns. It returns a number for each; None where it
+could not be computed, which is no 0: the answer leaves the update and is counted. docs/own_task.md
 shows one. Rewards written for TRL, ms-swift and verl are known by their parameters (`_form_of`) and
 called as their authors mean them.
 """
@@ -21,12 +22,14 @@ import numpy as np
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
-from mindspeed_qerl.tasks.gsm8k.verifier import VERIFIERS
+from mindspeed_qerl.tasks.gsm8k import verifier as gsm8k
 
+from . import math_answers
 from .rows import Columns, Row, Rows
 
 Reward = Callable[..., Any]
 Verifiers = Sequence[tuple[str, float]]  # (name, weight) of each
+VERIFIERS: dict[str, Reward] = {**gsm8k.VERIFIERS, "math": math_answers.score_batch}
 # Other libraries' forms: the parameter that each is known by, and what else it is given besides the
 # columns of the rows.
 FORMS = {
@@ -34,6 +37,8 @@ FORMS = {
     "solution_str": ("verl", ("ground_truth", "extra_info")),
     "solution_strs": ("verl, batched", ("ground_truths", "extra_infos")),
 }
+# For a None: the row is left to other rewards; this one could not be computed.
+NONE = {"trl": math.nan, "ours": math.inf}
 # Parameters of forms that are not known: such a reward is not called by position.
 FOREIGN = {"completion", "completion_ids", "data_source"}
 # What a reward of our form is called with, and words in the names of its parameters that say so.
@@ -68,6 +73,7 @@ def score(
 
     Returns:
         float64 [N] of weight times reward, summed; and by name the rewards themselves, float64 [N].
+        NaN where one could not be computed.
 
     Raises:
         ConfigError: there is no such reward. RewardError: one did not do its work.
@@ -84,7 +90,9 @@ def score(
 def _weighted(
     verifiers: Verifiers, scores: dict[str, np.ndarray], responses: Sequence[str], rows: Rows
 ) -> np.ndarray:
-    """The sum of weight times score; in `scores` a reward that leaves a row to others becomes 0."""
+    """The sum of weight times score; in `scores` a reward that leaves a row to others becomes 0,
+    and one that could not be computed NaN.
+    """
     skipped = np.isnan([*scores.values()]).all(axis=0)
     if skipped.any():
         index = int(skipped.argmax())
@@ -94,7 +102,7 @@ def _weighted(
         )
     total = np.zeros(len(responses))
     for name, weight in verifiers:
-        scores[name] = np.nan_to_num(scores[name])
+        scores[name] = np.nan_to_num(scores[name], posinf=math.nan)
         total += weight * scores[name]
     return total
 
@@ -129,8 +137,9 @@ def try_rewards(verifiers: Verifiers, rows: Rows) -> list[str]:
 
 
 def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Rows) -> np.ndarray:
-    """float64 [N]: what `reward` gives for N responses; NaN where one of TRL's form gives None,
-    which leaves a row to the others. RewardError if it raises, or gives no finite number for one.
+    """float64 [N]: what `reward` gives for N responses. For None, of TRL's form, which leaves a row
+    to the others, NaN; of ours, which could not compute it, infinity. RewardError if it raises, or
+    gives no finite number for one.
     """
     form, parameters = _form_of(name, reward, rows)
     try:
@@ -157,9 +166,9 @@ def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Rows)
         )
     scores = np.zeros(len(rows))
     for i, value in enumerate(values):
-        scores[i] = _number(value)
-        skipped = value is None and form == "trl"
-        if not (skipped or math.isfinite(scores[i])):
+        is_none = value is None and form in NONE
+        scores[i] = NONE[form] if is_none else _number(value)
+        if not (is_none or math.isfinite(scores[i])):
             raise RewardError(
                 f"verifier {name!r} returned {value!r:.80}, which is not a finite number, for "
                 f"{_described(responses[i], rows[i])}"

@@ -9,7 +9,9 @@ A file is .jsonl or .parquet, and each of its rows has
     answer    a text or number; the reward compares with it
 
 and more columns if you like: the reward gets them all. Rows of verl and TRL are such rows: the
-answer may also be `reward_model.ground_truth`, or one of `GOLDS`. GSM8K's converted rows
+answer may also be `reward_model.ground_truth`, or one of `GOLDS`. So are those of MATH and AIME, as
+published: a `problem` is asked with `INSTRUCTION`, and without `answer` the last \\boxed of its
+`solution` is right. GSM8K's converted rows
 (`gsm8k.convert`) have `messages` for chat models and `question` for plain prompts. This module
 imports in a bare Python.
 """
@@ -23,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
+from mindspeed_qerl.common.files import row_files
+
+from .math_answers import last_boxed
 
 # in this order; of reward_model its ground_truth
 GOLDS = (
@@ -33,6 +38,8 @@ GOLDS = (
     "reference_answer",
     "completion",
 )
+# Behind a problem that is published without a prompt; the words of Qwen's authors.
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 # Whom the model answers: OpenAI's and ShareGPT's users; tools of OpenAI, Llama and ChatGLM.
 ANSWERED_ROLES = ("user", "human", "tool", "function", "ipython", "observation")
 AnyPath = str | Path
@@ -67,15 +74,17 @@ Rows = Sequence[Row]
 
 
 def read_rows(path: AnyPath) -> list[Row]:
-    """The rows of a .jsonl or .parquet file; at least one. FileNotFoundError if there is no such
-    file; ConfigError names the file, the line (or row) and the column that is wrong.
+    """The rows of a .jsonl or .parquet file, or of several (`row_files`); at least one.
+    FileNotFoundError if there is no such file; ConfigError names the file, the line (or row) and
+    the column that is wrong.
     """
     rows = []
-    for where, columns in numbered_rows(Path(path)):
-        try:
-            rows.append(row_of(columns, where))
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from None
+    for file in row_files(path):
+        for where, columns in numbered_rows(file):
+            try:
+                rows.append(row_of(columns, where))
+            except ValueError as error:
+                raise ConfigError(f"{where}: {error}") from None
     if not rows:
         raise ConfigError(f"{path}: no rows")
     return rows
@@ -90,10 +99,11 @@ def row_of(columns: Columns, where: str = "") -> Row:
     >>> row_of({"prompt": [turn], "reward_model": {"ground_truth": "4"}}).answer
     '4'
     """
-    answer = _gold(columns)
-    prompt: Any = columns.get("prompt")
-    messages: Any = columns.get("messages")
-    question: Any = columns.get("question")
+    read = _published(columns)
+    answer = _gold(read)
+    prompt: Any = read.get("prompt")
+    messages: Any = read.get("messages")
+    question: Any = read.get("question")
     if isinstance(prompt, list):
         prompt, messages = None, prompt
     if prompt is None and messages is None:
@@ -102,9 +112,9 @@ def row_of(columns: Columns, where: str = "") -> Row:
             "tools/convert_gsm8k.py makes such rows of GSM8K's own"
         )
     if prompt is not None:
-        question = check_text(columns, "prompt")
+        question = check_text(read, "prompt")
     elif question is not None:
-        prompt = plain_prompt(check_text(columns, "question"))
+        prompt = plain_prompt(check_text(read, "question"))
     if messages is None:
         messages = [{"role": "user", "content": prompt}]
     last = _turns(messages, "messages")[-1]["role"]
@@ -119,6 +129,21 @@ def row_of(columns: Columns, where: str = "") -> Row:
     elif prompt is None:
         question = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
     return Row(messages, prompt, question, answer, columns, where)
+
+
+def _published(columns: Columns) -> Columns:
+    """Returns the columns of a problem of MATH or AIME by our names; those of any other row as they
+    are.
+    """
+    small = {
+        name.lower(): value for name, value in columns.items()
+    }  # Maxwell-Jia/AIME_2024: Problem
+    if "problem" not in small or small.keys() & {"prompt", "messages"}:
+        return columns
+    problem = check_text(small, "problem")
+    turn = {"role": "user", "content": f"{problem} {INSTRUCTION}"}
+    answer = last_boxed(str(small.get("solution")))
+    return small | {"messages": [turn], "question": problem, "solution": answer}
 
 
 def plain_prompt(question: str) -> str:
@@ -138,8 +163,8 @@ def _gold(columns: Columns) -> str:
     if not given:
         raise ValueError(
             f"column 'answer' is missing; the row has {', '.join(columns)}. Known too: "
-            f"reward_model.ground_truth, {', '.join(GOLDS[2:])}. Give it any text if the reward "
-            "does not read it"
+            f"reward_model.ground_truth, {', '.join(GOLDS[2:])} (of a problem its last \\boxed). Give "
+            "it any text if the reward does not read it"
         )
     name = given[0]
     value: Any = values[name]

@@ -245,13 +245,18 @@ def test_the_geometric_mask_is_verls():
     assert 0 < masked < 1 and masked == pytest.approx(1 - kept.item())
 
 
+@pytest.mark.parametrize("missing", [[], [1], [0, 3, 9]])
 @pytest.mark.parametrize(
     "estimator, by_std", [("group_norm", True), ("group_norm", False), ("rloo", True)]
 )
-def test_advantages_are_verls(estimator, by_std):
+def test_advantages_are_verls(estimator, by_std, missing):
+    """Of groups without the answers whose rewards are missing, which have none."""
     torch.manual_seed(2)
-    rewards, index = torch.rand(12).double().round(decimals=1), np.arange(12) // 4
-    mask = torch.ones(12, 1).double()
+    given = torch.rand(12).double().round(decimals=1)
+    given[missing] = torch.nan
+    known = ~given.isnan()
+    rewards, index = given[known], np.arange(12)[known] // 4
+    mask = torch.ones(len(rewards), 1).double()
     if estimator == "rloo":
         expected, _ = verl.core.compute_rloo_outcome_advantage(
             rewards[:, None].clone(), mask, index
@@ -261,8 +266,12 @@ def test_advantages_are_verls(estimator, by_std):
             rewards[:, None].clone(), mask, index, norm_adv_by_std_in_grpo=by_std
         )
     algorithm = Algorithm(adv_estimator=estimator, norm_adv_by_std_in_grpo=by_std)
-    advantages = group_advantages(rewards, 4, algorithm).double()
-    torch.testing.assert_close(advantages, expected[:, 0], rtol=1e-6, atol=1e-6)
+    advantages = group_advantages(given, 4, algorithm).double()
+    assert not advantages[~known].any()
+    torch.testing.assert_close(advantages[known], expected[:, 0], rtol=1e-6, atol=1e-6)
+    alone = torch.full((4,), torch.nan)
+    alone[2] = 1.0
+    assert not group_advantages(alone, 4, algorithm).any()  # nothing to be compared with
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "kl", "abs", "mse"])

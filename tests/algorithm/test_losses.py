@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from mindspeed_qerl.algorithm.losses import (
     LossInputs,
@@ -20,6 +21,7 @@ from mindspeed_qerl.algorithm.losses import (
 )
 from mindspeed_qerl.algorithm.metrics import (
     EffectiveSampleSize,
+    draw_metrics,
     entropy_metrics,
     merge,
     mismatch,
@@ -55,6 +57,13 @@ def test_metrics_of_rewards():
         "reward/std": pytest.approx(np.std([1, 0, 2, 2])),
         "reward/groups_with_signal": 0.5,
     }
+    assert reward_metrics(np.array([1.0, np.nan, 2.0, np.nan, 0.0, 3.0, np.nan, np.nan]), 4) == {
+        "reward/mean": 1.5,
+        "reward/std": pytest.approx(np.std([1, 2, 0, 3])),
+        "reward/groups_with_signal": 1.0,
+        "reward/not_computed": 4,
+    }
+    assert reward_metrics(np.array([1.0, np.nan] * 2), 2)["reward/groups_with_signal"] == 0
 
 
 def test_entropy_of_first_tokens_is_that_of_each_answers_first_eight():
@@ -197,6 +206,35 @@ def test_answers_of_any_length_and_distance_have_their_metrics(nats, length):
     q = math.exp(0.3)
     assert size == pytest.approx((1 + q) ** 2 / 2 / (1 + q**2), rel=1e-9)
     assert math.isfinite(found["mismatch/k3"]) and math.isfinite(found["mismatch/ratio_mean"])
+
+
+def test_k3_of_answers_is_that_of_their_probabilities():
+    """Of an answer all that counts is the product of its tokens' probabilities."""
+    sampled, trained = (torch.randn(3, 4).double().mul(0.3).sub(2) for _ in range(2))
+    lengths = torch.tensor([4, 2, 0])
+    mask = torch.arange(4) < lengths[:, None]
+    found = mismatch(sampled, trained, mask)["mismatch/k3_of_answers"].value()
+    whole = [
+        mismatch(*(each[i, :n].sum().view(1, 1) for each in (sampled, trained)), mask[:1, :1])
+        for i, n in ((0, 4), (1, 2))
+    ]
+    assert found == pytest.approx(merge(whole)["mismatch/k3"].value(), rel=1e-12)
+
+
+def test_what_draws_explain_is_an_analysis_of_variance():
+    """Of one group against scipy's F = between / within; of many, what was put in."""
+    rng = np.random.default_rng(3)
+    effects = rng.normal(size=(4000, 4, 1)) * math.sqrt(0.3)
+    rewards = effects + rng.normal(size=(4000, 4, 2)) * math.sqrt(0.7)
+    f = stats.f_oneway(*rewards[0]).statistic
+    one = draw_metrics(rewards[0].flatten(), 8)["aqn/explained_by_draws"]
+    assert one == pytest.approx((f - 1) / (f + 1))
+    # of another question's answers nothing is explained
+    questions = rng.normal(size=(4000, 1, 1))
+    for groups, share in ((rewards, 0.3), (rng.permuted(rewards.reshape(4000, 8), axis=1), 0.0)):
+        found = draw_metrics((groups.reshape(4000, 4, 2) + questions).flatten(), 8)
+        assert found["aqn/explained_by_draws"] == pytest.approx(share, abs=0.02)
+    assert draw_metrics(np.array([1.0, 1, 1, 1, 0, 0, 0, 0]), 4) == {}
 
 
 def test_k1_and_k3_estimate_the_same_divergence():

@@ -4,42 +4,36 @@ layouts legal by upstream's rules.
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from mindspeed_qerl.ascend.contract import ENTRIES, PINS
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import NAMED_SHAPES, shape_of_arguments
+from mindspeed_qerl.families import NAMED_SHAPES, family_of
+from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.plan import plan_of, shape_of_model
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.recipe.compose import CONFIGS, compose
+from mindspeed_qerl.recipe.compose import CONFIGS, at, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from tests import ROOT, checked
 
-# the model's section -> name of its published shape
-MODELS = {
-    "qwen3_30b_a3b": "qwen3_30b_a3b",
-    "qwen15_moe_a27b": "qwen15_moe_a2_7b",
-    "qwen25_1_5b": "qwen25_1_5b",
-    "qwen25_7b": "qwen25_7b",
-}
+MODELS = ("qwen3_30b_a3b", "qwen3_30b_a3b_2507", "qwen15_moe_a2_7b", "qwen25_1_5b", "qwen25_7b")
 # config -> model, NPUs, training TP PP EP, infer TP EP, ranks of a node
 SHIPPED = {
-    "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_30b_a3b", 16, (1, 1, 16), (1, 16), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4": ("qwen3_30b_a3b", 16, (4, 1, 4), (4, 4), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_12npu": ("qwen3_30b_a3b", 12, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4": ("qwen3_30b_a3b", 12, (4, 1, 1), (4, 1), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": ("qwen3_30b_a3b", 12, (4, 3, 1), (4, 1), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_2x8npu": ("qwen3_30b_a3b", 16, (1, 1, 8), (1, 8), 8),
-    "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen15_moe_a27b", 16, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen15_moe_a27b_gsm8k_12npu": ("qwen15_moe_a27b", 12, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen15_moe_a27b_gsm8k_8npu": ("qwen15_moe_a27b", 8, (1, 1, 4), (1, 4), 16),
+    "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_30b_a3b_2507", 16, (1, 1, 16), (1, 16), 16),
+    "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4": ("qwen3_30b_a3b_2507", 16, (4, 1, 4), (4, 4), 16),
+    "grpo_qwen3_30b_a3b_gsm8k_12npu": ("qwen3_30b_a3b_2507", 12, (1, 1, 4), (1, 4), 16),
+    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4": ("qwen3_30b_a3b_2507", 12, (4, 1, 1), (4, 1), 16),
+    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": ("qwen3_30b_a3b_2507", 12, (4, 3, 1), (4, 1), 16),
+    "grpo_qwen3_30b_a3b_gsm8k_2x8npu": ("qwen3_30b_a3b_2507", 16, (1, 1, 8), (1, 8), 8),
+    "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen15_moe_a2_7b", 16, (1, 1, 4), (1, 4), 16),
+    "grpo_qwen15_moe_a27b_gsm8k_12npu": ("qwen15_moe_a2_7b", 12, (1, 1, 4), (1, 4), 16),
+    "grpo_qwen15_moe_a27b_gsm8k_8npu": ("qwen15_moe_a2_7b", 8, (1, 1, 4), (1, 4), 16),
     "grpo_qwen25_1_5b_gsm8k_8npu": ("qwen25_1_5b", 8, (1, 1, 1), (1, 1), 16),
     "grpo_qwen25_7b_gsm8k_8npu": ("qwen25_7b", 8, (2, 1, 1), (1, 1), 16),
 }
@@ -52,6 +46,21 @@ def composed(name):
 
 
 each = pytest.mark.parametrize("name", SHIPPED)
+# values when three configs were whole: of the first, and of the others where they differ
+BEFORE = json.loads((ROOT / "tests" / "ascend" / "shipped.json").read_text())
+INSTRUCT = "Qwen3-30B-A3B-Instruct-2507"  # the model of the 30B configs since
+NAMED = (
+    "actor_config.load",
+    "megatron_training.data_path",
+    "megatron_training.tokenizer_name_or_path",
+)
+CHANGED = {
+    "megatron_training.seq_length": 1536,
+    "generate_config.max_model_len": 1536,
+    "generate_config.sampling_config.max_tokens": 1024,
+    "model.qwen3_30b_a3b.rotary_base": 10_000_000,
+    "model.qwen3_30b_a3b.max_position_embeddings": 262_144,
+}
 
 
 # the first config of each model: the layouts of all are looked at below
@@ -66,9 +75,7 @@ def raw(request, tmp_path, monkeypatch):
     config = compose(request.param)
     model = Path(config["megatron_training"]["tokenizer_name_or_path"])
     model.mkdir(parents=True)
-    (model / "config.json").write_text(
-        json.dumps(asdict(NAMED_SHAPES[MODELS[SHIPPED[request.param][0]]]))
-    )
+    (model / "config.json").write_text(json.dumps(asdict(NAMED_SHAPES[SHIPPED[request.param][0]])))
     train = Path(config["megatron_training"]["data_path"])
     # token ids are one tokenizer's: a folder for each model
     assert train.parent.name == model.name
@@ -142,6 +149,26 @@ def test_layout_is_the_one_that_is_meant_and_legal(name):
     )
 
 
+@each
+def test_every_value_is_as_before_or_changed_for_a_reason(name):
+    """With the thinking model the 30B configs are what they were; without it what differs is its
+    own.
+    """
+    first, *_ = BEFORE
+    before = BEFORE[first] | (BEFORE[name] if name != first else {})
+
+    def changed(*overrides):
+        config = compose(name, overrides)
+        return {key: at(key, config) for key in before if at(key, config) != before[key]}
+
+    if "30b" not in name:
+        assert changed() == {}
+        return
+    assert changed("model=qwen3_30b_a3b") == {}
+    renamed = {key: str(before[key]).replace("Qwen3-30B-A3B", INSTRUCT) for key in NAMED}
+    assert changed() == CHANGED | renamed
+
+
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "qwen25" not in name])
 def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
     """CANN's sum for the dispatch of tokens to experts, as its error prints it (vllm-ascend pull
@@ -165,11 +192,14 @@ def test_hccl_buffer_holds_the_tokens_of_a_decoding_step(name):
 @pytest.mark.parametrize("model", MODELS)
 def test_model_has_the_published_shape(model):
     """configs/model/ against the shapes of the published config.json files."""
-    # to YAML 1.1 alone 1e-6 is text
-    section = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))
-    assert list(section) == [model]
-    shape = shape_of_arguments({"model": model, **section[model]})
-    assert replace(shape, name=MODELS[model]) == NAMED_SHAPES[MODELS[model]]
+    config = compose("grpo_qwen3_30b_a3b_gsm8k_16npu", [f"model={model}"])
+    ((name, arguments),) = config["model"].items()
+    assert name == config["actor_config"]["model"] == config["megatron_training"]["model"]
+    shape = NAMED_SHAPES[model]
+    published = {**family_of(shape).hf_config(shape), "model_type": shape.model_type}
+    told = {**config["megatron_training"], **config["actor_config"], **arguments}
+    assert compare_with_model(told, published | {"rope_theta": shape.rope_theta}) == []
+    assert arguments["padded_vocab_size"] == shape.vocab_size
 
 
 def test_the_guide_shows_these_configs_and_this_contract():

@@ -135,17 +135,20 @@ def test_two_nodes_that_upstreams_groups_fit_into_and_others(dies, cpus, fault, 
 def test_the_first_ranks_are_on_the_drivers_node(monkeypatch):
     """Wherever Ray puts upstream's groups: their order is that of the ranks."""
     tables = {
-        "a": {0: "other", 1: "other"},
+        "a": {0: "third", 1: "third"},
         "b": {0: "driver's", 1: "driver's"},
-        "c": {0: "third", 1: "third"},
+        "c": {0: "second", 1: "second"},
     }
+    labels = {"third": {"NODE_RANK": "10"}, "second": {"NODE_RANK": "9"}, "driver's": {}}
+    nodes = [{"NodeID": node, "Labels": each} for node, each in labels.items()]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.setattr(
         ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "driver's")
     )
     monkeypatch.setattr(
         ray.util, "placement_group_table", lambda group: {"bundles_to_node_id": tables[group]}
     )
-    assert ray_session.this_node_first(["a", "b", "c"]) == ["b", "a", "c"]
+    assert ray_session.in_order_of_nodes(["a", "b", "c"]) == ["b", "c", "a"]
 
 
 @pytest.mark.parametrize("fails", ["Ray does not start", "the run is interrupted", ""])

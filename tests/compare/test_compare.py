@@ -397,10 +397,6 @@ def test_from_the_command_line_to_the_files(six_runs, make_run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "aqn on beside aqn off: not distinguishable" in done.stdout
     assert "it is not finished" in done.stdout
-    (verdict,) = json.loads((tmp_path / "out/comparison.json").read_text())["verdicts"]
-    difference = verdict["difference"]
-    assert verdict["seeds"] == [1, 2, 3]
-    assert difference["low"] < difference["mean"] < difference["high"]
     assert (tmp_path / "out/comparison.png").stat().st_size > 20_000
     refused = run(tmp_path / "nowhere")
     assert refused.returncode == 1 and "holds none" in refused.stderr

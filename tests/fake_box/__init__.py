@@ -33,15 +33,6 @@ ASCEND = "/usr/local/Ascend"
 UNSHARE = "unshare --user --map-root-user --mount --net --pid --fork --kill-child".split()
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
 GB = 10**9
-# Warnings that are the host's: nobody in a box can raise the hard limit of whoever started it.
-OF_THE_HOST = {
-    name
-    for name, true in (
-        ("open files", resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 32768),
-        ("CPUs to run on", len(os.sched_getaffinity(0)) < 80),
-    )
-    if true
-}
 
 
 @dataclass(frozen=True)

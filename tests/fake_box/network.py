@@ -1,5 +1,5 @@
-"""Two networks joined by a cable, a fake box in each: own addresses, interfaces and ports. Needs
-`ip` and no root.
+"""Networks joined by a switch, a fake box in each: own addresses, interfaces and ports. Needs `ip`
+and no root.
 
 Everything is in one user namespace, which ends with its last process.
 """
@@ -8,37 +8,42 @@ import shutil
 import subprocess
 from contextlib import ExitStack, contextmanager
 
-ADDRESSES = ("10.0.0.1", "10.0.0.2")
-# an interface that both have and that leads nowhere, as a container engine's bridge
+ADDRESSES = [f"10.0.0.{number}" for number in range(1, 5)]
+# an interface that all have and that leads nowhere, as a container engine's bridge
 UNREACHABLE = "172.17.0.1"
 
 
 @contextmanager
-def joined():
-    """For each of the two networks the words before a command that is to run in it."""
+def joined(count):
+    """For each of `count` networks the words before a command that is to run in it."""
     with ExitStack() as ends:
-        first = ends.enter_context(_held(["unshare", "--user", "--map-root-user", "--net"]))
-        second = ends.enter_context(_held([*_enter(first)[:-1], "--", "unshare", "--net"]))
-        both = _enter(first), _enter(second)
-        _ip(both[0], f"link add eth0 type veth peer name eth0 netns {second}")
-        for enter, address in zip(both, ADDRESSES):
+        switch = ends.enter_context(_held(["unshare", "--user", "--map-root-user", "--net"]))
+        inside = _enter(switch)
+        _ip(inside, "link add switch type bridge")
+        _ip(inside, "link set switch up")
+        networks = []
+        for number, address in enumerate(ADDRESSES[:count]):
+            enter = _enter(ends.enter_context(_held([*inside[:-1], "--", "unshare", "--net"])))
+            _ip(enter, f"link add eth0 type veth peer name node{number} netns {switch}")
+            _ip(inside, f"link set node{number} master switch up")
             _ip(enter, f"addr add {address}/24 dev eth0")
             _ip(enter, "link add docker0 type veth peer name docker1")
             _ip(enter, f"addr add {UNREACHABLE}/16 dev docker0")
             for name in ("lo", "eth0", "docker0", "docker1"):
                 _ip(enter, f"link set {name} up")
-        yield both
+            networks.append(enter)
+        yield networks
 
 
 def why_no_cable():
     """Why there can be no two networks here; "" if there can."""
     if not shutil.which("ip"):
-        return "two networks need ip (iproute2)"
+        return "several networks need ip (iproute2)"
     try:
-        with joined():
+        with joined(2):
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"two networks cannot be joined here: {getattr(error, 'stderr', None) or error}"
+        return f"networks cannot be joined here: {getattr(error, 'stderr', None) or error}"
 
 
 @contextmanager

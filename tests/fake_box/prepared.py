@@ -19,13 +19,13 @@ from tests.families.public_models import MODELS
 ROWS = {"train": 7473, "test": 1319}  # of GSM8K
 
 
-def prepare(name, folder, nodes=1, rows=ROWS):
+def prepare(name, folder, rows=ROWS):
     """Write what config `name` reads below `folder`; the variables that say so."""
     models, data = folder / "models", folder / "data"
     raw = compose(name)
     recipe = read_recipe(raw)
     model = models / Path(recipe.model.path).name
-    plan = plan_of(recipe, ranks_per_node=-(-recipe.layout.world // nodes))
+    plan = plan_of(recipe)
     write_model(model, 2 * model_parameters(plan.shape))
     write_base(models / Path(recipe.model.load).name, rank_files(plan))
     packed = data / "gsm8k" / model.name / Path(recipe.task.data_path).name

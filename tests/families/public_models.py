@@ -29,6 +29,10 @@ def qwen2(layers, hidden, width, heads, groups, vocabulary=152064, **more):
     }
 
 
+def tied(make, *sizes, **more):
+    return make(*sizes, tie_word_embeddings=True, **more)
+
+
 def qwen3(*sizes, **more):
     own = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -83,23 +87,35 @@ LLAMA3 = {
     "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
 }
-LLAMA31_ROPE = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
+
+
+def llama3(*sizes, factor=8.0, **more):
+    rope = {
+        "factor": factor,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    return llama(*sizes, 128256, **LLAMA3, rope_scaling=rope, **more)
+
+
 # layers, hidden, width, heads, groups
 QWEN_7B = 28, 3584, 18944, 28, 4
 QWEN_1_5B = 28, 1536, 8960, 12, 2
 QWEN3_0_6B = 28, 1024, 3072, 16, 8
 LLAMA_7B = 32, 4096, 11008, 32
+LLAMA_70B = 80, 8192, 28672, 64
+SMALL = {"vocabulary": 151936, "use_mrope": False}
 MODELS = {
     "Qwen2-7B-Instruct": qwen2(*QWEN_7B, sliding_window=131072),
-    "Qwen2.5-0.5B": qwen2(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True, use_mrope=False),
+    "Qwen2.5-0.5B": tied(qwen2, 24, 896, 4864, 14, 2, **SMALL),
+    "Qwen2.5-1.5B": tied(qwen2, *QWEN_1_5B, **SMALL),
+    "Qwen2.5-3B": tied(qwen2, 36, 2048, 11008, 16, 2, **SMALL),
     "Qwen2.5-7B-Instruct": qwen2(*QWEN_7B),
-    "Qwen2.5-32B-Instruct": qwen2(64, 5120, 27648, 40, 8, rms_norm_eps=1e-5, max_window_layers=70),
+    "Qwen2.5-14B": qwen2(48, 5120, 13824, 40, 8, rms_norm_eps=1e-5),
+    "Qwen2.5-32B": qwen2(64, 5120, 27648, 40, 8, rms_norm_eps=1e-5),
+    "Qwen2.5-72B": qwen2(80, 8192, 29568, 64, 8, rms_norm_eps=1e-5),
     "Qwen2.5-Math-1.5B": qwen2(
         *QWEN_1_5B,
         151936,
@@ -109,7 +125,12 @@ MODELS = {
         sliding_window=4096,
         use_mrope=False,
     ),
-    "Qwen3-0.6B": qwen3(*QWEN3_0_6B, tie_word_embeddings=True),
+    "Qwen3-0.6B": tied(qwen3, *QWEN3_0_6B),
+    "Qwen3-1.7B": tied(qwen3, 28, 2048, 6144, 16, 8),
+    "Qwen3-4B": tied(qwen3, 36, 2560, 9728, 32, 8),
+    "Qwen3-8B": qwen3(36, 4096, 12288, 32, 8),
+    "Qwen3-14B": qwen3(40, 5120, 17408, 40, 8),
+    "Qwen3-32B": qwen3(64, 5120, 25600, 64, 8),
     "Qwen3-30B-A3B": QWEN3_30B,
     "Qwen3-30B-A3B-Instruct-2507": {
         **QWEN3_30B,
@@ -138,6 +159,11 @@ MODELS = {
         **experts(64, 8, 2560, norm_topk_prob=False, shared_expert_intermediate_size=20480),
         "model_type": "qwen2_moe",
     },
+    "Llama-3.1-8B": llama3(32, 4096, 14336, 32),
+    "Llama-3.1-70B": llama3(*LLAMA_70B),
+    "Llama-3.2-1B": tied(llama3, 16, 2048, 8192, 32, factor=32.0, head_dim=64),
+    "Llama-3.2-3B": tied(llama3, 28, 3072, 8192, 24, factor=32.0, head_dim=128),
+    "Llama-3.3-70B": llama3(*LLAMA_70B),
     "Llama-2-7b-hf": llama(
         *LLAMA_7B,
         32000,
@@ -237,23 +263,7 @@ OTHERS = {
         {**QWEN3_30B, "decoder_sparse_step": 2},
         "decoder_sparse_step = 2",
     ),
-    "Llama-3.1-8B-Instruct": (
-        llama(32, 4096, 14336, 32, 128256, **LLAMA3, rope_scaling=LLAMA31_ROPE),
-        "rope_type is 'llama3'",
-    ),
-    "deepseek-coder-6.7b-instruct": (
-        llama(
-            *LLAMA_7B,
-            32256,
-            num_key_value_heads=32,
-            rope_theta=100000,
-            max_position_embeddings=16384,
-            rope_scaling={"factor": 4.0, "type": "linear"},
-        ),
-        "rope_type is 'linear'",
-    ),
     "a Llama with biases": (llama(*LLAMA_7B, 32000, attention_bias=True), "attention_bias is True"),
-    "a Llama with biases in the MLP": (llama(*LLAMA_7B, 32000, mlp_bias=True), "mlp_bias is True"),
     "a Llama with a window": (
         llama(*LLAMA_7B, 32000, sliding_window=4096),
         "sliding_window is 4096",
@@ -266,7 +276,6 @@ OTHERS = {
         },
         "model_type 'mistral' is an architecture of its own",
     ),
-    "GELU": (llama(*LLAMA_7B, 32000, hidden_act="gelu_new"), "hidden_act is 'gelu_new'"),
 }
 
 
@@ -285,3 +294,27 @@ def newer(config):
     if config["model_type"] == "qwen3_moe":
         config["num_local_experts"] = config.pop("num_experts")
     return config
+
+
+def narrow(config):
+    """What make_model of tests/local/conftest.py needs for a small model with the ratios of a dense
+    one: heads a KV group, heads to the hidden size, tied or not; with Llama 3's rotary positions in
+    short contexts.
+    """
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    small = 2 * heads // groups
+    hidden = config["hidden_size"] * small * 32 // (heads * width)
+    changes = {
+        "num_attention_heads": small,
+        "num_key_value_heads": 2,
+        "hidden_size": hidden,
+        "initializer_range": 0.1 * (128 / hidden) ** 0.5,  # logits as large as at 128
+        "tie_word_embeddings": config["tie_word_embeddings"],
+    }
+    if config["model_type"] != "qwen2":
+        changes["head_dim"] = 32
+    if scaling := config.get("rope_scaling"):
+        scaling = {**scaling, "original_max_position_embeddings": 64}
+        changes["rope_parameters"] = {**scaling, "rope_theta": 1e6}
+    return changes

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from safetensors import safe_open
 
 from mindspeed_qerl.integrations.report import faults, read_lines
 from tests import ROOT
@@ -18,58 +17,6 @@ if __name__ == "__main__":
     llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, **words)
     llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
 """
-
-
-RELOADS = """
-import json, sys
-from vllm import LLM
-from mindspeed_qerl.integrations.cpu import keep_weights
-
-keep_weights()
-if __name__ == "__main__":
-    words = json.loads(sys.argv[2])
-    llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, **words)
-    for _ in range(10):
-        llm.collective_rpc("reload_weights")
-        llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "family, words",
-    [("phi3", {"tensor_parallel_size": 2}), ("qwen3", {"pipeline_parallel_size": 2})],
-)
-def test_layers_fused_in_the_files_and_stages_are_healthy(tmp_path, family, words):
-    """Ten reloads; each tensor of the files is compared on each rank, or on one of the stages."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    program = tmp_path / "program.py"
-    program.write_text(RELOADS)
-    model = with_tokenizer("qwen3", tmp_path / "model")
-    if family == "phi3":
-        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "pad_token_id": 0}
-        config = Phi3Config(vocab_size=128, **sizes, **heads)
-        Phi3ForCausalLM(config).save_pretrained(model)
-    with safe_open(model / "model.safetensors", "pt") as file:
-        names = set(file.keys())
-    run_program(
-        program,
-        tmp_path,
-        model,
-        json.dumps(words),
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_OMP_THREADS_BIND="0|1",
-        MINDSPEED_QERL_ROLLOUT=json.dumps({"report": str(tmp_path / "noise"), "noise": None}),
-    )
-    rows = read_lines(tmp_path / "noise")
-    assert faults(rows) == []
-    for number in range(1, 11):
-        counts = [row["tensors"] for row in rows if row["sync"] == number]
-        whole = sum(counts) if "pipeline_parallel_size" in words else counts[0]
-        assert len(counts) == 2 and whole == len(names)
-    assert {row["not_compared"] for row in rows} == {0}
 
 
 @pytest.mark.full

@@ -210,7 +210,7 @@ EVALUATING = {"evaluates_base": True}
         # requests between syncs of adapters 1, 2 and 3
         ({}, [(1,), (1, 2, 1), (2, 3)], []),  # some had waited in the queue
         ({}, [(1,), (1, 1), (3,)], ["no request used [2], loaded in sync 2; .* until sync 3: 1"]),
-        ({}, [(1,), (), (3, 1)], ["requests sample with adapter 1 instead of [3]"]),
+        ({}, [(1,), (2,), (3, 1)], ["requests sample with adapter 1 instead of [3]"]),
         (EVALUATING, [(None, 1), (2, None), (None, 3)], []),
         (EVALUATING, [(1,), (None,), (3,)], ["no request used [2], .* until sync 3: None"]),
     ],

@@ -54,6 +54,17 @@ def test_five_steps(trl, tmp_path, family, norms, tensors):
     assert f"{tensors} of {tensors} weights" in shown and "picture: " in shown
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_each_answer_has_a_draw_of_its_own(trl, tmp_path, family):
+    """Log-probs of each are those of transformers with its draw, in each noisy step (in the
+    program).
+    """
+    rows = trl(with_tokenizer(family, tmp_path / "model"), "answer")
+    assert faults(rows) == []
+    assert [row["step"] for row in rows if row["event"] == "noise"] == [0, 1, 2, 3, 4]
+
+
 def test_a_tools_tokens_are_none_of_the_policys():
     """Around a batch as TRL's `_generate_and_score_completions` returns it: log-prob 0 where a tool
     spoke.

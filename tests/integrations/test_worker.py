@@ -14,6 +14,7 @@ import torch
 
 from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.cpu import keep_weights
+from mindspeed_qerl.integrations.draws import RequestDraws
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.rounding import rounded_without_bias
 from mindspeed_qerl.integrations.settings import Settings, read_settings, settings_of_environment
@@ -515,6 +516,31 @@ def test_a_replica_that_is_silent_is_named(tmp_path, noise, told):
         assert faults(read_lines(tmp_path)) == []
 
 
+def test_whose_draw_a_request_has(monkeypatch):
+    """Answers of other engines have others, a prompt has its own in each; engines that share
+    prompts or compile are refused.
+    """
+
+    def draws(kind, rank="0", caching=False, eager=True):
+        monkeypatch.setenv("RANK", rank)
+        parallel = SimpleNamespace(world_size=2)
+        config = SimpleNamespace(
+            parallel_config=parallel,
+            cache_config=SimpleNamespace(enable_prefix_caching=caching),
+            model_config=SimpleNamespace(enforce_eager=eager),
+        )
+        made = RequestDraws(SimpleNamespace(vllm_config=config), kind)
+        asked = [("a", [5, 6]), ("b", [5, 6]), ("c", [7]), ("a", [5, 6])]
+        return [made.of(SimpleNamespace(req_id=i, prompt_token_ids=ids)) for i, ids in asked]
+
+    assert draws("answer") == draws("answer", rank="1") == [1, 2, 3, 1]
+    assert not set(draws("answer")) & set(draws("answer", rank="2"))
+    first, second, other, again = draws("group")
+    assert first == second == again != other and draws("group", rank="2")[0] == first
+    with pytest.raises(ValueError, match="with enable_prefix_caching=False and enforce_eager=True"):
+        draws("answer", caching=True, eager=False)
+
+
 def test_settings(tmp_path, monkeypatch):
     monkeypatch.delenv("MINDSPEED_QERL_ROLLOUT", raising=False)
     assert settings_of_environment() is None
@@ -524,12 +550,14 @@ def test_settings(tmp_path, monkeypatch):
     file.write_text(json.dumps({"report": "b"}))
     monkeypatch.setenv("MINDSPEED_QERL_ROLLOUT", str(file))
     assert settings_of_environment() == Settings(report="b")
-    with pytest.raises(ValueError, match="unknown key of .*ROLLOUT 'sigma'. Known: .*noise"):
-        read_settings({"report": "a", "sigma": 0.05})
+    with pytest.raises(ValueError, match="unknown key of .*ROLLOUT 'noize', did you mean 'noise'"):
+        read_settings({"report": "a", "noize": 0.05})
     with pytest.raises(ValueError, match="rounding 'unbaised'.* Known: nearest, unbiased"):
         read_settings({"report": "a", "rounding": "unbaised"})
     with pytest.raises(ValueError, match="steps_behind = -1 must be an integer of at least 0"):
         read_settings({"report": "a", "steps_behind": -1})
+    with pytest.raises(ValueError, match="value of draws 'answers', did you mean 'answer'"):
+        read_settings({"report": "a", "draws": "answers"})
     with pytest.raises(ValueError, match=r"min_arrived = 90 must be in 0\.\.1"):
         read_settings({"report": "a", "min_arrived": 90})
 

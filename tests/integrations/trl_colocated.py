@@ -1,10 +1,11 @@
 """Five steps of TRL's GRPOTrainer with vLLM in its process, on a CPU:
 
-    python trl_colocated.py MODEL FOLDER noise|target|off|without|nearest|unbiased
+    python trl_colocated.py MODEL FOLDER noise|answer|target|off|without|nearest|unbiased
 
-`noise`: AQN, and an evaluation in the middle; `target`: its sigma follows a target; `off`: the
-proof of arrival alone; `without`: TRL as it is; `nearest`, `unbiased`: `off` with vLLM in bfloat16, so
-rounded, lr 5e-6. What was sampled and trained is left in FOLDER/trained.json.
+`noise`: AQN, and an evaluation in the middle; `answer`: a draw for each answer; `target`: its sigma
+follows a target; `off`: the proof of arrival alone; `without`: TRL as it is; `nearest`, `unbiased`:
+`off` with vLLM in bfloat16, so rounded, lr 5e-6. What was sampled and trained is left in
+FOLDER/trained.json.
 """
 
 import json
@@ -20,9 +21,12 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
+from mindspeed_qerl.aqn.injector import standard_normal
+from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.trl import add_noise
-from tests.integrations.programs import check_log_probs, norms_of
+from tests.integrations.programs import FLOAT32, check_log_probs, norms_of
+from tests.local.conftest import logprobs_of
 
 LOGGED = (
     "loss",
@@ -35,6 +39,7 @@ TARGET = {"schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_e
 NEAREST = {"noise": None, "elements": 0, "stop": False}
 SETTINGS = {  # of AQN, by mode
     "noise": {"noise": {"num_stages": 3}},
+    "answer": {"noise": {"num_stages": 3}, "draws": "answer"},
     "target": {"noise": TARGET},
     "off": {"noise": None},
     "nearest": NEAREST,
@@ -79,6 +84,10 @@ def trainer_of(model: str, folder: Path, peft_config=None, dtype="float32", **wo
 
 def main(model: str, folder: Path, mode: str) -> None:
     dtype = "bfloat16" if mode in ("nearest", "unbiased") else "float32"
+    if mode == "answer":
+        vllm_generation.LLM = partial(
+            vllm_generation.LLM, enforce_eager=True, enable_prefix_caching=False
+        )
     trainer = trainer_of(
         model,
         folder,
@@ -101,6 +110,8 @@ def main(model: str, folder: Path, mode: str) -> None:
         outputs = generate(*args, **kwargs)
         changed = any(not torch.equal(clean[name], w) for name, w in norms_of(served).items())
         if trainer.model.training:
+            if changed and mode == "answer":
+                check_draws(outputs, twin_of(served, model), trainer.state.global_step)
             if changed:
                 noisy_steps.add(trainer.state.global_step)
         else:
@@ -122,6 +133,8 @@ def main(model: str, folder: Path, mode: str) -> None:
         logged = [row for row in trainer.state.log_history if "loss" in row]
         assert [row["aqn/sigma"] for row in logged[:3]] == [0, 0, 0.05]
         assert logged[-1]["sync/count"] >= 5 and logged[-1]["sync/failures"] == 0
+    if mode == "answer":
+        assert noisy_steps == {2, 3, 4}
     history = [
         {name: row[name] for name in LOGGED} for row in trainer.state.log_history if "loss" in row
     ]
@@ -130,10 +143,8 @@ def main(model: str, folder: Path, mode: str) -> None:
     (folder / "trained.json").write_text(json.dumps({"history": history, "adapters": sums}))
 
 
-def check_noisy_answers(trainer: GRPOTrainer, served, model: str) -> None:
-    """vLLM has the weights of the last sync, and noise again after the last evaluation."""
-    llm = trainer.vllm_generation.llm
-    llm.generate({"prompt_token_ids": [5]}, use_tqdm=False)
+def twin_of(served, model: str):
+    """transformers' model with vLLM's merged weights, without noise."""
     merged = dict(served.named_parameters())
     twin = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for name, weight in twin.named_parameters():
@@ -142,7 +153,37 @@ def check_noisy_answers(trainer: GRPOTrainer, served, model: str) -> None:
         elif "q_proj" in name:
             whole = merged[name.replace("q_proj", "qkv_proj")]
             weight.data.copy_(whole[: len(weight)])
+    return twin
+
+
+def check_noisy_answers(trainer: GRPOTrainer, served, model: str) -> None:
+    """vLLM has the weights of the last sync, and noise again after the last evaluation."""
+    llm = trainer.vllm_generation.llm
+    llm.generate({"prompt_token_ids": [5]}, use_tqdm=False)
+    twin = twin_of(served, model)
     check_log_probs(llm, twin, norms_of(served), [5, 6, 7, 8])
+
+
+@torch.no_grad()
+def check_draws(outputs: list, twin, step: int) -> None:
+    """Each answer's log-probs are those of `twin` with the answer's own draw, in their order."""
+    norms = select_targets(twin)
+    clean = {name: norm.weight.clone() for name, norm in norms.items()}
+    sigma = 0.05 if step < 4 else 0.0005
+    assert len(outputs) == 8
+    for draw, output in enumerate(outputs, 1):
+        [answer] = output.outputs
+        served = [of[token].logprob for token, of in zip(answer.token_ids, answer.logprobs)]
+        ids = list(output.prompt_token_ids)
+        tokens = list(answer.token_ids)
+        apart = []
+        for number in (draw, draw % 8 + 1):
+            for name, norm in norms.items():
+                noise = standard_normal(1, step, f"{name}.weight/{number}", norm.weight.shape)
+                norm.weight.copy_(clean[name] + sigma * noise)
+            logprobs = logprobs_of(twin, torch.tensor([ids + tokens]))[0, len(ids) - 1 :]
+            apart.append((logprobs - torch.tensor(served)).abs().max().item())
+        assert apart[0] < FLOAT32 and (apart[1] > 10 * FLOAT32 or sigma < 0.05), (draw, apart)
 
 
 if __name__ == "__main__":

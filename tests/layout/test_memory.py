@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
-from mindspeed_qerl.layout.memory import MOMENTS, estimate, stage_memory
+from mindspeed_qerl.layout.memory import MOMENTS, estimate, settings_of, stage_memory
 from mindspeed_qerl.layout.parts import (
     ALL_LAYERS,
     GB,
@@ -17,9 +17,12 @@ from mindspeed_qerl.layout.parts import (
     communicators,
     layer_activations,
 )
+from mindspeed_qerl.layout.plan import plan_of
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.sizes import model_parameters, rollout_weights, training_weights
-from mindspeed_qerl.recipe.types import Batch, Layout
+from mindspeed_qerl.recipe.compose import compose
+from mindspeed_qerl.recipe.reader import read_recipe
+from mindspeed_qerl.recipe.types import Batch, Layout, Noise
 from tests.layout.dealing import DENSE, QWEN3, QWEN15
 
 
@@ -67,6 +70,25 @@ def test_int8_copies_come_on_top_of_what_vllm_takes():
         "rollout needs" in estimate(it, full).faults[0]
         and estimate(it, replace(full, int8_rollouts=False)).fits
     )
+
+
+def test_draws_come_on_top_of_what_vllm_takes_and_stay():
+    """A weight for each sequence that is served, of each norm of a layer."""
+    recipe = read_recipe(compose("grpo_qwen25_7b_gsm8k_8npu", ["aqn=qerl", "aqn.draws=answer"]))
+    it = plan_of(recipe)
+    settings = settings_of(recipe)
+    before, after = (
+        estimate(it, replace(settings, drawn_norms=norms)) for norms in (0, settings.drawn_norms)
+    )
+    table = 2 * 28 * (recipe.rollout.max_num_seqs + 1) * 3584 * 2
+    assert after.kv_cache == before.kv_cache
+    for moment in after.moments:
+        assert after.total(moment) - before.total(moment) == table
+    mixture = read_recipe(
+        compose("grpo_qwen3_30b_a3b_gsm8k_16npu", ["aqn=qerl", "aqn.draws=group"])
+    )
+    assert settings_of(mixture).drawn_norms == 1
+    assert settings_of(replace(mixture, noise=Noise())).drawn_norms == 0
 
 
 def tensors(shape):

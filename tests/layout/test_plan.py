@@ -63,8 +63,8 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
     )
     assert (plan.layout.infer_tp, plan.layout.infer_ep) == (1, 1)
     assert (plan.batch.max_model_len, plan.batch.seq_length, plan.batch.max_num_batched_tokens) == (
-        512 + 2048,
-        512 + 2048,
+        512 + 1024,
+        512 + 1024,
         8192,
     )
     assert (plan.layout.ep, plan.layout.sequence_parallel) == (1, False)
@@ -79,7 +79,7 @@ def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
         told["generate_config"]["infer_tensor_parallel_size"] == 1
         and told["rl_config"]["mini_batch_size"] == 64
     )
-    assert told["generate_config"]["max_model_len"] == told["actor_config"]["seq_length"] == 2560
+    assert told["generate_config"]["max_model_len"] == told["actor_config"]["seq_length"] == 1536
     assert told["rl_config"]["hccl_buffersize"] == 256 and told["actor_config"]["lora_r"] == 8
 
 
@@ -88,25 +88,6 @@ def test_layer_lists(raw):
     raw["actor_config"]["pipeline_model_parallel_size"] = 2
     plan = plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"])
     assert plan.layers == (20, 28)
-
-
-@pytest.mark.parametrize(
-    "key, value, message",
-    cells("""
-num_attention_heads ¦ 0 ¦ num_attention_heads = 0 in the section model
-num_layers ¦ 4.0 ¦ num_layers = 4.0 in the section model
-num_layers ¦ null ¦ num_layers is missing in the section model
-padded_vocab_size ¦ 10000000000 ¦ padded_vocab_size = 10000000000 in the section model
-moe_router_topk ¦ 300 ¦ num_experts_per_tok = 300 must be at most num_experts = 128
-moe_ffn_hidden_size ¦ null ¦ moe_intermediate_size = 0 must be at least 1
-rotary_base ¦ "big" ¦ rotary_base = 'big' in the section model
-"""),
-)
-def test_an_impossible_size_in_the_section_model(raw, key, value, message):
-    raw["model"]["qwen3_30b_a3b"][key] = json.loads(value)
-    with pytest.raises(ConfigError) as refused:
-        shape_of_model(read_recipe(raw))
-    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
 
 
 def test_without_a_model_one_line_says_so(tmp_path):
@@ -194,7 +175,7 @@ def test_what_a_config_json_may_leave_out(tmp_path, monkeypatch):
 
 def test_no_torch_is_imported():
     program = (
-        "import sys; import mindspeed_qerl.layout.planner, mindspeed_qerl.layout.show; "
+        "import sys; import mindspeed_qerl.layout.written; "
         "print([name for name in ('torch', 'numpy', 'matplotlib', 'hydra') if name in sys.modules])"
     )
     result = subprocess.run(

@@ -12,6 +12,7 @@ from mindspeed_qerl.layout.planner import legal_layouts, new_plan, reasons
 from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.layout.time import idle_share, stage_work
 from mindspeed_qerl.recipe.types import Batch, Layout
+from tests.families.public_models import MODELS
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 from tests.tables import cells
 from tests.tasks.gsm8k.tool import run_tool
@@ -50,7 +51,7 @@ def test_exactly_the_training_layouts_that_can_run(shape, world):
         (QWEN3, 16, (1, 1, 16, 1, 16)),
         (QWEN3, 12, (1, 3, 4, 1, 4)),
         (QWEN15, 16, (1, 1, 4, 1, 4)),
-        (DENSE, 8, (1, 1, 1, 1, 1)),
+        (DENSE, 8, (4, 1, 1, 2, 1)),
     ],
 )
 def test_the_first_choice(shape, world, best):
@@ -121,34 +122,20 @@ def test_a_legal_layout_of_a_config_that_the_engine_refuses():
     assert "engine refuses this config: actor_config.lora_alpha = 16.5" in told.stdout
 
 
-LLAMA = "the NPU engine has no weight adaptor for model_type 'llama'"
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = MODELS["Llama-3.1-8B"]["rope_scaling"]
 
 
 @pytest.mark.parametrize(
     "changed, reason",
     [
-        ({"model_type": "llama"}, f"{LLAMA}. The local engine can run it"),
+        ({"model_type": "llama", "rope_scaling": LLAMA3}, None),
         (
-            {"model_type": "llama", "rope_scaling": LLAMA3},
-            (
-                f"{LLAMA}; rope_type is 'llama3'; only 'default' is built, by Megatron as by vLLM. "
-                "The local engine refuses it: rope_type is 'llama3'"
-            ),
+            {"model_type": "llama", "head_dim": 48, "mlp_bias": True},
+            "mlp_bias is True; only None or False is built; head_dim = 48 must be one of 32, 64, 80",
         ),
         (
-            {"model_type": "llama", "mlp_bias": True},
-            "The local engine refuses it: mlp_bias is True",
-        ),
-        (
-            {"model_type": "llama", "head_dim": 48},
-            f"{LLAMA}. The local engine refuses it: head_dim = 48 must be one of 32, 64, 80",
+            {"rope_parameters": LLAMA3},
+            'which transformers 4 does not read. Write "rope_scaling": {',
         ),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type is 'linear'"),
         (

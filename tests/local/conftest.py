@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from tests import ROOT, checked, put
+from tests.families.public_models import MODELS, narrow
+from tests.upstream.rehearsal import LLAMA3
 from tests.word_problems import converted
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -24,6 +26,14 @@ FEW_FAMILIES = [
     family if family in ("qwen3", "qwen2_moe") else pytest.param(family, marks=pytest.mark.full)
     for family in FAMILIES
 ]
+
+# dense models with the ratios of public ones, by the names of these
+NARROW = {
+    name: config
+    for name, config in MODELS.items()
+    if config["model_type"] in ("qwen2", "qwen3", "llama") and "num_key_value_heads" in config
+}
+ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, **LLAMA3}
 
 
 def make_model(family, directory, **changes):
@@ -43,6 +53,8 @@ def make_model(family, directory, **changes):
         initializer_range=0.1,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
+    if family == "llama":
+        shape["rope_parameters"] = ROPE
     if family.startswith("qwen3"):
         shape |= dict(head_dim=32, hidden_size=64)  # not hidden_size / heads
     if family.endswith("moe"):
@@ -151,7 +163,16 @@ def furthest(found, expected):
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory):
-    return {family: make_model(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+    """Directories by family, and by the names of NARROW; made when they are asked for."""
+
+    class Made(dict):
+        def __missing__(self, name):
+            config = NARROW.get(name)
+            family, changes = (config["model_type"], narrow(config)) if config else (name, {})
+            self[name] = make_model(family, tmp_path_factory.mktemp(family), **changes)
+            return self[name]
+
+    return Made()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ That a run's checkpoint gives the answers that the run gave is in test_run.py.
 
 import json
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -243,7 +244,7 @@ def test_a_checkpoint_of_another_run_is_not_evaluated(tiny_model, data_dir, tmp_
             {"verifier": "exact"},
             ConfigError,
             (
-                "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict. Your own is written "
+                "unknown verifier 'exact'. Known: gsm8k, gsm8k_strict, math. Your own is written "
                 "module:function"
             ),
         ),
@@ -280,6 +281,24 @@ def test_bad_input_is_refused_before_anything_is_written(
     with pytest.raises(error, match=message):
         evaluate(EvaluationJob(**what), tmp_path / "out", print)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_emulated_npu_is_entered_before_vllm_asks_for_its_platform(tiny_model, tmp_path):
+    program = """
+import importlib.util, sys
+from mindspeed_qerl import emulation
+from mindspeed_qerl.local import evaluate
+def enter(npus):
+    sys.exit(f"{npus} NPUs, imported: {sorted({'torch', 'vllm'} & {*sys.modules})}")
+emulation.enter = enter
+importlib.util.find_spec = lambda name: name
+job = evaluate.EvaluationJob(*sys.argv[1:3], emulate_npu=True, tensor_parallel_size=2)
+evaluate.evaluate(job, evaluate.Path(sys.argv[3]), print)
+"""
+    paths = [tiny_model, tiny_model / "data" / "test_chat.parquet", tmp_path / "out"]
+    command = [sys.executable, "-c", program, *map(str, paths)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "2 NPUs, imported: []"
 
 
 def test_an_evaluation_is_written_once(tiny_model, tmp_path):

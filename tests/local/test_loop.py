@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +172,7 @@ def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
             prompts=[[100 + i] for i in chosen],
             n=2,
             noise=asdict(level),
+            draws=[],
             seed=derived_seed(5, "rollout", 4),
             hardware_error=("gaussian",),
             sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.7},
@@ -191,6 +192,21 @@ def test_a_step_samples_its_prompts_with_its_own_seed_and_noise():
     assert len({request["seed"] for request in requests(engine)}) == 3
 
 
+def test_each_answer_of_a_step_has_a_draw_of_its_own():
+    """Batches of dynamic sampling, too; in a step that repeats draws two have one, and without
+    noise none has any.
+    """
+    engine = loop(noise=Noise(draws="answer", repeat_every=4))
+    level = NoiseLevel(step=2, stage=1, sigma=0.05)
+    for batch in (0, 1):
+        engine.sample(3, level, batch)
+    engine.sample(4, replace(level, step=3))
+    engine.sample(4, replace(level, sigma=0.0))
+    engine.evaluate(4)
+    asked = [list(request["draws"]) for request in requests(engine)]
+    assert asked == [[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 3, 3], [], []]
+
+
 def test_an_evaluation_samples_without_noise_at_its_own_temperature():
     engine = loop()
     engine.evaluate(4)
@@ -199,6 +215,7 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
             prompts=PROMPTS.prompts,
             n=1,
             noise=None,
+            draws=(),
             hardware_error=("bf16_blocks",),
             seed=derived_seed(5, "evaluation", 4),
             sampling={

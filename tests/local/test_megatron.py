@@ -22,7 +22,16 @@ from mindspeed_qerl.local.model import check_tensors, load_weights
 from mindspeed_qerl.lora.export import save_merged, save_peft
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
-from .conftest import FAMILIES, batch_of, furthest, logprobs_of, make_model, recipe_of, run_ranks
+from .conftest import (
+    FAMILIES,
+    NARROW,
+    batch_of,
+    furthest,
+    logprobs_of,
+    make_model,
+    recipe_of,
+    run_ranks,
+)
 from .test_rollout import reference_model
 
 MOE = tuple(family for family in FAMILIES if family.endswith("moe"))
@@ -48,6 +57,7 @@ CASES = [
     if (family in MOE) or (ep == 1)
     if (family not in MOE) or not (tp > 1 and ep == 1 and not sequence)
 ]  # experts with TP make it so anyway
+CASES += [(ONE, name) for name in NARROW]
 # in `make test`: every family on one rank, and layouts and families that have what the others have
 DEFAULT = {
     *((ONE, family) for family in FAMILIES),
@@ -58,6 +68,9 @@ DEFAULT = {
     ("PP 2", "qwen2"),
     ("DP 4, EP 2", "qwen3_moe"),
     ("TP 2, PP 2, EP 2", "qwen2_moe"),
+    (ONE, "Qwen2.5-72B"),
+    (ONE, "Qwen3-4B"),
+    (ONE, "Llama-3.2-1B"),
 }
 PARAMETERS = [
     pytest.param(*case, marks=[] if case in DEFAULT else [pytest.mark.full]) for case in CASES
@@ -362,7 +375,12 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(
 
 @pytest.mark.parametrize(
     "layout, family",
-    [("TP 2, PP 2, EP 2", "qwen2_moe"), ("TP 2, sequence parallel", "qwen3"), ("PP 2", "qwen2")],
+    [
+        ("TP 2, PP 2, EP 2", "qwen2_moe"),
+        ("TP 2, sequence parallel", "qwen3"),
+        ("PP 2", "qwen2"),
+        *(pytest.param(ONE, name, marks=pytest.mark.full) for name in NARROW),
+    ],
 )
 def test_exports_of_a_checkpoint_are_the_trained_policy(
     results, model_dirs, data_dir, tmp_path, layout, family
@@ -383,7 +401,7 @@ def test_exports_of_a_checkpoint_are_the_trained_policy(
         lambda making: shutil.copytree(ranks[0]["saved"], making, dirs_exist_ok=True),
         1,
     )
-    adapters = checkpoint.load_adapters(tmp_path / "checkpoints")
+    adapters = checkpoint.load_adapters(tmp_path / "checkpoints", base)
     save_peft(adapters, base, tmp_path / "adapter")
     save_merged(adapters, base, tmp_path / "merged")
     merged = transformers_logprobs(

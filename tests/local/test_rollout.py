@@ -12,17 +12,29 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.aqn.schedule import NoiseLevel
+from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
+from mindspeed_qerl.aqn.rows import TAG, NoiseOfRows
+from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
+from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
+from mindspeed_qerl.families.base import Llama3Rope
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.local import limits
+from mindspeed_qerl.local import limits, serving
 from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
-from mindspeed_qerl.local.serving import check_built
+from mindspeed_qerl.local.serving import check_built, model_runner
 from mindspeed_qerl.lora.rounding import dither_of, rounded
 
-from .conftest import FAMILIES, FEW_FAMILIES, engine_logprobs, furthest, logprobs_of, make_model
+from .conftest import (
+    FAMILIES,
+    FEW_FAMILIES,
+    NARROW,
+    engine_logprobs,
+    furthest,
+    logprobs_of,
+    make_model,
+)
 
 vllm = pytest.importorskip("vllm")
 pytestmark = pytest.mark.usefixtures("expert_group")
@@ -82,6 +94,10 @@ def test_the_kv_cache_holds_every_sequence_and_not_a_gibibyte(engine):
         ({"rope_theta": 2e6}, "rope_theta 1000000.0 in vLLM, 2000000.0 in training"),
         ({"head_dim": 64}, "rotary width 32 in vLLM, 64"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-06 in vLLM, 1e-05"),
+        (
+            {"rope_scaling": Llama3Rope(4.0, 1.5, 4.5, 64)},
+            "RotaryEmbedding.*, .(None|8.0), .* in vLLM, .'Llama3RotaryEmbedding', .4.0",
+        ),
         ({"model_type": None}, "architecture "),
     ],
 )
@@ -132,8 +148,6 @@ def sync(engine, weights):
 
 
 def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(engine, model_dir):
-    from mindspeed_qerl.aqn.injector import NoiseInjector
-
     weights = changed_weights(model_dir)
     sync(engine, weights)
     model = reference_model(model_dir, weights)
@@ -146,6 +160,21 @@ def test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
     assert furthest(noisy, clean) > 0.01
     # the sync was worth testing
     assert furthest(clean, reference_logprobs(reference_model(model_dir))) > 0.05
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "Llama-3.2-1B" else pytest.param(name, marks=pytest.mark.full)
+        for name in NARROW
+    ],
+)
+def test_so_they_are_with_the_ratios_of_public_models(model_dirs, name):
+    engine = noisy_engine(model_dirs[name], "float32")
+    check_built(engine.model, read_shape(model_dirs[name]))
+    test_logprobs_after_a_sync_are_transformers_with_the_same_noise_and_without(
+        engine, model_dirs[name]
+    )
 
 
 def assert_answers_are_of_the_noisy_policy(engine):
@@ -243,6 +272,128 @@ def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, m
     engine.injector.remove()
 
 
+# ---- a draw of the noise for each answer, or for each group ----
+
+
+@pytest.fixture
+def crowded(engine, monkeypatch):
+    """Makes an injector with draws of its own the engine's, and the engine a crowded one: prompts
+    come in chunks of 16 tokens, keys and values of five blocks of 32 are there, so that requests
+    are preempted. Returns lists: of preempted requests, of passes' tokens.
+    """
+    runner = model_runner(engine.llm)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    taken, preempted, computed = [], [], []
+
+    def reset():
+        pool.free_blocks(taken)
+        taken.clear()
+        done = type(engine.llm).reset_prefix_cache(engine.llm)
+        taken.extend(pool.get_new_blocks(pool.get_num_free_blocks() - 5))
+        return done
+
+    def preempt(request, *arguments, **more):
+        preempted.append(request.request_id)
+        return type(scheduler)._preempt_request(scheduler, request, *arguments, **more)
+
+    def crowd(draws):
+        injector = NoiseInjector(engine.model, seed=3, draws=draws, runner=runner)
+        monkeypatch.setattr(engine, "injector", injector)
+        return preempted, computed
+
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 16)
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", reset, raising=False)
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    hook = engine.model.model.embed_tokens.register_forward_hook(
+        lambda *call: computed.append(len(call[2]))
+    )
+    yield crowd
+    hook.remove()
+    pool.free_blocks(taken)
+
+
+ROW = np.random.default_rng(5).integers(3, 96, 60).tolist()
+# beginning alike, so that a prefix cache that draws shared would be hit
+PROMPTS = [ROW[:20], ROW[:28], ROW[:40], ROW[:36] + ROW[50:54]]
+
+
+def sample_with_draws(engine, draws):
+    """Eight answers, and the draw of each."""
+    numbers = draw_numbers(draws, prompts=4, n=2)
+    sampling = dict(max_tokens=20, temperature=1.0, ignore_eos=True)
+    answers, report = sample(engine, PROMPTS, 2, 1, sampling, noise=NOISE, draws=numbers)
+    assert report.measured_std == pytest.approx(NOISE.sigma, rel=0.2)
+    return answers, numbers
+
+
+def apart_from_own_draw(model_dir, answers, numbers):
+    """By how much each answer's log-probs differ from transformers' with the noise of its draw."""
+    model = reference_model(model_dir, changed_weights(model_dir))
+    norms = select_targets(model)
+    clean = {name: norm.weight.detach().clone() for name, norm in norms.items()}
+    apart = []
+    for answer, draw in zip(answers, numbers, strict=True):
+        with torch.no_grad():
+            for name, norm in norms.items():
+                key = f"{name}.weight/{draw}"
+                noise = standard_normal(3, NOISE.step, key, norm.weight.shape)
+                norm.weight.copy_(clean[name] + NOISE.sigma * noise)
+            own = logprobs_of(model, torch.tensor([answer.prompt + answer.token_ids]))[0]
+        apart.append(furthest(answer.logprobs, own[len(answer.prompt) - 1 :].numpy()))
+    return apart
+
+
+@pytest.mark.parametrize("draws", ["answer", "group"])
+def test_each_answer_is_of_its_own_draw(engine, model_dir, crowded, draws):
+    preempted, computed = crowded(draws)
+    sync(engine, changed_weights(model_dir))
+    clean = sample(engine, PROMPTS, 1, seed=4)[0]
+    computed.clear()
+    answers, numbers = sample_with_draws(engine, draws)
+    assert max(apart_from_own_draw(model_dir, answers, numbers)) < 1e-5
+    # of another draw they are not
+    other = [*numbers[2:], *numbers[:2]]
+    assert min(apart_from_own_draw(model_dir, answers, other)) > 0.01
+    assert preempted and max(computed) <= 16
+    # of answers each token is computed, of groups what is shared once
+    tokens = sum(len(answer.prompt) + 20 - 1 for answer in answers)
+    assert (sum(computed) < tokens) == (draws == "group")
+    # the same request has the same answers, and it is gone again
+    assert sample_with_draws(engine, draws)[0] == answers
+    assert sample(engine, PROMPTS, 1, seed=4)[0] == clean
+
+
+def a_row_further(rows, scheduled):
+    NoiseOfRows._fill(rows, scheduled)
+    rows.index.copy_(rows.index.roll(1))
+
+
+def last_as_a_dummy(rows, scheduled):
+    NoiseOfRows._fill(rows, scheduled)
+    rows.index[sum(scheduled.values()) - 1] = 0
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda engine, patch: patch(
+            engine.injector.rows, "_fill", partial(a_row_further, engine.injector.rows)
+        ),
+        lambda engine, patch: patch(
+            engine.injector.rows, "_fill", partial(last_as_a_dummy, engine.injector.rows)
+        ),
+        lambda engine, patch: patch(serving, "request_of", lambda draw: ({TAG: draw}, "all")),
+    ],
+    ids=["rows are shifted by one", "a row has a dummy's draw", "draws share the prefix cache"],
+)
+def test_a_fault_of_draws_shows_in_log_probs(engine, model_dir, crowded, monkeypatch, fault):
+    crowded("answer")
+    sync(engine, changed_weights(model_dir))
+    fault(engine, monkeypatch.setattr)
+    assert max(apart_from_own_draw(model_dir, *sample_with_draws(engine, "answer"))) > 0.01
+
+
 def factors(model_dir, seed):
     """Random (alpha/r) B and A for every adapted tensor, and the weights they lead to."""
     generator, checkpoint, result, weights = (
@@ -327,7 +478,7 @@ def test_movement_is_of_what_the_kernels_compute_with(engine, model_dir, monkeyp
         assert [
             movement[target]["lost"] for target in ("linear_qkv", "linear_proj")
         ] == pytest.approx([1, 1])
-    sync(engine, {})
+    sync(engine, changed_weights(model_dir))
     assert all(
         entry["max_error"] <= 2 * entry["resolution"] for entry in engine.movement(lora).values()
     )

@@ -11,6 +11,7 @@ import pytest
 from mindspeed_qerl.local.batch import Answer
 from mindspeed_qerl.local.processes import WorkerError
 from mindspeed_qerl.local.sampled import (
+    answer_metrics,
     check_answers,
     select,
     tokens_to_replay,
@@ -30,7 +31,7 @@ def sampled(rewards, ids=IDS):
     for reward, prompt, tokens, logprobs in zip(rewards, PROMPTS, ids, LOGPROBS):
         answer = Answer(prompt, tokens, logprobs, is_truncated=prompt == [7])
         answer.question, answer.text, answer.reward = "2+2?", "?", float(reward)
-        answer.scores = {"gsm8k": float(reward > 1)}
+        answer.scores = {"gsm8k": reward if math.isnan(reward) else float(reward > 1)}
         answers.append(answer)
     return answers
 
@@ -101,6 +102,18 @@ def test_kl_in_the_reward_costs_every_answer_its_tokens_before_the_group_is_comp
     assert batch.mask.any(1)[2:4].all() == ("mask_truncated_completions" not in options)
     assert len(batch) == (6 if "mini_batch_size" in options else 4) and not batch.mask[4:].any()
     assert selected([1, 0, 2, 2], kl_coefficient=0.2)[1] == {}
+
+
+@pytest.mark.parametrize("options", [{}, {"adv_estimator": "rloo"}])
+def test_an_answer_whose_reward_could_not_be_computed_leaves_the_update(options):
+    rewards = [1, math.nan, 2, 0]
+    batch, _ = selected(rewards, **options)
+    assert batch.advantages[:2].tolist() == [0, 0]  # nothing to compare the other one with
+    assert batch.advantages.tolist() == selected([1, 1, 2, 0], **options)[0].advantages.tolist()
+    assert batch.mask.sum(1).tolist() == [2, 0, 1, 3]
+    assert tokens_to_train(sampled(rewards), recipe(**options), batch, ends=()) == 6
+    metrics = answer_metrics(sampled(rewards))
+    assert metrics["verifier/gsm8k/mean"] == pytest.approx(1 / 3)
 
 
 def test_few_groups_fill_a_mini_batch_with_answers_that_have_nothing_to_train():

@@ -21,6 +21,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.families.fingerprint import weights_digest
 from mindspeed_qerl.lora import export
 from mindspeed_qerl.lora.checkpoint import Adapters, load_adapters
@@ -156,20 +157,8 @@ def write_checkpoint(
         pipeline_model_parallel_size=len(stages),
         expert_model_parallel_size=ep,
         num_layers=sum(stages),
-        num_attention_heads=HEADS,
-        group_query_attention=True,
-        num_query_groups=GROUPS,
-        kv_channels=HEAD_DIM,
         num_experts=EXPERTS if "moe" in family else None,
         moe_tp_extend_ep="moe" in family,
-        hidden_size=HIDDEN,
-        ffn_hidden_size=FFN,
-        padded_vocab_size=64,
-        moe_router_topk=2,
-        moe_ffn_hidden_size=EXPERT_FFN,
-        n_shared_experts=1 if family == "qwen2_moe" else None,
-        qk_layernorm="qwen3" in family,
-        add_qkv_bias="qwen2" in family,
         lora_r=R,
         lora_alpha=ALPHA,
         lora_target_modules=targets,
@@ -196,6 +185,17 @@ def write_checkpoint(
     return folder
 
 
+def load_trained(folder, family, iteration=None):
+    """The adapters of a model of `family`."""
+    more = {}
+    if "moe" in family:
+        more = dict(num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=EXPERT_FFN)
+    if family == "qwen2_moe":
+        more["shared_expert_intermediate_size"] = SHARED_FFN
+    sizes = (2, HIDDEN, HEADS, GROUPS, HEAD_DIM, 0 if more else FFN, 64, 1e4, False, 64)
+    return load_adapters(folder, ModelShape("small", family, *sizes, **more), iteration)
+
+
 def assert_same(found, expected):
     torch.testing.assert_close(found.weights, expected.weights, rtol=0, atol=0)
     assert replace(found, weights={}) == replace(expected, weights={})
@@ -218,37 +218,8 @@ def assert_same(found, expected):
 def test_every_layout_gives_the_whole_tensors(tmp_path, family, tp, stages, ep):
     adapters = make_adapters(family, sum(stages), torch.bfloat16)
     assert_same(
-        load_adapters(write_checkpoint(tmp_path, adapters, family, tp, stages, ep)), adapters
+        load_trained(write_checkpoint(tmp_path, adapters, family, tp, stages, ep), family), adapters
     )
-
-
-def test_multi_head_attention_has_as_many_groups_as_heads(tmp_path):
-    """Megatron's arguments say num_query_groups: 1 then, which means nothing."""
-
-    def rows_in_order(rank, state):
-        qkv = "decoder.layers.0.self_attention.linear_qkv"
-        state["model"] = {
-            f"{qkv}.lora_A.default.weight": torch.ones(R, HIDDEN),
-            f"{qkv}.lora_B.default.weight": torch.arange(12.0).view(6, R),
-        }
-
-    write_checkpoint(
-        tmp_path,
-        make_adapters("qwen2", 1),
-        "qwen2",
-        stages=(1,),
-        change=rows_in_order,
-        group_query_attention=False,
-        num_query_groups=1,
-        num_attention_heads=2,
-        kv_channels=1,
-    )
-    weights = load_adapters(tmp_path).weights
-    assert {name[-6:]: (pair[1][:, 0] / R).tolist() for name, pair in weights.items()} == {
-        "q_proj": [0, 3],
-        "k_proj": [1, 4],
-        "v_proj": [2, 5],
-    }
 
 
 def test_only_trained_adapters_are_read(tmp_path):
@@ -275,7 +246,7 @@ def test_only_trained_adapters_are_read(tmp_path):
         for module, pair in adapters.weights.items()
         if not module.endswith(("gate_proj", "up_proj"))
     }
-    assert_same(load_adapters(tmp_path), Adapters(trained, R, ALPHA, 3))
+    assert_same(load_trained(tmp_path, "qwen3_moe"), Adapters(trained, R, ALPHA, 3))
 
 
 class Harmful:
@@ -306,7 +277,7 @@ def test_foreign_objects_are_neither_needed_nor_executed(tmp_path, monkeypatch):
     adapters = make_adapters("qwen3", 2)
     write_checkpoint(tmp_path, adapters, "qwen3", change=foreign)
     monkeypatch.setitem(sys.modules, "megatron_like", None)  # cannot be imported
-    assert_same(load_adapters(tmp_path), adapters)
+    assert_same(load_trained(tmp_path, "qwen3"), adapters)
     assert not (tmp_path / "harm").exists()
     file = tmp_path / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
     monkeypatch.setitem(sys.modules, "megatron_like", module)
@@ -366,40 +337,38 @@ def adapted_head(rank, state):
 def test_bad_checkpoints(tmp_path, change, message):
     write_checkpoint(tmp_path, make_adapters("qwen2", 2), "qwen2", tp=2, change=change)
     with pytest.raises(ValueError, match=message):
-        load_adapters(tmp_path)
+        load_trained(tmp_path, "qwen2")
 
 
 def test_incomplete_checkpoints(tmp_path):
     adapters = make_adapters("qwen3_moe", 2)
-    with pytest.raises(FileNotFoundError, match="holds no iter_0000001"):
-        load_adapters(tmp_path)
+    with pytest.raises(FileNotFoundError, match="holds no whole iter_0000001"):
+        load_trained(tmp_path, "qwen3_moe")
     save = write_checkpoint(tmp_path / "save", adapters, "qwen3_moe", tp=2, ep=2)
     with pytest.raises(FileNotFoundError, match="no iteration 4; there are: 3"):
-        load_adapters(save, 4)
+        load_trained(save, "qwen3_moe", 4)
     (save / "latest_checkpointed_iteration.txt").unlink()
-    with pytest.raises(FileNotFoundError, match="there are: 3"):
-        load_adapters(save)
-    assert_same(load_adapters(save, 3), adapters)
+    assert_same(load_trained(save, "qwen3_moe", 3), adapters)
     file = save / "iter_0000003" / "mp_rank_01_001" / "model_optim_rng.pt"
     whole = file.read_bytes()
     file.write_bytes(whole[:1000])
     with pytest.raises(
         ValueError, match="mp_rank_01_001/model_optim_rng.pt cannot be read; it may be cut short"
     ):
-        load_adapters(save, 3)
+        load_trained(save, "qwen3_moe", 3)
     file.unlink()
     with pytest.raises(ValueError, match="mp_rank_01_001 missing, or .* sizes 2, 1, 2; bring the"):
-        load_adapters(save, 3)
+        load_trained(save, "qwen3_moe", 3)
     file.write_bytes(whole)
     write_checkpoint(save.parent / "other", adapters, "qwen3_moe")
     (save.parent / "other" / "iter_0000003" / "mp_rank_00").rename(
         save / "iter_0000003" / "mp_rank_00"
     )
     with pytest.raises(ValueError, match="mp_rank_00_000, .* or of another run: mp_rank_00 is of"):
-        load_adapters(save, 3)
+        load_trained(save, "qwen3_moe", 3)
     save = write_checkpoint(tmp_path / "split", adapters, "qwen3_moe", tp=2, moe_tp_extend_ep=False)
     with pytest.raises(ValueError, match="without moe_tp_extend_ep, which splits each expert"):
-        load_adapters(save)
+        load_trained(save, "qwen3_moe")
 
 
 either = pytest.mark.parametrize("save", [save_peft, save_merged])
@@ -426,7 +395,7 @@ def base_model(tmp_path_factory):
             num_experts=EXPERTS,
             num_experts_per_tok=3,
             moe_intermediate_size=EXPERT_FFN,
-            shared_expert_intermediate_size=SHARED_FFN,
+            **({"shared_expert_intermediate_size": SHARED_FFN} if family == "qwen2_moe" else {}),
             mlp_only_layers=[],
             decoder_sparse_step=1,
             bos_token_id=None,

@@ -51,8 +51,6 @@ class Box:
     listening: tuple[str, ...] = ()  # HOST:PORT
     room: int = 1500 * 10**9
     shut_folders: tuple[str, ...] = ()  # that cannot be written
-    limit: int = 65536
-    shm: int = 500 * 10**9
     free: int = 2 * 10**12  # of all other disks
     left: float = 0.4  # of the disk of /tmp
     taken: tuple[int, ...] = ()  # ports
@@ -97,14 +95,8 @@ class Box:
         return {**PACKAGES, **self.packages}.get(distribution)
 
     def disk(self, path):
-        free = {"/dev/shm": self.shm, "/tmp": self.left * ROOM}.get(path, self.free)
+        free = self.left * ROOM if path == "/tmp" else self.free
         return SimpleNamespace(total=ROOM, free=free)
-
-    def cpus(self):
-        return 320
-
-    def open_files(self):
-        return self.limit
 
     def user(self):
         return "root"
@@ -184,9 +176,9 @@ def rewrite(file, content):
     file.write_text(content)
 
 
-def look(raw, box=None, nodes=1, own_ray=False):
+def look(raw, box=None, own_ray=False):
     """name -> check; every fault has its way out, and nothing broke inside."""
-    checks = preflight(raw, NAME, box or Box(), nodes, own_ray)
+    checks = preflight(raw, NAME, box or Box(), own_ray)
     assert not [check for check in checks if "could not be checked" in check.found]
     assert len({(check.group, check.name) for check in checks}) == len(checks)
     assert all(check.fix for check in checks if check.state == FAILED)

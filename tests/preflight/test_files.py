@@ -20,7 +20,7 @@ from tests.families.public_models import MODELS
 from tests.preflight.conftest import Box, look, not_passed, rewrite, said
 
 LARGE = 30 * 10**9  # enough for a rank of any layout
-QWEN3_MOE = MODELS["Qwen3-30B-A3B"]
+QWEN3_MOE = MODELS["Qwen3-30B-A3B-Instruct-2507"]
 TRACKER = "latest_checkpointed_iteration.txt"
 NEEDS_LAYOUT = ("memory of an NPU", "disk for the run", "host memory")
 
@@ -81,28 +81,28 @@ def test_a_rollout_that_leaves_no_cache(ready):
 @pytest.mark.parametrize(
     "described",
     [
-        {"rope_theta": 1e7},
-        {"rope_theta": None, "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}},
+        {"rope_theta": 1e6},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
     ],
     ids=["transformers 4", "transformers 5"],
 )
 def test_the_rotary_base_of_another_model(own, model, described):
-    """The YAML has the original's, the directory is the Instruct-2507 model's."""
+    """The YAML has the Instruct-2507 model's, the directory is the original's."""
     config = {**QWEN3_MOE, **described}
     kept = {key: value for key, value in config.items() if value is not None}
     rewrite(model / "config.json", json.dumps(kept))
-    words = "rotary_base = 1000000 in the config, but the qwen3_moe model"
+    words = "rotary_base = 10000000 in the config, but the qwen3_moe model"
     check = said(look(own), "config.json", words)
     unread = described["rope_theta"] is None  # by the transformers of NPUs, which is 4
-    assert ('Write "rope_theta": 10000000.0' in check.found) == unread
-    assert "rotary_base: 10000000" in check.fix
+    assert ('Write "rope_theta": 1000000.0' in check.found) == unread
+    assert "rotary_base: 1000000" in check.fix
 
 
 @pytest.mark.parametrize(
     "change, found, fix",
     [
         ({"num_experts_per_tok": 4}, "moe_router_topk = 8 in the config, but the", "topk: 4"),
-        ({"max_position_embeddings": 2048}, "max_position_embeddings = 2048", "=2048"),
+        ({"max_position_embeddings": 1024}, "max_position_embeddings = 1024", "=1024"),
     ],
 )
 def test_another_shape(own, model, change, found, fix):
@@ -349,7 +349,8 @@ def test_the_family_is_that_of_the_config_json(own, model):
     """Of the Megatron arguments only while there is none."""
     rewrite(model / "config.json", json.dumps({**QWEN3_MOE, "model_type": "gemma2"}))
     with pytest.raises(
-        ConfigError, match="Qwen3-30B-A3B: model_type 'gemma2' is an architecture of its own"
+        ConfigError,
+        match="Qwen3-30B-A3B-Instruct-2507: model_type 'gemma2' is an architecture of its own",
     ):
         conversion_command(read(own)[0])
     (model / "config.json").unlink()

@@ -101,7 +101,6 @@ def of_files(template, monkeypatch):
     "arguments, said",
     [
         ((NAME[:-1],), "did you mean"),
-        ((NAME, "--nodes", "0"), "at least 1"),
         ((NAME, "engine=foo"), r"unknown engine 'foo'.* Known: local, mindspeed_rl"),
         (
             (NAME, "actor_config.tensor_model_parallel_size=3", "--print-conversion"),
@@ -128,7 +127,7 @@ def test_what_is_refused_before_anything_is_checked(of_files, tool, capsys, argu
 
 def test_the_command(ready, of_files, tool, capsys):
     assert tool(Box(), *of_files) == 0
-    assert tool(Box(limit=1024), *of_files) == 0  # a warning is none
+    assert tool(Box(left=0.06), *of_files) == 0  # a warning is none
     capsys.readouterr()
     assert tool(Box(acl=15), *of_files) == 1
     output = capsys.readouterr().out
@@ -243,8 +242,7 @@ def test_the_fake_answers_what_the_machine_answers():
 
 def test_this_machine(tmp_path):
     machine, nowhere = Machine(), tmp_path / "not" / "made" / "yet"
-    assert 1 <= machine.cpus() <= os.cpu_count()
-    assert machine.open_files() > 0 and machine.user() == getpass.getuser()
+    assert machine.user() == getpass.getuser()
     disk = machine.disk(nowhere)
     assert 0 < disk.free < disk.total == machine.disk(tmp_path).total
     assert machine.may_execute(tmp_path) and machine.writable(nowhere)

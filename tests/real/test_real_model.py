@@ -169,7 +169,8 @@ def trained(request, batch, tmp_path_factory):
         lambda making: shutil.copytree(folder / "parts", making, dirs_exist_ok=True),
         keep=1,
     )
-    return before * batch.mask, after * batch.mask, checkpoint.load_adapters(folder / "checkpoints")
+    adapters = checkpoint.load_adapters(folder / "checkpoints", MODEL)
+    return before * batch.mask, after * batch.mask, adapters
 
 
 def test_logprobs_of_megatron_ranks(trained, expected):

@@ -129,7 +129,7 @@ def test_warnings(observer):
     assert observer.said[:3] == [
         "Warning: uneven",
         "Warning: step 1 trains nothing: no group had answers of different rewards, of 4 groups",
-        "Warning: step 2 trains nothing: every answer was cut off, of 4 groups",
+        "Warning: step 2 trains nothing: every answer was cut off or could not be judged, of 4 groups",
     ]
     asked = [said.split(",")[0] for said in observer.said[3:]]
     assert asked == [f"Warning: step 2 asked {batches} batches" for batches in (10, 20)]

@@ -12,12 +12,9 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
-from mindspeed_qerl.families import read_config
-from mindspeed_qerl.families.config import resolve
 from mindspeed_qerl.recipe.types import Task
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.checks import check_task
-from mindspeed_qerl.tasks.packed import pack_rows
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import RewardError
 from mindspeed_qerl.tasks.rows import read_rows, row_of
@@ -230,26 +227,6 @@ def test_any_error_of_a_template_is_the_templates(tom, tokenizer, template, word
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"torch_dtype": "torch.float32"}, "has no config.json that .*'torch.float32'"),
-        ({"dtype": "fp32"}, "has no config.json that .*fp32"),
-        ({"num_hidden_layers": "two"}, "has no config.json that .*num_hidden_layers"),
-    ],
-)
-def test_the_file_that_transformers_does_not_read_is_named(tmp_path, change, words):
-    model = ROOT / "models" / "tiny_qwen3_moe"
-    config = json.loads((model / "config.json").read_text())
-    config.pop("dtype", None)
-    (tmp_path / "config.json").write_text(json.dumps(config | change))
-    (tmp_path / "tokenizer.json").symlink_to(model / "tokenizer.json")
-    with pytest.raises(ConfigError, match=words):
-        load_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=f"{next(iter(change))}\\b"):
-        resolve(read_config(tmp_path / "config.json"))
-
-
 def test_a_model_without_its_tokenizers_files_is_named(tmp_path, tom):
     config = (ROOT / "models" / "tiny_qwen3_moe" / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
@@ -299,25 +276,3 @@ def freeze(now):
         chat_template_utils._compile_jinja_template.cache_clear()
         yield
     chat_template_utils._compile_jinja_template.cache_clear()
-
-
-@pytest.mark.parametrize("form", ["chat", "plain"])
-def test_a_token_beyond_the_vocabulary_is_refused_with_its_row(tmp_path, tokenizer, form):
-    tokenizer.add_tokens(["<extra>"])
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "a.jsonl").write_text(
-        '{"prompt": "Tom", "answer": "3"}\n{"prompt": "<extra>Tom", "answer": "3"}\n'
-    )
-    size = len(tokenizer)
-    (tmp_path / "config.json").write_text(f'{{"vocab_size": {size}}}')
-    Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
-    (tmp_path / "config.json").write_text(f'{{"vocab_size": {size - 1}}}')
-    words = (
-        rf"a.jsonl:2: token {size - 1} \('<extra>'\) of its prompt is beyond the vocabulary of "
-        f"{size - 1:,} in"
-    )
-    with pytest.raises(ConfigError, match=words):
-        Prompts(tmp_path / "a.jsonl", load_tokenizer(tmp_path), form, 96)
-    with pytest.raises(ConfigError, match=words):
-        pack_rows(read_rows(tmp_path / "a.jsonl"), tmp_path / "out" / "mine", tmp_path)
-    assert not (tmp_path / "out").exists()

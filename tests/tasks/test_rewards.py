@@ -113,7 +113,6 @@ FINITE = "which is not a finite number, for"
         (gives("0101"), f"returned '0101' {LENGTH}"),
         (gives(dict.fromkeys(range(4), 1.0)), LENGTH),
         (gives([0, 1, "1", 0]), f"returned '1', {FINITE} {ROW[2]}"),
-        (gives([0, None, 1, 0]), f"returned None, {FINITE} {ROW[1]}"),
         (gives([0, 1, 0, float("nan")]), f"returned nan, {FINITE} {ROW[3]}"),
         (gives([0, 10**400, 0, 0]), f"{FINITE} {ROW[1]}"),
         (gives([0, [1, 2], 0, 0]), f"returned [1, 2], {FINITE}"),
@@ -389,10 +388,11 @@ def odd(completions, level, **kwargs):
     assert total.tolist() == [1, 6, 1, 6] and each["by_task:odd"].tolist() == [0, 3, 0, 3]
     with pytest.raises(RewardError, match="None, and so no reward at all, for data.jsonl:2"):
         score([("by_task:even", 1.0)], TEXTS, ROWS)
-    with pytest.raises(
-        RewardError, match="'by_task:ours' returned None, which is not a finite number"
-    ):
-        score([("gsm8k", 1.0), ("by_task:ours", 1.0)], TEXTS, ROWS)
+    total, each = score([("gsm8k", 1.0), ("by_task:ours", 1.0)], TEXTS, ROWS)
+    assert np.isnan(total).all() and np.isnan(each["by_task:ours"]).all()  # no 0, and no others'
+    assert each["gsm8k"].tolist() == [1, 1, 0, 0]
+    total, _ = score([("by_task:ours", 1.0), ("by_task:even", 1.0)], TEXTS, ROWS)
+    assert np.isnan(total).all()
     try_rewards([("by_task:even", 1.0), ("by_task:odd", 1.0)], ROWS)
     with pytest.raises(RewardError, match="None, and so no reward at all"):
         try_rewards([("by_task:even", 1.0)], ROWS)
@@ -436,7 +436,7 @@ def test_a_module_of_the_current_folder_or_a_package_is_found(modules):
     cells("""
 gsm8k_strikt ¦ \
 unknown verifier 'gsm8k_strikt', did you mean 'gsm8k_strict'? Known: gsm8k, \
-gsm8k_strict. Your own is written module:function
+gsm8k_strict, math. Your own is written module:function
 own_rewards.py:my_reward ¦ No module named 'own_rewards.py'
 :my_reward ¦ cannot be loaded: ValueError: Empty module name
 no_such:f ¦ No module named 'no_such'. It is written as in an import

@@ -16,6 +16,7 @@ from mindspeed_qerl import emulation
 from mindspeed_qerl.layout import parts
 from mindspeed_qerl.layout.memory import Memory
 from mindspeed_qerl.runs.directory import RunDirectory
+from tests.families.public_models import MODELS, narrow
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -108,12 +109,35 @@ FAMILIES = {
         ),
     ),
 }
+# Llama 3's rotary positions, which short answers reach, too
+LLAMA3 = dict(low_freq_factor=1.5, high_freq_factor=4.5, original_max_position_embeddings=64)
+FAMILIES["llama"] = (
+    "LlamaConfig",
+    dict(SHAPE, rope_scaling={"rope_type": "llama3", "factor": 8.0, **LLAMA3}),
+    dict(DENSE, rope_scaling_type="llama3", rope_scaling_factor=8.0, **LLAMA3),
+)
+
+
+def with_ratios(config: dict[str, Any]) -> tuple[str, dict, dict]:
+    """The row of a public model's family with its heads to a KV group and to the hidden size, its
+    embedding tied or not.
+    """
+    name, shape, arguments = FAMILIES[config["model_type"]]
+    sizes = narrow(config)
+    sizes.pop("rope_parameters", None)
+    told = {key: sizes[key] for key in ("hidden_size", "num_attention_heads")}
+    told["untie_embeddings_and_output_weights"] = not sizes["tie_word_embeddings"]
+    return name, shape | sizes, arguments | told
+
+
+ROWS = FAMILIES | {name: with_ratios(MODELS[name]) for name in ("Qwen3-4B", "Llama-3.2-1B")}
 # aqn.targets auto
 NOISY_NORMS = {
     "qwen2": 2 * LAYERS + 1,
     "qwen3": 2 * LAYERS + 1,
     "qwen3_moe": LAYERS,
     "qwen2_moe": LAYERS,
+    "llama": 2 * LAYERS + 1,
 }
 
 
@@ -150,7 +174,7 @@ def make_model(family: str, folder: Path, **changes: Any) -> Path:
     import transformers
 
     tokenizer = make_tokenizer()
-    config_class, arguments, _ = FAMILIES[family]
+    config_class, arguments, _ = ROWS[family]
     config = getattr(transformers, config_class)(
         **{**arguments, **changes},
         eos_token_id=tokenizer.eos_token_id,
@@ -219,7 +243,7 @@ def make_config(
     config = dict(
         engine="mindspeed_rl",
         emulate_npu=True,
-        model={"tiny": dict(FAMILIES[family][2])},
+        model={"tiny": dict(ROWS[family][2])},
         megatron_training=dict(
             model="tiny",
             use_mcore_models=True,

@@ -23,7 +23,10 @@ from rehearsal import (
     shrink,
 )
 
-from mindspeed_qerl.layout.time import LAUNCHES
+from mindspeed_qerl.families import NAMED_SHAPES
+from mindspeed_qerl.layout.planner import legal_layouts
+from mindspeed_qerl.layout.time import DEFAULT, LAUNCHES
+from mindspeed_qerl.layout.written import Wanted, config_text, model_text
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -71,11 +74,7 @@ CONVERTED = {
 }
 
 
-def test_upstream_accepts_the_configs(upstream, tmp_path):
-    """validate_rl_args of MindSpeed-RL, through its own parse_training_config, on each config as it
-    is.
-    """
-    program = """
+ACCEPT = """
 import sys
 from pathlib import Path
 from hydra import compose, initialize_config_dir
@@ -84,23 +83,58 @@ from mindspeed_rl.config_cls import validate_config
 spec = spec_from_file_location("upstream_cli", Path(sys.argv[1]) / "cli" / "train_grpo.py")
 cli = module_from_spec(spec)
 spec.loader.exec_module(cli)
-for name in sys.argv[3:]:
-    validate_config.get_node_nums = lambda: 2 if "2x8" in name else 1  # it asks Ray
-    with initialize_config_dir(sys.argv[2], version_base=None):
-        parts = cli.parse_training_config(compose(name))
+for name in sys.argv[4:]:
+    name, _, nodes = name.partition(":")
+    validate_config.get_node_nums = lambda: int(nodes or 1)  # it asks Ray
+    with initialize_config_dir(sys.argv[3], version_base=None):
+        config = compose(name, [f"hydra.searchpath=[file://{sys.argv[2]}]"])
+    parts = cli.parse_training_config(config)
     rl, generate = parts["rl_config"], parts["generate_config"]
     print("ACCEPTED", name, generate.data_parallel_size, rl.actor_rollout_dispatch_size,
           rl.actor_update_dispatch_size, rl.mini_batch_size)
 """
-    words = ["-c", program, upstream / "MindSpeed-RL", ROOT / "configs", *DISPATCHED]
-    result = run_python(words, emulated(upstream, 16), tmp_path)
-    accepted = {
-        line.split()[1]: [int(word) for word in line.split()[2:]]
-        for line in result.stdout.splitlines()
-        if "ACCEPTED" in line
-    }
+
+
+def accepted(upstream, folder, names, place):
+    """{config of `folder`: what validate_rl_args of MindSpeed-RL made of its batch}, through its own
+    parse_training_config.
+    """
+    words = ["-c", ACCEPT, upstream / "MindSpeed-RL", ROOT / "configs", folder, *names]
+    result = run_python(words, emulated(upstream, 16), place)
+    rows = [line.split()[1:] for line in result.stdout.splitlines() if "ACCEPTED" in line]
+    return {name: [int(number) for number in numbers] for name, *numbers in rows}, result.stderr
+
+
+def test_upstream_accepts_the_configs(upstream, tmp_path):
+    names = [name + ":2" * ("2x8" in name) for name in DISPATCHED]
+    found, errors = accepted(upstream, ROOT / "configs", names, tmp_path)
     assert {path.stem for path in (ROOT / "configs").glob("*npu*.yaml")} == set(DISPATCHED)
-    assert accepted == DISPATCHED, result.stderr[-3000:]
+    assert found == DISPATCHED, errors[-3000:]
+
+
+def test_upstream_accepts_what_the_planner_writes(upstream, tmp_path):
+    """For each model and box the best layout that fits."""
+    folder = tmp_path / "configs"
+    expected = {}
+    for model, shape in NAMED_SHAPES.items():
+        for world in (8, 12, 16, 32, 64):
+            memory = legal_layouts(shape, world)[0]
+            if not memory.fits:
+                continue
+            name = f"{model}_{world}"
+            part = folder / "model" / f"{model}.yaml"
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(model_text(shape, model, model, f"/models/{model}", 2048))
+            text = config_text(memory, Wanted(model, model, 7473), DEFAULT)
+            (folder / f"{name}.yaml").write_text(text)
+            plan = memory.plan
+            replicas = plan.layout.infer_dp
+            answers = plan.batch.answers
+            expected[name] = [replicas, answers // replicas, plan.share, answers]
+    names = [f"{name}:{-(-int(name.rpartition('_')[2]) // 16)}" for name in expected]
+    found, errors = accepted(upstream, folder, names, tmp_path)
+    assert found == expected, errors[-3000:]
+    print(len(found), "configs accepted")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -110,7 +144,7 @@ def test_rehearsal(name, upstream, tiny, tmp_path, monkeypatch):
     """
     monkeypatch.setenv("MINDSPEED_QERL_EMULATED_COUNTS", "1")
     family, layout = SHIPPED[name]
-    config = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())
+    config = compose(name)
     model, data = tiny(family)
     actor = config["actor_config"] | {key.split(".")[1]: layout[key] for key in layout}
     base = write_base_checkpoint(

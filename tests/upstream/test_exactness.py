@@ -58,6 +58,8 @@ CASES = [
     ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), PLAIN),
     ("qwen2", dict(npus=2, tp=2, infer_tp=1), PLAIN),
     ("qwen3", dict(npus=2, tp=1, infer_tp=2), PLAIN),
+    ("llama", dict(npus=2, tp=2, infer_tp=1), PLAIN),
+    ("Qwen3-4B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
     ("qwen3_moe", dict(npus=4, ep=4, infer_ep=4), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, ep=1, infer_ep=2), PACKED | REPLAYED),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), PACKED),

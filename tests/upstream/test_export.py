@@ -8,7 +8,7 @@ from checkpoints import held, rank_files
 from reference import ALPHA, SCALING, R, full_weights, shard
 from rehearsal import LAYERS, finished, make_config, run_engine
 
-from mindspeed_qerl.lora.checkpoint import load_adapters
+from mindspeed_qerl.local.checkpoint import load_adapters
 from mindspeed_qerl.lora.export import save_merged, save_peft
 
 
@@ -78,7 +78,7 @@ def test_the_exported_model_is_the_trained_one(
     sizes = dict(train_iters=2, base=tmp_path / "base")
     config = make_config(family, model, data, tmp_path, **layout, **sizes)
     run = finished(run_engine(config, upstream, tmp_path), tmp_path / "rehearsal")
-    adapters = load_adapters(run.checkpoints_dir)
+    adapters = load_adapters(run.checkpoints_dir, model)
     assert (adapters.rank, adapters.alpha, adapters.iteration) == (R, ALPHA, 2)
     save_merged(adapters, model, tmp_path / "merged", dtype=torch.float32)
     merged = load_hf(tmp_path / "merged")

@@ -82,9 +82,10 @@ def test_graphs_answer_as_the_same_steps_without_and_as_transformers(case, upstr
 NVFP4 = {"rollout_quantization": {"format": "nvfp4"}}
 MXFP4 = {"rollout_quantization": {"format": "mxfp4"}}
 REPLAYED = {"algorithm": {"routing_replay": "rollout"}, "rl_config.init_kl_coef": 0.0}
+CACHED = {"generate_config.enable_prefix_caching": True}
 RUNS = [
     ("qwen2", dict(npus=2, tp=2), MXFP4),
-    ("qwen3", dict(npus=2, infer_tp=2), {"generate_config.enable_prefix_caching": True}),
+    ("qwen3", dict(npus=2, infer_tp=2), CACHED | {"aqn.draws": "answer"}),
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, infer_tp=2, infer_ep=2), REPLAYED | NVFP4 | PACKED),
     ("qwen2_moe", dict(npus=4, ep=4, infer_ep=4), {}),

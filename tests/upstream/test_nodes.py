@@ -1,12 +1,11 @@
-"""Upstream's trainer on two nodes: the shipped launcher in two fake boxes with addresses of their
-own, a Ray across them, and upstream's real sources on two emulated NPUs in each.
+"""Upstream's trainer on several nodes: a shipped launcher in fake boxes with addresses of their own, a
+Ray across them, and upstream's real sources on emulated NPUs in each.
 """
 
 import re
 import shutil
 import sys
-import time
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
@@ -23,22 +22,24 @@ from rehearsal import (
 )
 
 from mindspeed_qerl import emulation
-from mindspeed_qerl.lora.checkpoint import load_adapters
+from mindspeed_qerl.local.checkpoint import load_adapters
+from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
 sys.path.insert(0, str(ROOT))
 from tests.fake_box import Box, left_over, why_not
-from tests.fake_box.network import joined, why_no_cable
-from tests.fake_box.nodes import CONFIG, Nodes
+from tests.fake_box.network import ADDRESSES, joined, why_no_cable
+from tests.fake_box.nodes import PAIR, TWO_NODES, Nodes
+from tests.fake_box.nodes import environment as of_launchers
 
 REASON = why_not() or why_no_cable()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
-# The config of 2 x 8 dies for 2 x 2 and a tiny model: TP 1, EP 2 in each node, DP 4 over both.
+# The config of 2 x 8 dies for a tiny model: TP 1, EP 2, DP over all; with 2 dies a node EP is in each.
 SMALL = [
     *(f"{key}={value}" for key, value in shrink("qwen3_moe", "qwen3_30b_a3b").items()),
     "megatron_training.save_interval=1",
-    "actor_config.load=${oc.env:MODELS}/Qwen3-30B-A3B-tp1-pp1-ep2",
+    "actor_config.load=${oc.env:MODELS}/Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep2",
     "actor_config.lr=1e-3",
     "actor_config.expert_model_parallel_size=2",
     "rl_config.num_cpus_for_placement_group=1",
@@ -47,20 +48,26 @@ SMALL = [
     "eval.every=2",
     "run.tensorboard=false",
 ]
-# the training alone meets the emulated NPU: the launcher and the preflight see the box
-PYTHON = f"""#!/usr/bin/env bash
-[[ "$*" != *preflight.py* || -z ${{NO_PREFLIGHT:-}} ]] || exit 0
-[[ "$*" != *train_grpo.py* ]] || export PYTHONPATH=$TRAINING
-exec {sys.executable} "$@"
-"""
+# six ranks in place of four
+SIX = [
+    "rl_config.actor_resource.num_npus=6",
+    "megatron_training.global_batch_size=12",
+    "rl_config.mini_batch_size=12",
+]
+
+
+def wanted(ranks: int) -> list[str]:
+    return SMALL if ranks == 4 else [*SMALL, *SIX]
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """MODELS and DATA, where the config looks."""
     folder = tmp_path_factory.mktemp("files")
-    model = make_model("qwen3_moe", folder / "models" / "Qwen3-30B-A3B")
-    write_base_checkpoint(model, folder / "models" / "Qwen3-30B-A3B-tp1-pp1-ep2", ep=2)
+    model = make_model("qwen3_moe", folder / "models" / "Qwen3-30B-A3B-Instruct-2507")
+    write_base_checkpoint(
+        model, folder / "models" / "Qwen3-30B-A3B-Instruct-2507-tp1-pp1-ep2", ep=2
+    )
     data = make_data(model, folder / "made")
     shutil.copytree(data / "chat", folder / "data" / "gsm8k")
     shutil.copytree(data / "packed", folder / "data" / "gsm8k" / model.name)
@@ -68,50 +75,50 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture
-def nodes(upstream, files, tmp_path):
-    fakes = tmp_path / "bin"
-    fakes.mkdir()
-    (fakes / "python").write_text(PYTHON)
-    (fakes / "python").chmod(0o755)
-    (fakes / "ray").symlink_to(Path(sys.executable).with_name("ray"))
-    (tmp_path / "token").write_text("0" * 64)
-    emulated = emulation.environment(2)
+def nodes(request, upstream, files, tmp_path):
+    """count, dies of each. The training alone meets the emulated NPU: the launcher and the preflight
+    see the box.
+    """
+    count, dies = request.param
     path = [str(emulation.STAND_INS), *(str(upstream / name) for name in CHECKOUTS), str(ROOT)]
     variables = {
         **{
             name: value
-            for name, value in emulated.items()
+            for name, value in emulation.environment(dies).items()
             if name not in ("PATH", "PYTHONPATH", "ASCEND_HOME_PATH")
         },
         **files,
-        "TRAINING": ":".join(path),
-        "PATH": f"{fakes}:/usr/bin:/bin:/usr/sbin:/sbin",
-        "PYTHON": str(fakes / "python"),
-        "HOME": str(tmp_path),
-        "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"),
-        "RAY_prestart_worker_first_driver": "0",
+        **of_launchers(tmp_path, f"export PYTHONPATH={':'.join(path)}"),
+        "NNODES": str(count),
     }
-    with joined() as cables:
-        both = Nodes(
+    launcher = TWO_NODES if count == 2 else ["grpo_trainer.sh", PAIR]
+    # the preflight meets no torch_npu: its emulation is on the training's path alone
+    accepted = ["--accept", "imports-of-a-worker"]
+    with joined(count) as cables:
+        every = Nodes(
             tmp_path,
             cables,
             variables,
-            Box(dies=2, network=False, upstream=str(upstream)),
-            # the preflight meets no torch_npu: its emulation is on the training's path alone
-            ["--accept", "imports-of-a-worker", *SMALL, f"run.root={tmp_path}/runs"],
+            Box(dies=dies, network=False, upstream=str(upstream)),
+            [*launcher, *accepted, *wanted(count * dies), f"run.root={tmp_path}/runs"],
         )
-        yield both
-        both.kill()
+        yield every
+        every.kill()
 
 
 @pytest.fixture(scope="module")
-def alone(upstream, files, tmp_path_factory) -> RunDirectory:
-    """The same config on one machine with four emulated NPUs."""
-    folder = tmp_path_factory.mktemp("alone")
-    command = [ROOT / "cli" / "train_grpo.py", "--config-name", CONFIG, *SMALL]
-    variables = {**environment(upstream), **files}
-    done = run_python([*command, "emulate_npu=true", f"run.root={folder}"], variables, folder)
-    return finished(done, folder / CONFIG)
+def alone(upstream, files, tmp_path_factory):
+    """A function that runs the same config once on one machine with so many emulated NPUs."""
+
+    @cache
+    def run_alone(ranks: int) -> RunDirectory:
+        folder = tmp_path_factory.mktemp("alone")
+        command = [ROOT / "cli" / "train_grpo.py", "--config-name", PAIR, *wanted(ranks)]
+        variables = {**environment(upstream), **files}
+        done = run_python([*command, "emulate_npu=true", f"run.root={folder}"], variables, folder)
+        return finished(done, folder / PAIR)
+
+    return run_alone
 
 
 def check_same(run: RunDirectory, alone: RunDirectory) -> None:
@@ -134,7 +141,8 @@ def check_same(run: RunDirectory, alone: RunDirectory) -> None:
         assert rows(run, name) == rows(alone, name)
     steps = rows(run, "metrics.jsonl")
     assert len(steps) == 2 and any(row["reward/std"] > 0 < row["grad_norm"] for row in steps)
-    ours, theirs = (load_adapters(each.checkpoints_dir, 2).weights for each in (run, alone))
+    model = read_recipe(alone.config()).model.path
+    ours, theirs = (load_adapters(each.checkpoints_dir, model, 2).weights for each in (run, alone))
     assert ours.keys() == theirs.keys() and any(b.any() for _, b in ours.values())
     assert all(torch.equal(*pair) for name in ours for pair in zip(ours[name], theirs[name]))
     for file in alone.checkpoints_dir.glob("iter_0000002/*/distrib_optim.pt"):
@@ -144,48 +152,64 @@ def check_same(run: RunDirectory, alone: RunDirectory) -> None:
         )
 
 
+@pytest.mark.parametrize("nodes", [(2, 2), (3, 2)], indirect=True, ids=["2 of 2", "3 of 2"])
 def test_two_iterations_are_those_of_one_machine(nodes, alone, tmp_path):
     """On nodes that share no run directory."""
     runs = tmp_path / "runs"
     runs.mkdir()
     nodes.start(0)
-    nodes.start(1, HIDDEN=str(runs))
-    assert nodes.end(0, 900) == 0, nodes.said(0) + nodes.said(1)
-    assert nodes.end(1) == 0
-    assert [left_over(nodes.box(rank)) for rank in (0, 1)] == [[], []]
-    run = RunDirectory.open(next((runs / CONFIG).iterdir()))
+    for rank in nodes.ranks[1:]:
+        nodes.start(rank, HIDDEN=str(runs))
+    assert nodes.end(0, 900) == 0, [nodes.said(rank) for rank in nodes.ranks]
+    assert [nodes.end(rank) for rank in nodes.ranks[1:]] == [0 for _ in nodes.ranks[1:]]
+    assert [left_over(nodes.box(rank)) for rank in nodes.ranks] == [[] for _ in nodes.ranks]
+    run = RunDirectory.open(next((runs / PAIR).iterdir()))
+    world = 2 * len(nodes.ranks)
     printed = "".join(file.read_text() for file in (run.path / "logs").iterdir())
-    ranks = re.findall(r"rank: (\d), world_size: 4, local rank: \d, master_addr: 10.0.0.1", printed)
+    ranks = re.findall(
+        rf"rank: (\d), world_size: {world}, local rank: \d, master_addr: 10.0.0.1", printed
+    )
     assert sorted(ranks) == ["0", "1"], "this node's logs"
-    check_same(run, alone)
+    check_same(run, alone(world))
 
 
-def test_the_second_node_is_late_and_lost_and_comes_back(nodes, alone, tmp_path):
-    """Killed after the first step; the same command goes on after it, to the same end, if both
-    nodes see the run.
+@pytest.mark.parametrize(
+    "nodes, lost", [((3, 2), 2), ((4, 1), 1)], indirect=["nodes"], ids=["last of 3", "middle of 4"]
+)
+def test_a_node_is_late_and_lost_and_comes_back(nodes, lost, alone, tmp_path):
+    """Killed after the first step; the same command goes on after it, to the same end, if all nodes
+    see the run.
     """
-    nodes.start(0, NO_PREFLIGHT="1")
-    nodes.until(0, "waiting for 4 on 2 nodes")
-    nodes.start(1, NO_PREFLIGHT="1")
+    count = len(nodes.ranks)
+    world = nodes.default.dies * count
+    for rank in nodes.ranks[:-1]:
+        nodes.start(rank, NO_PREFLIGHT="1")
+    nodes.until(0, f"waiting for {world} on {count} nodes")
+    nodes.start(count - 1, NO_PREFLIGHT="1")
     nodes.until(0, "Checkpoint of step 1 saved")
-    nodes.began = dict.fromkeys(nodes.began, time.monotonic())
-    nodes.process[1].kill()
+    nodes.lose(lost, "killed")
     nodes.until(
-        0, "launch: the node at 10.0.0.2 has left Ray, and the training cannot go on without it"
+        0,
+        f"launch: the node at {ADDRESSES[lost]} (NODE_RANK {lost}) has left Ray, and the training "
+        "cannot go on without it",
     )
     assert nodes.end(0) == 1 and left_over(nodes.box(0)) == []
-    run = RunDirectory.open(next((tmp_path / "runs" / CONFIG).iterdir()))
+    for rank in set(nodes.ranks) - {0, lost}:
+        assert nodes.end(rank) == 0
+    run = RunDirectory.open(next((tmp_path / "runs" / PAIR).iterdir()))
     assert run.status()["state"] == "failed" and f"run.resume='{run.path}'" in nodes.said(0)
 
-    nodes.arguments = [*nodes.arguments, f"run.resume='{run.path}'"]
-    nodes.start(0, NO_PREFLIGHT="1")
-    nodes.start(1, NO_PREFLIGHT="1", HIDDEN=str(tmp_path / "runs"))
-    assert (nodes.end(0, 300), nodes.end(1)) == (1, 0)
+    nodes.command = [*nodes.command, f"run.resume='{run.path}'"]
+    for rank in nodes.ranks:
+        hidden = {"HIDDEN": str(tmp_path / "runs")} if rank == lost else {}
+        nodes.start(rank, NO_PREFLIGHT="1", **hidden)
+    assert [nodes.end(rank, 300) for rank in nodes.ranks] == [1, *(0 for _ in nodes.ranks[1:])]
     assert (
-        f"error: the node at 10.0.0.2 has no {run.path}: to be resumed, a run must be where"
+        f"error: the node at {ADDRESSES[lost]} has no {run.path}: to be resumed, a run must be where"
         in nodes.said(0)
     )
-    for rank in (0, 1):
+    for rank in nodes.ranks:
         nodes.start(rank, NO_PREFLIGHT="1")
-    assert (nodes.end(0, 900), nodes.end(1)) == (0, 0), nodes.said(0) + nodes.said(1)
-    check_same(run, alone)
+    ends = [nodes.end(0, 900), *(nodes.end(rank) for rank in nodes.ranks[1:])]
+    assert ends == [0 for _ in nodes.ranks], [nodes.said(rank) for rank in nodes.ranks]
+    check_same(run, alone(world))

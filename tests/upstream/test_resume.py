@@ -9,7 +9,7 @@ import torch
 from rehearsal import finished, make_config, run_engine, start_engine
 
 from mindspeed_qerl.common.files import fault_of_files
-from mindspeed_qerl.lora.checkpoint import load_adapters
+from mindspeed_qerl.local.checkpoint import load_adapters
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import read_jsonl
 
@@ -48,9 +48,8 @@ def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
         **options,
     }
     sizes = dict(samples=4, base=tmp_path / "base")
-    config = make_config(
-        "qwen3_moe", *tiny("qwen3_moe"), tmp_path, **layout, **sizes, changes=changes
-    )
+    model, data = tiny("qwen3_moe")
+    config = make_config("qwen3_moe", model, data, tmp_path, **layout, **sizes, changes=changes)
     (tmp_path / "a").mkdir()
     unbroken = finished(run_engine(config, upstream, tmp_path / "a"), tmp_path / "rehearsal").path
 
@@ -84,7 +83,9 @@ def test_killed_and_resumed(layout, options, upstream, tiny, tmp_path):
         assert sigmas[:2] == [0, 0.05] and sigmas[2] not in (0, 0.05)
     for one, other in zip(read_jsonl(before.eval_file), read_jsonl(after.eval_file), strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
-    expected, actual = (load_adapters(run.checkpoints_dir, 3).weights for run in (before, after))
+    expected, actual = (
+        load_adapters(run.checkpoints_dir, model, 3).weights for run in (before, after)
+    )
     assert expected.keys() == actual.keys() and len(expected) > 10
     for module, pair in expected.items():
         assert all(torch.equal(one, other) for one, other in zip(pair, actual[module])), module
@@ -127,13 +128,17 @@ def test_a_step_that_trains_nothing_changes_nothing_and_is_saved(upstream, tiny,
         "actor_config.weight_decay": 0.1,
         "generate_config.sampling_config.max_tokens": 1,
     }
+    model, data = tiny("qwen3")
     config = make_config(
-        "qwen3", *tiny("qwen3"), tmp_path, npus=2, infer_tp=2, train_iters=1, changes=changes
+        "qwen3", model, data, tmp_path, npus=2, infer_tp=2, train_iters=1, changes=changes
     )
     done = run_engine(config, upstream, tmp_path)
     run = finished(done, tmp_path / "rehearsal")
-    assert "Warning: step 1 trains nothing: every answer was cut off" in done.stdout
-    adapters = load_adapters(run.checkpoints_dir, 1).weights
+    assert (
+        "Warning: step 1 trains nothing: every answer was cut off or could not be judged"
+        in done.stdout
+    )
+    adapters = load_adapters(run.checkpoints_dir, model, 1).weights
     assert adapters and not any(b.any() for _, b in adapters.values())
     [row] = read_jsonl(run.metrics_file)
     assert (

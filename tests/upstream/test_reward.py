@@ -24,6 +24,9 @@ for responses, labels, names, weights, packed in cases:
     except ValueError as error:
         answers.append(f"{type(error).__name__}: {error}")
 
+def finite(value):
+    return [None if number != number else number for number in value]
+answers = [[finite(each[0]), each[1]] if type(each) is not str else each for each in answers]
 process = reward.QeRLRuleReward.__ray_actor_class__.__new__(reward.QeRLRuleReward.__ray_actor_class__)
 reward.RuleReward.__ray_actor_class__.initialize = lambda self, *arguments: answers.append(len(arguments))
 process.initialize(SimpleNamespace(data_path=data_path), "rl_config", "tokenizer")
@@ -66,6 +69,7 @@ def answers(upstream, tmp_path_factory):
     (folder / "rows.jsonl").write_text(
         '{"prompt": "Which?", "answer": "7", "level": 10}\n{"prompt": "What?", "answer": "two '
         'words", "level": 0}\n'
+        + json.dumps({"problem": "Half?", "solution": r"It is $\\boxed{\\frac12}$.", "level": 1})
     )
     make_tokenizer().save_pretrained(folder / "tokenizer")
     data_path = str(
@@ -82,7 +86,15 @@ def answers(upstream, tmp_path_factory):
         (["7", "two words"], ["0", "1 "], ["own_reward:levels"], [0.5], True),
         (["x"], ["7"], ["own_reward:seen"], [1.0], False),
         (["a", "b"], ["0", "1"], ["own_reward:fails"], [1.0], True),
-        (["a"], ["2"], ["own_reward:levels"], [1.0], True),
+        (["a"], ["3"], ["own_reward:levels"], [1.0], True),
+        (
+            [r"\\boxed{0.5}", r"\\boxed{9^{9^{9^{9}}}}", "Answer: 7"],
+            ["2", "2", "2"],
+            ["math", "own_reward:levels"],
+            [1.0, 0.5],
+            True,
+        ),
+        ([r"\\boxed{9^{9^{9^{9}}}}"], ["7"], ["math"], [1.0], False),
     ]
     result = run_python(["-c", SCRIPT, json.dumps([cases, data_path])], emulated(upstream), folder)
     assert "ANSWERS" in result.stdout, result.stderr[-2000:]
@@ -101,6 +113,13 @@ def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
     assert answers[6][0] == [1.0], "without packed rows, a row is what is known of it"
 
 
+def test_what_math_verify_cannot_compute_has_no_reward_and_is_in_no_mean(answers):
+    """Packed rows of MATH, as published: the gold answer is in the last box of the solution."""
+    means = {"verifier/math/mean": [1.0, 0.0], "verifier/own_reward:levels/mean": [1.0] * 3}
+    assert answers[9] == [[1.5, None, 0.5], means]
+    assert answers[10] == [[None], {}]
+
+
 @pytest.mark.parametrize(
     "number, words",
     [
@@ -109,7 +128,7 @@ def test_a_users_own_reward_gets_the_rows_that_were_packed(answers):
         (4, "ConfigError: label '' is neither an answer nor the number"),
         (7, "RewardError: verifier 'own_reward:fails' raised ZeroDivisionError: division by zero"),
         (7, "own_reward.py:5), on 2 responses, the first: "),
-        (8, "ConfigError: label '2' is neither an answer nor the number of a packed row"),
+        (8, "ConfigError: label '3' is neither an answer nor the number of a packed row"),
     ],
 )
 def test_what_is_wrong_is_an_error(number, words, answers):
@@ -117,9 +136,9 @@ def test_what_is_wrong_is_an_error(number, words, answers):
 
 
 def test_the_reward_process_puts_it_in_upstreams_place(answers):
-    assert answers[9:11] == [3, [0.0, 10.0]]
+    assert answers[11:13] == [3, [0.0, 10.0]]
 
 
 def test_a_reward_process_ends_with_its_own_share(answers):
     """Upstream's takes more until all answers are taken: two nodes' processes seldom end together."""
-    assert answers[11] == [[4, 5], [6, 7]]
+    assert answers[13] == [[4, 5], [6, 7]]

@@ -198,7 +198,7 @@ def logged(trainer, *reports):
         (
             answers([1, 0, 1, 0], truncated=(1, 1, 1, 1)),
             dict(algorithm=Algorithm(mask_truncated_completions=True)),
-            "every answer was cut off, of 2 groups",
+            "every answer was cut off or could not be judged, of 2 groups",
         ),
     ],
 )
@@ -255,6 +255,15 @@ def test_answers_that_were_cut_off_count_in_their_group_and_are_not_trained(make
     trainer.compute_advantage()
     assert (dock["trained"], trainer.tokens, said) == ([1, 0, 1, 0], 4, [])
     assert dock["advantages"] == pytest.approx([0.7071, -0.7071] * 2, abs=1e-4)
+
+
+def test_answers_without_a_reward_leave_the_update_and_their_group(make):
+    trainer, dock, said = make(answers([1, 0, 1, np.nan], lengths=(2, 2, 3, 5)))
+    trainer.compute_advantage()
+    assert (dock["trained"], trainer.tokens, said) == ([1, 1, 1, 0], 7, [])
+    assert dock["advantages"] == pytest.approx([0.7071, -0.7071, 0, 0], abs=1e-4)
+    assert trainer.values["reward/mean"] == pytest.approx(2 / 3)
+    assert trainer.values["reward/not_computed"] == 1
 
 
 def without_end():

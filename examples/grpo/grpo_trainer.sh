@@ -1,22 +1,23 @@
-# shellcheck shell=bash
-# What every grpo_trainer_*.sh does, sourced with CONFIG (and NODES) set: environment, preflight, conversions, Ray, training (docs/ascend.md).
+#!/usr/bin/env bash
+# Launches any config for NPUs, on one node or called on each of several: environment, preflight, conversions, Ray, training
+# (docs/ascend.md). The named launchers source it with a config of their own.
 set -euo pipefail
 export PATH=${PATH:-/usr/local/bin:/usr/bin:/bin}  # under env -i it has a value that nobody else sees
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV=0  # else, below `uv run`, Ray starts every worker by uv, in a copy of the whole checkout
 
 usage() {
     cat <<EOF
-usage: [VARIABLE=value ...] bash $0 [--config-name NAME] [--dry-run] [key=value ...]
+usage: [VARIABLE=value ...] bash $0 [CONFIG] [--dry-run] [key=value ...]
 
 Checks the machine, converts what is missing, starts a Ray of its own, trains, stops that Ray. Exit status: that of the training.
 
-  --config-name NAME  a config of configs/ (default: $CONFIG); CONFIG=NAME does the same
+  CONFIG              a config of configs/ (here: ${CONFIG:-none}); --config-name CONFIG and the variable CONFIG do the same
   --dry-run           print every command and run none
   --accept CHECK      this check of the preflight may fail; may be repeated (docs/troubleshooting.md). The run directory keeps it
   key=value           Hydra overrides, as for cli/train_grpo.py; relative paths in them are relative to the repository
 
 Variables (docs/ascend.md has them all): PYTHON, MODELS, DATA, GSM8K, MINDSPEED_LLM, RAY_ADDRESS, RAY_PORT, TRUST_REMOTE_CODE, BOX_WAIT;
-two nodes: NODE_RANK, NODE_ADDR, MASTER_ADDR, RAY_AUTH_TOKEN_PATH, NODE_TIMEOUT
+several nodes: NNODES, NODE_RANK, NODE_ADDR, MASTER_ADDR, RAY_AUTH_TOKEN_PATH, NODE_TIMEOUT
 EOF
 }
 
@@ -84,6 +85,7 @@ done
 
 dry_run=false
 overrides=() accepted=''
+[[ ${1:--} == -* || $1 == *=* ]] || { CONFIG=$1; shift; }
 while (($#)); do
     case $1 in
         --help | -h) usage; exit ;;
@@ -98,6 +100,7 @@ while (($#)); do
     esac
     shift
 done
+[[ -n ${CONFIG:-} ]] || fail "which config? The first argument names one of configs/, such as grpo_qwen3_30b_a3b_gsm8k_16npu; --help" 2
 [[ -z $accepted ]] || overrides+=("run.accepted_checks=[${accepted:1}]")
 case ${TRUST_REMOTE_CODE:-false} in
     true) overrides+=(generate_config.trust_remote_code=true) ;;  # the model's own Python runs in vLLM's workers
@@ -106,14 +109,9 @@ case ${TRUST_REMOTE_CODE:-false} in
 esac
 
 [[ ${RAY_ADDRESS:-} != local ]] || unset RAY_ADDRESS  # a Ray of the run's own, which is started here
-NODES=${NODES:-1} NODE_RANK=${NODE_RANK:-0} RAY_PORT=${RAY_PORT:-6380} NODE_TIMEOUT=${NODE_TIMEOUT:-600}
+NODE_RANK=${NODE_RANK:-0} RAY_PORT=${RAY_PORT:-6380} NODE_TIMEOUT=${NODE_TIMEOUT:-600}
 BOX_LOCK=${BOX_LOCK-/tmp/mindspeed_qerl.lock} BOX_WAIT=${BOX_WAIT:-0} STOP_TIMEOUT=${STOP_TIMEOUT:-60}
-check_number NODES 1 9999 "on how many nodes the launcher is started; leave it out for the launcher's own number"
-if ((NODES == 1)); then
-    [[ $NODE_RANK == 0 ]] || fail "NODE_RANK=$NODE_RANK must be 0: this is a launch on one node, leave NODE_RANK out" 2
-else
-    check_number NODE_RANK 0 $((NODES - 1)) "which of the $NODES nodes this is, 0 for the first"
-fi
+[[ -z ${NNODES:-} ]] || check_number NNODES 1 9999 "the nodes that share the NPUs; without it, as many as npu.ranks_per_node asks for"
 check_number RAY_PORT 1024 65534 "Ray takes it and the next port"
 check_number NODE_TIMEOUT 1 999999 "the seconds to wait for all NPUs"
 check_number BOX_WAIT 0 999999 "the seconds to wait for another run to leave this box"
@@ -137,16 +135,6 @@ fi
 PYTHON=${PYTHON:-python}
 command -v "$PYTHON" > /dev/null || fail "there is no $PYTHON here: set PYTHON to a Python 3.11, or make a .venv with \`make install\`" 2
 
-if ((NODES == 1)); then
-    NODE_ADDR=127.0.0.1 MASTER_ADDR=127.0.0.1
-elif ((NODE_RANK == 0)); then
-    [[ -n ${NODE_ADDR:-} ]] || fail "set NODE_ADDR to this node's address in the network that the nodes share" 2
-    MASTER_ADDR=$NODE_ADDR
-else
-    [[ -n ${NODE_ADDR:-} && -n ${MASTER_ADDR:-} ]] || fail "set MASTER_ADDR to node 0's address and NODE_ADDR to this node's" 2
-    [[ $NODE_ADDR != "$MASTER_ADDR" ]] || fail "NODE_ADDR=$NODE_ADDR is MASTER_ADDR, node 0's address: set it to this node's own" 2
-fi
-
 if ! $dry_run; then
     scratch=$(mktemp -d /tmp/qerl-ray.XXXXXX)  # short: Ray's sockets are in it, and a socket's path has at most 107 characters
     trap '' PIPE  # when nobody reads any more, a print fails, which ends this script in order
@@ -157,14 +145,30 @@ trap 'interrupted SIGTERM 143' TERM
 trap 'interrupted SIGHUP 129' HUP
 
 # What the config asks for, as assignments to these; stops here if it cannot be launched, such as for a layout that cannot exist.
-npus='' cpus='' model='' load='' data_path='' train_file='' test_file='' max_prompt_length='' conversion=() interface='' interfaces=''
+npus='' nodes='' divided='' cpus='' model='' load='' data_path='' train_file='' test_file='' max_prompt_length='' conversion=()
+interface='' interfaces=''
 facts=$(mktemp)
-attend 'the config is read' "$PYTHON" examples/grpo/facts.py --config-name "$CONFIG" --nodes "$NODES" --address "$NODE_ADDR" --master "$MASTER_ADDR" \
-    ${overrides[@]+"${overrides[@]}"} > "$facts"
+attend 'the config is read' "$PYTHON" examples/grpo/facts.py --config-name "$CONFIG" ${NNODES:+--nodes "$NNODES"} \
+    --address "${NODE_ADDR:-}" --master "${MASTER_ADDR:-}" ${overrides[@]+"${overrides[@]}"} > "$facts"
 # shellcheck source=/dev/null
 source "$facts"
 ((${#conversion[@]} == 0)) || conversion[0]=$PYTHON
-npus_here=$((npus / NODES))
+[[ -z $divided ]] || overrides+=("$divided")
+npus_here=$((npus / nodes))
+
+if ((nodes == 1)) || [[ -n ${RAY_ADDRESS:-} ]]; then
+    [[ $NODE_RANK == 0 ]] || fail "NODE_RANK=$NODE_RANK must be 0: this is a launch on one node, leave NODE_RANK out" 2
+    NODE_ADDR=127.0.0.1 MASTER_ADDR=127.0.0.1
+else
+    check_number NODE_RANK 0 $((nodes - 1)) "which of the $nodes nodes this is, 0 for the first"
+    [[ -n ${NODE_ADDR:-} ]] || fail "set NODE_ADDR to this node's address in the network that the $nodes nodes share" 2
+    if ((NODE_RANK == 0)); then
+        MASTER_ADDR=$NODE_ADDR
+    else
+        [[ -n ${MASTER_ADDR:-} ]] || fail "set MASTER_ADDR to node 0's address" 2
+        [[ $NODE_ADDR != "$MASTER_ADDR" ]] || fail "NODE_ADDR=$NODE_ADDR is MASTER_ADDR, node 0's address: set it to this node's own" 2
+    fi
+fi
 
 # ---------------------------------------------------------------------------------------------------------------------------- environment
 
@@ -207,14 +211,14 @@ if [[ -n ${RAY_ADDRESS:-} ]]; then
     if [[ $RAY_ADDRESS =~ ^\[?([^]/]+)]?:([0-9]+)$ ]] && ! $dry_run && ! listens "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}"; then
         fail "nobody answers at RAY_ADDRESS=$RAY_ADDRESS: \`unset RAY_ADDRESS\` for a Ray of this run's own, or start that one"
     fi
-elif ((NODES == 1)); then
+elif ((nodes == 1)); then
     # Ray takes 127.0.0.1 for the host's public address and listens on every interface, unless it is told not to be a cluster
     # (ray/_private/services.py:resolve_ip_for_localhost, ray_constants.py:ENABLE_RAY_CLUSTER).
     run export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 else
     # Ray's GCS and raylets listen on every interface as soon as the address is not loopback, and have no option: they ask for a token.
     [[ -f ${RAY_AUTH_TOKEN_PATH:=~/.ray/auth_token} ]] || $dry_run ||
-        fail "no $RAY_AUTH_TOKEN_PATH: make it with \`ray get-auth-token --generate\` and copy it to the other node (RAY_AUTH_TOKEN_PATH)"
+        fail "no $RAY_AUTH_TOKEN_PATH: make it with \`ray get-auth-token --generate\` and copy it to the other nodes (RAY_AUTH_TOKEN_PATH)"
     run export RAY_AUTH_MODE=token "RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH"
     interface=${SOCKET_IFNAME:-$interface}
     [[ -n $interface ]] || $dry_run ||
@@ -230,7 +234,6 @@ fi
 
 preflight() {
     local options=("$@")
-    ((NODES == 1)) || options+=(--nodes "$NODES")
     [[ -n ${RAY_ADDRESS:-} ]] || options+=(--own-ray)
     run_attended 'the preflight runs' \
         "$PYTHON" tools/preflight.py --config-name "$CONFIG" ${options[@]+"${options[@]}"} ${overrides[@]+"${overrides[@]}"} || {
@@ -241,13 +244,13 @@ preflight() {
     }
 }
 
-# What is not there yet and is made here: the preflight knows that, and is asked once more when it is.
+# What is not there yet and is made by node 0, for all that see its disk: the preflight knows that, and is asked once more when it is.
 later=() folder=''
-if ((NODE_RANK == 0)); then  # the others find the same files, or their preflight names what is missing
-    [[ -f $train_file && -f $test_file ]] || later+=(--later 'test rows')
-    [[ -f ${data_path}_packed_input_ids_document.bin ]] || later+=(--later 'training files')
-    if [[ -n $load && ! -f $load/latest_checkpointed_iteration.txt ]]; then
-        later+=(--later 'base weights')
+[[ -f $train_file && -f $test_file ]] || later+=(--later 'test rows')
+[[ -f ${data_path}_packed_input_ids_document.bin ]] || later+=(--later 'training files')
+if [[ -n $load && ! -f $load/latest_checkpointed_iteration.txt ]]; then
+    later+=(--later 'base weights')
+    if ((NODE_RANK == 0)); then
         IFS=: read -ra folders <<< "${MINDSPEED_LLM:-MindSpeed-LLM:${PYTHONPATH:-}}"
         for folder in "${folders[@]}"; do
             [[ ! -f $folder/${conversion[1]} ]] || break
@@ -264,12 +267,17 @@ preflight ${later[@]+"${later[@]}"}
 say() {
     $dry_run || printf '%s\n' "launch: $1"
 }
+made=${later[*]-}
+if ((NODE_RANK > 0)); then
+    made=''
+    $dry_run || wait_for_head
+fi
 convert=("$PYTHON" tools/convert_gsm8k.py --input "${GSM8K:-openai/gsm8k}")
-if [[ ${later[*]-} == *'test rows'* ]]; then
+if [[ $made == *'test rows'* ]]; then
     say 'GSM8K is converted to text: seconds, and a download if it comes from the Hub'
     run_attended 'the data is converted' "${convert[@]}" --output "$(dirname "$test_file")"
 fi
-if [[ ${later[*]-} == *'training files'* ]]; then
+if [[ $made == *'training files'* ]]; then
     say "GSM8K is converted to the model's token ids: a minute"
     run_attended 'the data is converted' \
         "${convert[@]}" --output "$(dirname "$data_path")" --format mindspeed --tokenizer "$model" --max-prompt-length "$max_prompt_length"
@@ -298,7 +306,7 @@ else
     else
         start+=("--address=$MASTER_ADDR:$RAY_PORT")
     fi
-    ((NODE_RANK == 0)) || $dry_run || wait_for_head
+    ((nodes == 1)) || start+=("--labels=NODE_RANK=$NODE_RANK")
     show "${start[@]}"
     if ! $dry_run; then
         setsid "${start[@]}" > "$scratch/ray.log" 2>&1 &
@@ -310,7 +318,7 @@ else
     fi
     run export "RAY_ADDRESS=$NODE_ADDR:$RAY_PORT"
     run_attended 'Ray starts, and its NPUs are waited for' "$PYTHON" examples/grpo/wait_for_npus.py \
-        --nodes "$NODES" --npus "$npus" --timeout "$NODE_TIMEOUT" --ray-process "${ray:-PID}" || {
+        --nodes "$nodes" --npus "$npus" --timeout "$NODE_TIMEOUT" --ray-process "${ray:-PID}" || {
         (($? != 3)) || cat "$scratch/ray.log" >&2
         exit 1
     }
@@ -348,7 +356,7 @@ log=$!
 setsid "${training[@]}" > "$scratch/output" 2>&1 &
 train=$! doing='the training runs'
 status=0
-if ((NODES > 1)) && [[ -n $ray ]]; then
+if ((nodes > 1)) && [[ -n $ray ]]; then
     attend_nodes || status=$?
 else
     wait "$train" || status=$?

@@ -1,0 +1,144 @@
+"""A weight of its own for each row of vLLM's batch: y = (x / rms(x)) * (w + sigma z[draw of the row]).
+
+A norm's weight is a vector, so answers of one batch can each have their own: the kernel gets a
+weight of 1, and what it returns is multiplied by the row of a table. Which draw a row has is known
+of its request (`TAG`), through batching, preemption, prefix hits and prompts in chunks. vLLM is not
+imported: its model runner is given (v1: vllm/v1/worker/gpu_model_runner.py;
+vllm_ascend/worker/model_runner_v1.py).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+TAG = "aqn_draw"  # of SamplingParams.extra_args: the draw of a request, counted from 1
+Noisy = Callable[[int], Tensor]  # a draw's noisy weight [hidden], on the CPU
+
+
+def request_of(draw: int) -> tuple[dict[str, int], str]:
+    """Returns what a request with this draw has: `extra_args` of its sampling parameters, and the
+    `cache_salt` of its prompt, whose keys and values are of this draw alone.
+    """
+    return {TAG: draw}, f"{TAG} {draw}"
+
+
+def tagged_draw(request: Any) -> int:
+    """Returns the draw of a request of the runner; 0: it has none."""
+    return (request.sampling_params.extra_args or {}).get(TAG, 0)
+
+
+class NoiseOfRows:
+    """Norms whose weight is another for each row, while `begin` ... `end`.
+
+    Args:
+        runner: vLLM's model runner.
+        norms: those that get noise, on one device.
+        stays: whether the products are there without noise, too, by 1, as a graph needs that was
+            captured with them.
+
+    Attributes:
+        index: int64 [most tokens of a pass], each row's place in the tables; 0, which has a weight
+            of 1, of padding, of passes that nobody asked for, and without noise.
+        tables: of each norm [1 + most requests of a batch, hidden]. Like `index` they keep their
+            addresses.
+        draw_of: says which draw a request of the runner has.
+    """
+
+    def __init__(self, runner: Any, norms: Sequence[torch.nn.Module], stays: bool = False):
+        self.runner = runner
+        self.norms = norms
+        self.stays = stays
+        places = 1 + runner.max_num_reqs
+        device = norms[0].weight.device
+        self.index = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=device)
+        self.tables = [norm.weight.new_ones(places, len(norm.weight)) for norm in norms]
+        self.draw_of: Callable[[Any], int] = tagged_draw
+        self.noisy: list[Noisy] = []  # of each norm; none: no noise is on
+        self.place_of: dict[int, int] = {}  # by draw
+        self.hooks: list[Any] = []
+        if stays:
+            self._attach()
+
+    def begin(self, noisy: Sequence[Noisy]) -> None:
+        """From now on rows have the noisy weights of their draws."""
+        self.noisy = list(noisy)
+        self.place_of = {}
+        if not self.stays:
+            self._attach()
+
+    def end(self) -> None:
+        """From now on norms have their own weight alone."""
+        self.noisy = []
+        self.index.zero_()
+        if not self.stays:
+            self._detach()
+
+    def _attach(self) -> None:
+        for norm, table in zip(self.norms, self.tables):
+            self.hooks.append(norm.register_forward_hook(partial(self._product, table)))
+        for name, wrapper in (("_prepare_inputs", self._prepare), ("_dummy_run", self._dummy)):
+            setattr(self.runner, name, partial(wrapper, getattr(self.runner, name)))
+
+    def _detach(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        for name in ("_prepare_inputs", "_dummy_run"):
+            delattr(self.runner, name)  # the class's own is there again
+
+    def _product(self, table: Tensor, norm: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        """The hook of a norm; beside a residual its kernel returns two tensors."""
+        normed, *rest = output if isinstance(output, tuple) else (output,)
+        weights = table.index_select(0, self.index[: len(normed)])
+        if normed.dim() == 3:  # [tokens, heads, width]: norms of q and k
+            weights = weights.unsqueeze(1)
+        product = normed * weights
+        return (product, *rest) if rest else product
+
+    def _prepare(self, prepare: Callable, scheduled: Any, *arguments: Any, **more: Any) -> Any:
+        """The runner's `_prepare_inputs`, after which the order of its batch stands."""
+        result = prepare(scheduled, *arguments, **more)
+        if self.noisy:
+            self._fill(scheduled.num_scheduled_tokens)
+        return result
+
+    def _dummy(self, run: Callable, *arguments: Any, **more: Any) -> Any:
+        """The runner's `_dummy_run`, a pass without requests."""
+        self.index.zero_()
+        return run(*arguments, **more)
+
+    def _fill(self, scheduled: dict[str, int]) -> None:
+        """Says of each row of the next pass which weights it has. scheduled: tokens by request."""
+        requests = self.runner.input_batch.req_ids
+        draws = [self.draw_of(self.runner.requests[request]) for request in requests]
+        if not all(draws):
+            raise RuntimeError(
+                "AQN has a draw for each answer or group on, and request "
+                f"{requests[draws.index(0)]} names none ({TAG} in extra_args of its sampling "
+                "parameters)"
+            )
+        self._write(draws)
+        places = [self.place_of[draw] for draw in draws]
+        of_rows = np.repeat(places, [scheduled[request] for request in requests])
+        whole = np.zeros(len(self.index), dtype=np.int64)
+        whole[: len(of_rows)] = of_rows
+        self.index.copy_(torch.from_numpy(whole))
+
+    def _write(self, draws: Sequence[int]) -> None:
+        """Puts those of `draws` into the tables that are not there; where a table would overflow,
+        those of this batch alone. One that comes again is drawn again, with the same bits.
+        """
+        missing = set(draws) - self.place_of.keys()
+        if len(self.place_of) + len(missing) >= len(self.tables[0]):
+            self.place_of = {}
+            missing = set(draws)
+        for draw in sorted(missing):
+            self.place_of[draw] = 1 + len(self.place_of)
+        if missing:
+            places = [self.place_of[draw] for draw in missing]
+            for noisy, table in zip(self.noisy, self.tables):
+                table[places] = torch.stack([noisy(draw) for draw in missing]).to(table.device)

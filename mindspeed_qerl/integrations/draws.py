@@ -1,0 +1,65 @@
+"""Whose draw of the noise the requests of somebody else's trainer have: nobody tells vLLM, so a
+worker goes by the requests themselves.
+"""
+
+import hashlib
+import os
+from typing import Any
+
+from mindspeed_qerl.aqn.injector import NoiseInjector
+from mindspeed_qerl.aqn.targets import check_multipliers
+
+from .settings import Settings
+
+ENGINES_APART = 1 << 32  # more draws than an engine has answers
+
+
+class RequestDraws:
+    """Draws of the requests that one vLLM worker serves: of each, in the order in which they come,
+    which all ranks of an engine share; or of each prompt, by its tokens, since a group may be spread
+    over several engines.
+
+    Args:
+        draws: "group" or "answer".
+
+    Raises:
+        ValueError: vLLM would give a prompt's keys and values to another draw, or computes what was
+            compiled or captured without the noise.
+    """
+
+    def __init__(self, worker: Any, draws: str):
+        config = worker.vllm_config
+        if config.cache_config.enable_prefix_caching or not config.model_config.enforce_eager:
+            raise ValueError(
+                f"draws = {draws!r} needs vLLM with enable_prefix_caching=False and "
+                "enforce_eager=True: cached prompts belong to one draw, and what is compiled or "
+                "captured multiplies with one weight. Or take draws = 'step'"
+            )
+        engine = int(os.environ.get("RANK", "0")) // config.parallel_config.world_size
+        self.first = 1 + ENGINES_APART * engine
+        self.draws = draws
+        self.numbers: dict[str, int] = {}  # of this step's answers, by request
+
+    def of(self, request: Any) -> int:
+        """Returns the draw of a request of vLLM's model runner."""
+        if self.draws == "group":
+            digest = hashlib.sha256(repr(list(request.prompt_token_ids)).encode()).digest()
+            return 1 + int.from_bytes(digest[:6], "big")
+        return self.numbers.setdefault(request.req_id, self.first + len(self.numbers))
+
+
+def injector_of(worker: Any, settings: Settings, draws: RequestDraws | None) -> NoiseInjector:
+    """Returns the noise of a step on a worker's model, before it is put on."""
+    injector = NoiseInjector(
+        worker.get_model(),
+        settings.targets,
+        settings.exclude,
+        check_multipliers(settings.multipliers),
+        seed=settings.seed,
+        draws=settings.draws,
+        runner=getattr(worker, "model_runner", None),
+    )
+    if injector.rows and draws:
+        draws.numbers.clear()
+        injector.rows.draw_of = draws.of
+    return injector

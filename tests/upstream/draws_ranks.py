@@ -1,0 +1,185 @@
+"""A draw of the noise for each answer in one engine of the real vllm-ascend (test_draws.py), of a
+Case, with graphs or without: beside transformers with each answer's own draw; faults that are
+planted; launches of a decode step.
+"""
+
+from collections import Counter
+from types import MethodType
+
+import torch
+from ascend_rollout import ANSWER, SIGMA, Case, Served, random_ids
+from reference import drawn
+from vllm import SamplingParams
+
+from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
+from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
+from mindspeed_qerl.ascend import graphs as ours
+from mindspeed_qerl.ascend import rollout
+from mindspeed_qerl.emulation.counts import VARIABLE, counting, place
+
+LEVEL = NoiseLevel(step=2, stage=1, sigma=SIGMA)
+BLOCK = 128
+
+
+class Drawn:
+    """Answers of one engine, four at a time of eight or six; so that some are preempted, keys and
+    values of five blocks are there.
+    """
+
+    def __init__(self, served: Served):
+        self.served = served
+        self.scheduler = served.engine.llm_engine.engine_core.engine_core.scheduler
+        self.scheduler.scheduler_config.watermark = 0.0  # a share of all blocks, kept free
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+        self.preempted = 0
+        lengths = [BLOCK - 3, 9, BLOCK + 12, BLOCK + 19][: 4 - served.replica % 2]
+        [row, *_] = random_ids(5, BLOCK + 19)
+        # beginning alike, so that a prefix cache that draws shared would be hit
+        self.prompts = [row[:length] for length in lengths]
+        self.numbers = draw_numbers("answer", len(self.prompts), 2)
+        allocate = self.scheduler.kv_cache_manager.allocate_slots
+
+        def counted(*arguments, **more):
+            blocks = allocate(*arguments, **more)
+            self.preempted += blocks is None
+            return blocks
+
+        self.scheduler.kv_cache_manager.allocate_slots = counted
+
+    def answers(self, draws: bool = True, numbers: list[int] | None = None) -> list:
+        """Token ids and log-probs of two answers to each prompt."""
+        self.served.engine.reset_prefix_cache()
+        taken = self.pool.get_new_blocks(self.pool.get_num_free_blocks() - 5)
+        # chunks set a seed back, which a CPU cannot (model_runner_v1.py:2072)
+        seed = None if self.served.case.chunked else 3
+        params = SamplingParams(
+            n=2, seed=seed, max_tokens=2 * ANSWER, logprobs=0, detokenize=False, ignore_eos=True
+        )
+        asked = [{"prompt_token_ids": ids} for ids in self.prompts]
+        each = [params] * len(asked)
+        if draws:
+            asked, each = rollout.requests_of_answers(asked, each, numbers or self.numbers)
+        outputs = self.served.engine.generate(asked, each, use_tqdm=False)
+        self.pool.free_blocks(taken)
+        return [drawn(answer) for output in outputs for answer in output.outputs]
+
+    @torch.no_grad()
+    def apart(self, injector: NoiseInjector, answers: list) -> list[list[float]]:
+        """For each answer the largest distance of its log-probs from transformers in float32 with
+        the norms of its draw; and that of its bfloat16.
+        """
+        exact, rounded = self.served.twins
+        clean = {name: norm.weight.cpu() for name, norm, _ in injector.targets}
+        sequences = [ids for ids in self.prompts for _ in range(2)]
+        found = []
+        for (tokens, scores), ids, draw in zip(answers, sequences, self.numbers, strict=True):
+            logprobs = []
+            for twin in (exact, rounded):
+                for name, weight in clean.items():
+                    noise = standard_normal(1, LEVEL.step, f"{name}.weight/{draw}", weight.shape)
+                    noisy = (weight + SIGMA * noise).to(weight.dtype)
+                    twin.get_parameter(f"{name}.weight").data.copy_(noisy)
+                logits = twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float()
+                logprobs.append(
+                    logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                )
+            exactly, rounding = logprobs
+            pair = (torch.tensor(scores) - exactly, rounding - exactly)
+            found.append([each.abs().max().item() for each in pair])
+        return found
+
+
+def faults(answered: Drawn, injector: NoiseInjector) -> dict[str, float]:
+    """By how much the answer that is furthest from its draw is, with each of them."""
+    rows = injector.rows
+    fill, request_of = rows._fill, rollout.request_of
+
+    def shifted(self, scheduled):
+        fill(scheduled)
+        self.index.copy_(self.index.roll(1))
+
+    def dummy(self, scheduled):
+        fill(scheduled)
+        self.index[sum(scheduled.values()) - 1] = 0
+
+    found = {}
+    for name, planted in {"shifted": shifted, "dummy": dummy}.items():
+        rows._fill = MethodType(planted, rows)
+        found[name] = answered.answers()
+    rows._fill = fill
+    rollout.request_of = lambda draw: (request_of(draw)[0], "all")
+    found["shared"] = answered.answers()
+    rollout.request_of = request_of
+    injector.remove()
+    return {
+        name: max(distance for distance, _ in answered.apart(injector, answers))
+        for name, answers in found.items()
+    }
+
+
+def launches(answered: Drawn, draws: bool) -> dict[str, int]:
+    """Kernels of the decode step that has most of them, by name."""
+    runner = answered.served.runner
+    execute, steps = runner.execute_model, []
+
+    def executed(scheduled, *arguments, **more):
+        counting.tallies.clear()
+        with counting.phase("step"):
+            result = execute(scheduled, *arguments, **more)
+        sequences = len(scheduled.num_scheduled_tokens)
+        is_decode = scheduled.total_num_scheduled_tokens == sequences == 4
+        if is_decode and not scheduled.scheduled_new_reqs:
+            tally = counting.tallies["step"]
+            steps.append(Counter(tally.layers) + Counter(tally.outside))
+        return result
+
+    runner.execute_model = executed
+    answered.answers(draws)
+    del runner.execute_model
+    counts = Counter(step.total() for step in steps)
+    usual = counts.most_common(1)[0][0]
+    return dict(next(step for step in steps if step.total() == usual))
+
+
+def main(case: Case, folder: str) -> dict:
+    if case.graphs:
+        ours.install(max(case.graphs))
+    served = Served(case, folder)
+    answered = Drawn(served)
+    graphs = ours.DecodeGraphs(served.runner) if case.graphs else None
+
+    def ready():
+        if graphs:
+            graphs.addresses = None
+            graphs.ready()
+
+    ready()
+    report = {}
+    before = answered.answers(draws=False)
+    counted = VARIABLE in case.variables
+    if counted:
+        place([*served.model.parameters(), *served.model.buffers()])
+        report["launches"] = [launches(answered, draws=False)]
+    injector = NoiseInjector(
+        served.model, seed=1, draws="answer", runner=served.runner, stays=bool(case.graphs)
+    )
+    ready()
+    # chunks draw without a seed: each time others
+    report["off"] = answered.answers(draws=False) == before or case.chunked
+    injector.apply(LEVEL)
+    noisy = answered.answers()
+    report["again"] = answered.answers() == noisy or case.chunked
+    if counted:
+        place([injector.rows.index, *injector.rows.tables])
+        report["launches"].append(launches(answered, draws=True))
+    injector.remove()
+    report["off again"] = answered.answers(draws=False) == before or case.chunked
+    report["preempted"] = answered.preempted
+    report["apart"] = answered.apart(injector, noisy)
+    report["other"] = answered.apart(injector, noisy[2:] + noisy[:2])
+    report["norms"] = len(injector.targets)
+    report["tables"] = [table[1:].double().sum().item() for table in injector.rows.tables]
+    if case.tp == case.dp == 1 and not counted:
+        injector.apply(LEVEL)
+        report["faults"] = faults(answered, injector)
+    return report
