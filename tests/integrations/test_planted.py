@@ -1,0 +1,88 @@
+"""Planted faults through vLLM in each stack, and what the report has to say of them."""
+
+import json
+import re
+
+import pytest
+
+from mindspeed_qerl.integrations import report
+from tests import ROOT
+from tests.integrations.planted import HEALTHY, OLD, faults_by_sync
+from tests.integrations.programs import packages, run_program, with_tokenizer
+
+SETTINGS = {"report": "report", "noise": None, "stop": False}
+
+
+NO_ADAPTER = "requests sample with no adapter instead of [{0}], loaded in sync {1}"
+# what else went wrong in the program
+LACKING = {
+    "trl": ["step 10 sampled with the weights of step 9: no sync came"],
+    "verl_adapters": [NO_ADAPTER.format(1, 60)],
+    "path_adapters": [
+        NO_ADAPTER.format(59, 59),
+        NO_ADAPTER.format(59, 59) + "; sync 60, of weights, has removed it from vLLM",
+    ],
+}
+FAMILIES = ("qwen3", "qwen3_moe")
+ALL = [(stack, family) for stack in ("transfer", "trl", "verl") for family in FAMILIES]
+DENSE = ("transfer_tp", "sparse", "m2n", "verl_adapters", "path_adapters")
+ALL += [(stack, "qwen3") for stack in DENSE]
+
+
+def check_report(folder, stack, family):
+    """Each fault of the program is named as what it is, and nothing else."""
+    rows = report.read_lines(folder)
+    planted = faults_by_sync(stack, family)
+    assert len({row["sync"] for row in rows}) >= HEALTHY + len(planted)
+    found = {}
+    for row in rows:
+        for name, problem in (each.values() for each in row.get("failures", ())):
+            found.setdefault(row["sync"], {})[name] = problem
+            assert row["rank"] == row["world"] - 1
+    problems = [row["problem"] for row in rows if row["event"] == "problem"]
+    assert len(report.faults(rows)) == sum(map(len, found.values())) + len(problems)
+    for sync, fault in planted.items():
+        expected = fault.named()
+        named = found.pop(sync)
+        assert named.keys() == expected.keys()
+        for name, words in expected.items():
+            assert re.search(words, named[name]), (sync, name)
+    if stack == "path_adapters":  # vLLM does not read a file again under the name of an older one
+        assert set(found.pop(62).values()) == {OLD}
+    assert found == {}
+    lacking = LACKING.get(stack, [])
+    assert len(problems) == len(lacking)
+    assert all(map(str.startswith, problems, lacking))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stack, family", ALL)
+def test_each_fault_is_named_and_no_healthy_sync_is(tmp_path, stack, family):
+    variables = {} if stack == "trl" else {"MINDSPEED_QERL_ROLLOUT": json.dumps(SETTINGS)}
+    run_program(
+        ROOT / "tests/integrations/planted_run.py",
+        tmp_path,
+        stack,
+        family,
+        with_tokenizer(family, tmp_path / "model"),
+        PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_OMP_THREADS_BIND="0|1" if "tp" in stack else "auto",
+        VERL_RAY_JOB_ID="test",
+        **variables,
+    )
+    check_report(tmp_path / "report", stack, family)
+
+
+def test_each_cell_of_the_matrix_has_its_test():
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    cells = re.findall(
+        r"\| (.*?) (?=\|)", page.partition("## What was shown")[2].partition("##")[0]
+    )
+    sources = "".join(path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
+    tests = {f"{stack}-{family}" for stack, family in ALL} | set(
+        re.findall(r"def (test_\w+)", sources)
+    )
+    told = [re.fullmatch(r"(proved|not compared|refused|healthy) `(.*)`", cell) for cell in cells]
+    assert {match[2] for match in told if match} <= tests
+    assert sum(map(bool, told)) >= 10
