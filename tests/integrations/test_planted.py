@@ -17,7 +17,7 @@ NO_ADAPTER = "requests sample with no adapter instead of [{0}], loaded in sync {
 # what else went wrong in the program
 LACKING = {
     "trl": ["step 10 sampled with the weights of step 9: no sync came"],
-    "verl_adapters": [NO_ADAPTER.format(1, 60)],
+    "verl_adapters": [NO_ADAPTER.format(123, 60)],
     "path_adapters": [
         NO_ADAPTER.format(59, 59),
         NO_ADAPTER.format(59, 59) + "; sync 60, of weights, has removed it from vLLM",
@@ -83,6 +83,6 @@ def test_each_cell_of_the_matrix_has_its_test():
     tests = {f"{stack}-{family}" for stack, family in ALL} | set(
         re.findall(r"def (test_\w+)", sources)
     )
-    told = [re.fullmatch(r"(proved|not compared|refused|healthy) `(.*)`", cell) for cell in cells]
+    told = [re.fullmatch(r"(proved|not compared|refused|healthy) `(.*)`.*", cell) for cell in cells]
     assert {match[2] for match in told if match} <= tests
     assert sum(map(bool, told)) >= 10
