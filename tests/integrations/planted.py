@@ -91,10 +91,6 @@ def faults_by_sync(stack: str, family: str) -> dict[int, Fault]:
     if (stack, family) == ("transfer", "qwen3_moe"):
         # vLLM's reload of a layer takes new memory, and leaves what did not come as it finds it
         faults["dropped"] = faults["dropped"]._replace(words="differ|NaN|all of it is 0")
-    if stack == "sparse":  # of which vLLM takes the elements that were changed, and no others
-        faults = {kind: faults[kind] for kind in ("dropped", "scaled")}
-    if stack == "m2n":  # which loads what vLLM has fused
-        faults = {"gate and up": faults["gate and up"]}
     first = HEALTHY + 2 - len(faults)
     return {first + 2 * number: fault for number, fault in enumerate(faults.values())}
 
