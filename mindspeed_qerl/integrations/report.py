@@ -128,8 +128,6 @@ def table(rows: Rows) -> list[str]:
         elif row["event"] == "measured":
             words = [f"{row[name]:.3g}" for name in row if name.startswith(REACHED)]
             cells["reached"] = " of ".join(reversed(words))
-        elif row.get("reason"):
-            cells["arrived"] = f"{row['of']} not compared: {row['reason']}"
         elif row["event"] == "arrival":
             arrived = row["tensors"] - len(row["failures"])
             cells["arrived"] = f"{arrived} of {row['tensors']} {row['of']}"
@@ -189,7 +187,7 @@ def main() -> None:
         print(line)
     reasons: Counter[str] = Counter()
     for row in rows:
-        reasons.update({row["reason"]: 1} if "reason" in row else row.get("reasons", {}))
+        reasons.update(row.get("reasons", {}))
     for reason, count in reasons.items():
         print(f"not compared, {count:,} times: {reason}")
     if reasons and not sentences:

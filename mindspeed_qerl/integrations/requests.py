@@ -27,20 +27,17 @@ class Weights(Enum):
 
 
 class Steps:
-    """Which step's weights the training batches sample with, and by how many they may be behind."""
+    """Which step's weights the training batches sample with."""
 
     has_synced = False  # since the last of these batches
     of_weights: int | None = None
-
-    def __init__(self, behind: int = 0):
-        self.behind = behind
 
     def problem(self, step: int) -> str | None:
         """Says that the trainer's step moved to `step`, and nothing was sent."""
         if self.has_synced or self.of_weights is None:
             self.of_weights = step
             self.has_synced = False
-        if step <= self.of_weights + self.behind:
+        if step <= self.of_weights:
             return None
         return f"step {step} sampled with the weights of step {self.of_weights}: no sync came"
 
@@ -53,8 +50,8 @@ class LoadedAdapters:
         not_compared: by reason, how many tensors of NOT_COMPARED came with it.
         required: ids of those of the last sync of adapters, of which each request uses one.
         earlier: those of the sync before, which requests that waited since then use.
-        tolerated: what requests since the last sync used without a fault (None: the base model),
-            which is one if by the next sync none has used a required one.
+        tolerated: those that requests since the last sync used without a fault, which is one if by
+            the next sync none has used a required one.
         removed_by: the sync of weights that removed them; 0: none did.
     """
 
@@ -62,14 +59,13 @@ class LoadedAdapters:
     sync = 0  # of `required`
     removed_by = 0
 
-    def __init__(self, elements: int, evaluates_base: bool = False):
+    def __init__(self, elements: int):
         # scaled here and there, which may round in another order
         self.arrival = Arrival(elements, tolerance=2)
         self.not_compared = {OWN_FORM: 0}
-        self.evaluates_base = evaluates_base
         self.required: set[int] = set()
         self.earlier: set[int] = set()
-        self.tolerated: set[int | None] = set()
+        self.tolerated: set[int] = set()
         self.unused: str | None = None  # a problem that was seen when it was too late
         self.files: dict[int, Any] = {}  # by id, as `file_of` tells them
 
@@ -95,13 +91,12 @@ class LoadedAdapters:
 
     def is_new(self, request: Any) -> bool:
         """Returns True, once, if `request` names an adapter, or a file of it, that was not seen."""
+        adapter = request.lora_int_id
         file = file_of(request)
-        is_known = request.lora_int_id in self.files
-        before = self.files.setdefault(request.lora_int_id, file)
-        if not is_known or file in (None, before):
-            return not is_known
-        self.files[request.lora_int_id] = file
-        return True
+        is_new = adapter not in self.files or file not in (None, self.files[adapter])
+        if is_new:
+            self.files[adapter] = file
+        return is_new
 
     def expect(self, request: Any) -> str | None:
         """Notes the adapter of `request`; returns why it cannot be compared, None if it can."""
@@ -141,8 +136,7 @@ class LoadedAdapters:
             self.unused = None
         for request in requests:
             used = getattr(request.lora_request, "lora_int_id", None)
-            is_evaluation = self.evaluates_base and used is None and not self.removed_by
-            if used in self.required or used in self.earlier or is_evaluation:
+            if used in self.required or used in self.earlier:
                 self.tolerated.add(used)
                 continue
             if not self.required:
@@ -170,8 +164,3 @@ def bypasses(worker: Any) -> bool:
     """Returns True if vLLM's worker is synced by an engine that puts weights in place itself."""
     engine = getattr(worker, "weight_transfer_engine", None)
     return type(engine).__name__.startswith(BYPASSING)
-
-
-def new_requests(batch: Any = None, *_: Any) -> list[Any]:
-    """Returns those of vLLM's scheduler output that begin with this batch."""
-    return getattr(batch, "scheduled_new_reqs", [])

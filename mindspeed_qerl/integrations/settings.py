@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_qerl.aqn.schedule import DRAWS, NoiseSchedule
-from mindspeed_qerl.aqn.targets import check_multipliers
 from mindspeed_qerl.common.errors import unknown
 
 VARIABLE = "MINDSPEED_QERL_ROLLOUT"
@@ -34,17 +33,13 @@ class Settings:
         min_arrived: share of the update, 0..1, below which a sync did not arrive.
         replicas: engines of vLLM that sample for the run, each of which has to report; None: those
             of vLLM's own data parallelism.
-        steps_behind: by which sampled weights may be older than the trainer's step, as in pipelines
-            that sample while they train.
-        evaluates_base: whether requests without an adapter are evaluations of the base model, no
-            fault as long as others use the adapter.
     """
 
     report: str
     noise: dict[str, Any] | None = field(default_factory=dict)
     targets: str | tuple[str, ...] = "auto"
     exclude: tuple[str, ...] = ()
-    multipliers: Mapping[str, float] = field(default_factory=dict)
+    multipliers: Mapping[str | int, float] = field(default_factory=dict)
     seed: int = 1
     draws: str = "step"
     first_step: int = 0
@@ -54,8 +49,6 @@ class Settings:
     rounding: str = "nearest"
     min_arrived: float = 0.9
     replicas: int | None = None
-    steps_behind: int = 0
-    evaluates_base: bool = False
 
     def __post_init__(self):
         if self.rounding not in ROUNDINGS:
@@ -64,11 +57,8 @@ class Settings:
             raise ValueError(unknown("value of draws", self.draws, DRAWS))
         if not 0 <= self.min_arrived <= 1:
             raise ValueError(f"min_arrived = {self.min_arrived!r} must be in 0..1")
-        for name in ("replicas", "steps_behind"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, int) and value >= 0):
-                raise ValueError(f"{name} = {value!r} must be an integer of at least 0")
-        check_multipliers(self.multipliers)
+        if self.replicas is not None and not (isinstance(self.replicas, int) and self.replicas > 0):
+            raise ValueError(f"replicas = {self.replicas!r} must be an integer of at least 1")
         if self.noise is not None:
             refuse_unknown("key of noise", self.noise, NoiseSchedule)
             NoiseSchedule(**{"total_steps": 1, **self.noise})  # raises for what it cannot be

@@ -28,9 +28,9 @@ from mindspeed_qerl.lora.arrival import Arrival, Factors
 from mindspeed_qerl.lora.held import ELSEWHERE, Held, held_parts, not_compared
 
 from .cpu import refuse_packed_weights
-from .draws import RequestDraws, injector_of
+from .draws import RequestDraws
 from .lines import Lines
-from .requests import BYPASSED, LoadedAdapters, Steps, Weights, bypasses, new_requests
+from .requests import BYPASSED, LoadedAdapters, Steps, Weights, bypasses
 from .rounding import rounded_without_bias, too_little
 from .settings import VARIABLE, Settings, settings_of_environment
 
@@ -38,9 +38,7 @@ logger = logging.getLogger(__name__)
 
 # vLLM's own ways to bring weights, which put others in their place before they load them
 RELOADS = ("start_weight_update", "reload_weights")
-# attributes of workers
-MARK = "mindspeed_qerl_rollout"
-WILL_ATTACH = "mindspeed_qerl_will_attach"
+MARK = "mindspeed_qerl_rollout"  # attribute of workers
 Method = Callable[..., Any]  # of a worker, a model or a trainer
 
 
@@ -95,8 +93,8 @@ class WorkerRollout:
         self.total_steps: Callable[[], int | None] = lambda: None
         self.adapters: Callable[[], dict[str, list[Factors]]] = dict
         self.arrival = Arrival(settings.elements)
-        self.steps = Steps(settings.steps_behind)
-        self.loaded = LoadedAdapters(settings.elements, settings.evaluates_base)
+        self.steps = Steps()
+        self.loaded = LoadedAdapters(settings.elements)
         self.share: dict[str, Any] = {}
         self.told: set[str] = set()  # problems of batches
         self.unbiased: set[str] = set()  # matrices that are rounded without bias, by name
@@ -203,9 +201,9 @@ class WorkerRollout:
                 "load all of them after it wakes up (adapters alone are not enough)"
             )
 
-    def _execute_model(self, original: Method, *args, **kwargs) -> Any:
+    def _execute_model(self, original: Method, batch: Any = None, *args, **kwargs) -> Any:
         self._refuse_discarded()
-        requests = new_requests(*args)
+        requests = getattr(batch, "scheduled_new_reqs", [])
         for request in requests:
             if request.lora_request and self.loaded.is_new(request.lora_request):
                 self._start_sync()
@@ -218,7 +216,7 @@ class WorkerRollout:
             self._check(requests)
         if self.settings.noise is not None and not (self.injector or self.is_clean):
             self._put_on()
-        result = original(*args, **kwargs)
+        result = original(batch, *args, **kwargs)
         if self.loaded.waiting is not None:  # the first batch has brought it to its modules
             held = self.loaded.held(self.worker)
             self._prove("adapters", self.loaded.arrival, held, self.loaded.not_compared)
@@ -293,8 +291,8 @@ class WorkerRollout:
             self._fail(problem)
 
     def _write_not_compared(self, what: str, reason: str) -> None:
-        nothing = {"tensors": 0, "not_compared": 0, "unchanged": False, "failures": []}
-        self._write("arrival", of=what, reason=reason, **nothing)
+        nothing = {"tensors": 0, "unchanged": False, "failures": []}
+        self._write("arrival", of=what, not_compared=1, reasons={reason: 1}, **nothing)
 
     def _fail(self, problem: str) -> None:
         self.failed += 1
@@ -315,7 +313,18 @@ class WorkerRollout:
             )
         if self.controller is None:
             self.controller = NoiseController(schedule, self.lines.measured_before(step))
-        injector = injector_of(self.worker, settings, self.draws)
+        injector = NoiseInjector(
+            self.model,
+            settings.targets,
+            settings.exclude,
+            check_multipliers(settings.multipliers),
+            seed=settings.seed,
+            draws=settings.draws,
+            runner=getattr(self.worker, "model_runner", None),
+        )
+        if injector.rows and self.draws:
+            self.draws.numbers.clear()
+            injector.rows.draw_of = self.draws.of
         report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step
@@ -351,14 +360,14 @@ def attach_when_loaded(worker: Any) -> None:
     nothing without it, and once where the plugin and `worker_extension_cls` both ask.
     """
     settings = settings_of_environment()
-    if settings is None or hasattr(worker, WILL_ATTACH):
+    if settings is None:
         return
-    setattr(worker, WILL_ATTACH, True)
     load_model = worker.load_model
 
     def load_and_attach(*args, **kwargs) -> Any:
         result = load_model(*args, **kwargs)
-        WorkerRollout(worker, settings)
+        if not hasattr(worker, MARK):
+            WorkerRollout(worker, settings)
         return result
 
     worker.load_model = load_and_attach

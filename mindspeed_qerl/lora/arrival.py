@@ -164,8 +164,7 @@ class Arrival:
                 failures.append(Failure(part.name, problem))
             elif self.sent[part.name].values.isnan().all():
                 self.not_compared[part.name] = UNCHANGED
-            if not part.rounding:
-                moves += self._moves(part, values, inside)
+            moves += self._moves(part, values, inside)
         sums = torch.stack(moves).sum(0).tolist() if moves else 3 * [math.nan]
         self.share = {"arrived": None} if math.isnan(sums[1]) else share_of(*sums)
         failures += self._missing(names, unknown or {})
@@ -220,7 +219,7 @@ class Arrival:
     def _problem(self, held: Held, values: Tensor, inside: Tensor) -> str | None:
         sample = self.sent[held.name]
         expected = sample.values[inside]
-        wrong = self._wrong(values, expected, held.rounding)
+        wrong = self._wrong(values, expected)
         if not wrong.any():
             return None
         if values.isnan().any():
@@ -233,36 +232,32 @@ class Arrival:
             first = inside[: now.start].sum()
             old = before.values[then][inside[now]]
             values_then = values[first : first + len(old)]
-            if self._is(values_then, old, held.rounding):
+            if self._is(values_then, old):
                 return "it is still what the sync before had sent"
         if held.part.dim() == 2 and held.part.shape == sample.shape == held.part.shape[::-1]:
             mirrored = _elements(held.part, sample.index[inside].flip(1))
-            if self._is(mirrored, expected, held.rounding):
+            if self._is(mirrored, expected):
                 return "it is transposed"
         for name, other in self.sent.items():
             is_like = other.shape == sample.shape
-            if is_like and self._is(values, other.values[inside], held.rounding):
+            if is_like and self._is(values, other.values[inside]):
                 return f"it is {name}"
         return f"{wrong.sum()} of {len(values)} sampled elements differ"
 
-    def _is(self, values: Tensor, other: Tensor, rounding: float) -> bool:
+    def _is(self, values: Tensor, other: Tensor) -> bool:
         """Returns True if `other` explains `values`, not by having none that were sent."""
-        return not (other.isnan().all() or self._wrong(values, other, rounding).any())
+        return not (other.isnan().all() or self._wrong(values, other).any())
 
-    def _wrong(self, values: Tensor, sent: Tensor, rounding: float) -> Tensor:
-        """Returns which `values` are not those that were sent, rounded to their dtype, by up to
-        `rounding` of each; where NaN was sent, any number is right.
+    def _wrong(self, values: Tensor, sent: Tensor) -> Tensor:
+        """Returns which `values` are not those that were sent, rounded to their dtype; where NaN
+        was sent, any number is right.
         """
         sent = sent.to(values.dtype)
         wrong = values != sent
-        if self.tolerance or rounding:
-            sent = sent.float()
-            size = sent.abs().nan_to_num()
-            largest = size.max().item() if len(size) else 0.0
+        if self.tolerance:
+            largest = sent.abs().nan_to_num().max().item()
             allowed = self.tolerance * torch.finfo(values.dtype).eps * largest
-            # 8-bit floats are evenly spaced near 0
-            bounds = allowed + rounding * (size + largest / 128)
-            wrong = (values.float() - sent).abs() > bounds
+            wrong = (values.float() - sent.float()).abs() > allowed
         return (wrong & ~sent.isnan()) | values.isnan()
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 # model's `packed_modules_mapping` has others: its own name, where the files are fused (Phi-3)
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 # kernels that swap or shuffle w13 and w2 when they are loaded (fused_moe/oracle/unquantized.py:457)
 OWN_LAYOUT = ("AITER", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM", "MOONEP")
 
@@ -37,14 +36,12 @@ class Held:
         part: a view of what the worker's kernels read, in the axes of the whole tensor.
         start: index of the part's first element in the whole tensor; (): it is all of it.
         parameter: vLLM's name of the parameter that it is in.
-        rounding: of a dequantized part, the largest relative error of an element.
     """
 
     name: str
     part: Tensor
     start: tuple[int, ...]
     parameter: str = ""
-    rounding: float = 0.0
 
 
 def held_parts(model: nn.Module) -> Iterator[Held]:
@@ -75,15 +72,11 @@ def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Itera
         module = model.get_submodule(path)
         name = path.replace(".base_layer", "")  # of a module with adapters beside it
         leaves = _leaves(packing, name)
-        rounding = 0.0
-        parts: Iterable[Part]
         reason = _unreadable(module, leaves)
-        if reason is QUANTIZED and kind == "weight" and _is_dequantized(module):
-            rounding = torch.finfo(tensor.dtype).eps
-            parts = _linear(name, module, kind, _dequantized(module), leaves)
-        elif reason and not (reason is PACKED and leaves[0] in FUSED):
+        if reason and not (reason is PACKED and leaves[0] in FUSED):
             continue
-        elif kind in EXPERT_PARTS:
+        parts: Iterable[Part]
+        if kind in EXPERT_PARTS:
             parts = _experts(name.removesuffix(".routed_experts"), module, kind, tensor)
         elif hasattr(module, "output_size"):  # a linear layer
             parts = _linear(name, module, kind, tensor, leaves)
@@ -94,7 +87,7 @@ def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Itera
         else:
             parts = [(f"{name}.{kind}", tensor, ())]
         for part in parts:
-            yield Held(*part, parameter, rounding)
+            yield Held(*part, parameter)
 
 
 def not_compared(model: nn.Module) -> dict[str, str]:
@@ -163,26 +156,6 @@ def _unreadable(module: nn.Module, leaves: list[str]) -> str | None:
         return SHUFFLED
     shards = len(getattr(module, "output_partition_sizes", leaves))
     return PACKED if is_linear and shards != len(leaves) else None
-
-
-def _is_dequantized(module: nn.Module) -> bool:
-    """Returns True if vLLM's linear layer has a weight in 8-bit floats that is surely transposed or
-    not, and one scale, or one for each row.
-    """
-    scale = getattr(module, "weight_scale", None)
-    if module.weight.dtype not in FLOAT8 or scale is None:
-        return False
-    rows = sum(getattr(module, "output_partition_sizes", ()))
-    is_known = rows in module.weight.shape and len(set(module.weight.shape)) == 2
-    return is_known and scale.numel() in (1, rows)
-
-
-def _dequantized(module: nn.Module) -> Tensor:
-    """Returns the weight [out, in] in float32."""
-    weight = module.weight.detach().float()
-    if len(weight) != sum(module.output_partition_sizes):
-        weight = weight.t()
-    return weight * module.weight_scale.detach().float().reshape(-1, 1)
 
 
 def _linear(

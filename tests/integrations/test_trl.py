@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer with vLLM in its process, on this machine's CPU, and AQN around it."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -65,24 +66,29 @@ def test_each_answer_has_a_draw_of_its_own(trl, tmp_path, family):
     assert [row["step"] for row in rows if row["event"] == "noise"] == [0, 1, 2, 3, 4]
 
 
-def test_a_tools_tokens_are_none_of_the_policys():
-    """Around a batch as TRL's `_generate_and_score_completions` returns it: log-prob 0 where a tool
-    spoke.
+def test_tokens_of_tools_and_unknown_log_probs_are_not_counted():
+    """Around a batch as TRL's `_generate_and_score_completions` returns it, of two processes; and
+    one whose log-probs ms-swift does not know. By k3's formula.
     """
-    sampled, own = torch.tensor([[-1.0, 0.0, -2.0]]), torch.tensor([[1, 0, 1]])
+    sampled = torch.tensor([[-1.0, 0.0, -2.0, math.nan]])
     batch = {
         "sampling_per_token_logps": sampled,
-        "old_per_token_logps": torch.where(own.bool(), sampled, -5.0),
-        "completion_mask": torch.ones(1, 3).int(),
-        "tool_mask": own,
+        "old_per_token_logps": torch.tensor([[-1.1, -5.0, -2.1, -3.0]]),
+        "completion_mask": torch.ones(1, 4).int(),
+        "tool_mask": torch.tensor([[1, 0, 1, 1]]),
     }
+
+    def parts(batch):
+        [known] = parts_of(batch)
+        return [known, (None, *known[1:])]
+
     told = []
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(gather=lambda fields: fields),
+        accelerator=SimpleNamespace(gather=lambda fields: fields.repeat(2, 1)),
     )
-    telling(lambda: batch, SimpleNamespace(measured=told.append), trainer, parts_of)()
-    assert told[0]["mismatch/k3"] == 0
+    telling(lambda: batch, SimpleNamespace(measured=told.append), trainer, parts)()
+    assert told[0]["mismatch/k3"] == pytest.approx(math.exp(-0.1) - 1 + 0.1, rel=1e-5)
 
 
 @pytest.mark.full

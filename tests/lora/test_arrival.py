@@ -60,11 +60,6 @@ PLANTED = {
         NAMES,
         "it is still what the sync before had sent",
     ),
-    "one stale after wake-up": (
-        lambda sent, before: {NAMES[0]: before[NAMES[0]]},
-        NAMES[:1],
-        "it is still what the sync before had sent",
-    ),
     "routed experts all zero": (
         lambda sent, before: {n: torch.zeros(16, 16) for n in NAMES[3:5]},
         NAMES[3:5],
@@ -100,11 +95,6 @@ PLANTED = {
         NAMES[:1],
         "192 of 192 sampled elements differ",
     ),
-    "noise of the sync before is still on": (
-        lambda sent, before: {NAMES[5]: sent[NAMES[5]] + 0.05},
-        NAMES[5:],
-        "16 of 16 sampled elements differ",
-    ),
 }
 
 
@@ -118,12 +108,6 @@ def test_a_planted_failure_is_named(report):
     failures = arrival.failures(parts(held))
     assert [failure.name for failure in failures] == sorted(names)
     assert all(failure.problem.startswith(problem) for failure in failures)
-
-
-def test_a_sync_that_changes_nothing_is_told():
-    assert synced(model(1), model(1)).unchanged
-    assert not synced(model(1), model(2)).unchanged
-    assert not synced(model(1)).unchanged
 
 
 def test_a_stale_tensor_is_named_in_every_sync_and_an_unchanged_one_is_told():
@@ -198,13 +182,12 @@ def test_stacked_experts_and_names_of_peft_are_those_of_the_model():
     assert arrival.failures(parts(held)) == []
 
 
-@pytest.mark.parametrize("config, scaling", [({}, 2.0), ({"use_rslora": True}, 4.0)])
-def test_adapters_are_served_with_their_scaling(config, scaling):
-    config = {"r": 4, "lora_alpha": 8, **config}
+def test_adapters_are_served_with_their_scaling():
+    config = {"r": 4, "lora_alpha": 8, "use_rslora": True}
     tensors = {"q_proj.lora_A.weight": torch.ones(4, 8), "q_proj.lora_B.weight": torch.ones(8, 4)}
     scaled = dict(scaled_adapters(tensors, config))
     assert torch.equal(scaled["q_proj.lora_A.weight"], torch.ones(4, 8))
-    assert torch.equal(scaled["q_proj.lora_B.weight"], torch.full((8, 4), scaling))
+    assert torch.equal(scaled["q_proj.lora_B.weight"], torch.full((8, 4), 4.0))
 
 
 @pytest.mark.parametrize("is_shared, row", [(True, 8), (False, 0)])
@@ -301,40 +284,6 @@ def test_what_is_fused_in_the_files_is_cut_for_each_rank(is_stale):
         assert arrival.not_compared == dict.fromkeys(adapters, held_module.PACKED)
 
 
-QUANTIZED = {
-    # scales of the weight [12, 6], what is held of it
-    "one": (lambda w: w.abs().max(), lambda w: w),
-    "one, transposed": (lambda w: w.abs().max(), lambda w: w.t()),
-    "of each row": (lambda w: w.abs().amax(1, keepdim=True), lambda w: w.t().contiguous()),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("scales", QUANTIZED)
-def test_a_quantized_layer_is_compared_as_what_it_stands_for(scales, dtype):
-    scale_of, form = QUANTIZED[scales]
-    sent = {"gate_proj.weight": torch.randn(4, 6), "up_proj.weight": torch.randn(8, 6)}
-    weight = torch.cat([*sent.values()])
-    scale = scale_of(weight) / torch.finfo(dtype).max
-    of_rows = (
-        scale.repeat_interleave(torch.tensor([4, 8]))[:, None] if len(scale.shape) == 1 else scale
-    )
-    quantized = (weight / of_rows).to(dtype)
-    for plant, named in (
-        (lambda w: w, []),
-        (lambda w: w.float().mul(1.5).to(dtype), [*sent]),
-        (lambda w: torch.cat((w[:4].float(), w[4:].float().roll(1, 0))).to(dtype), [*sent][1:]),
-        (lambda w: torch.zeros_like(w), [*sent]),
-    ):
-        model = torch.nn.Module()
-        model.gate_up_proj = layer(12, 6, [4, 8], form(plant(quantized)))
-        model.gate_up_proj.weight_scale = torch.nn.Parameter(scale)
-        arrival = synced(sent | {"up_proj.weight_scale": torch.ones(1)}, elements=0)
-        assert names_of(arrival.failures(held_parts(model), not_compared(model))) == named
-        assert arrival.not_compared == {"up_proj.weight_scale": held_module.QUANTIZED}
-        assert "arrived" not in arrival.share or arrival.share["arrived"] is None
-
-
 def experts(backend):
     module = torch.nn.Module()
     module.hidden_size = 4
@@ -346,6 +295,8 @@ def experts(backend):
 
 
 SQUARE = torch.ones(4, 4).to(torch.float8_e4m3fn)
+SCALED = layer(4, 4, weight=SQUARE[:2].t())
+SCALED.weight_scale = torch.nn.Parameter(torch.ones(4, 1))
 UNREADABLE = {
     # what vLLM holds, what is sent for it, why it is not compared
     "packed integers": (
@@ -353,7 +304,9 @@ UNREADABLE = {
         "w.weight",
         held_module.QUANTIZED,
     ),
-    "perhaps transposed": (layer(4, 4, weight=SQUARE), "w.weight", held_module.QUANTIZED),
+    "8-bit floats": (layer(4, 4, weight=SQUARE), "w.weight", held_module.QUANTIZED),
+    "the same, transposed": (SCALED, "w.weight", held_module.QUANTIZED),
+    "their scales": (SCALED, "w.weight_scale", held_module.QUANTIZED),
     "swapped experts": (
         experts("FLASHINFER_CUTLASS"),
         "w.0.up_proj.weight",
