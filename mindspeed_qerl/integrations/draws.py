@@ -6,10 +6,7 @@ import hashlib
 import os
 from typing import Any
 
-from mindspeed_qerl.aqn.injector import NoiseInjector
-from mindspeed_qerl.aqn.targets import check_multipliers
-
-from .settings import Settings
+from mindspeed_qerl.aqn.rows import NoiseOfRows
 
 ENGINES_APART = 1 << 32  # more draws than an engine has answers
 
@@ -40,26 +37,14 @@ class RequestDraws:
         self.draws = draws
         self.numbers: dict[str, int] = {}  # of this step's answers, by request
 
+    def begin(self, rows: NoiseOfRows) -> None:
+        """Makes this what says whose draw a row has, in a new step."""
+        self.numbers.clear()
+        rows.draw_of = self.of
+
     def of(self, request: Any) -> int:
         """Returns the draw of a request of vLLM's model runner."""
         if self.draws == "group":
             digest = hashlib.sha256(repr(list(request.prompt_token_ids)).encode()).digest()
             return 1 + int.from_bytes(digest[:6], "big")
         return self.numbers.setdefault(request.req_id, self.first + len(self.numbers))
-
-
-def injector_of(worker: Any, settings: Settings, draws: RequestDraws | None) -> NoiseInjector:
-    """Returns the noise of a step on a worker's model, before it is put on."""
-    injector = NoiseInjector(
-        worker.get_model(),
-        settings.targets,
-        settings.exclude,
-        check_multipliers(settings.multipliers),
-        seed=settings.seed,
-        draws=settings.draws,
-        runner=getattr(worker, "model_runner", None),
-    )
-    if injector.rows and draws:
-        draws.numbers.clear()
-        injector.rows.draw_of = draws.of
-    return injector

@@ -44,7 +44,7 @@ class Settings:
     noise: dict[str, Any] | None = field(default_factory=dict)
     targets: str | tuple[str, ...] = "auto"
     exclude: tuple[str, ...] = ()
-    multipliers: Mapping[str, float] = field(default_factory=dict)
+    multipliers: Mapping[str | int, float] = field(default_factory=dict)
     seed: int = 1
     draws: str = "step"
     first_step: int = 0

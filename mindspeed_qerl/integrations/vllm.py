@@ -28,7 +28,7 @@ from mindspeed_qerl.lora.arrival import Arrival, Factors
 from mindspeed_qerl.lora.held import ELSEWHERE, Held, held_parts, not_compared
 
 from .cpu import refuse_packed_weights
-from .draws import RequestDraws, injector_of
+from .draws import RequestDraws
 from .lines import Lines
 from .requests import BYPASSED, LoadedAdapters, Steps, Weights, bypasses, new_requests
 from .rounding import rounded_without_bias, too_little
@@ -315,7 +315,17 @@ class WorkerRollout:
             )
         if self.controller is None:
             self.controller = NoiseController(schedule, self.lines.measured_before(step))
-        injector = injector_of(self.worker, settings, self.draws)
+        injector = NoiseInjector(
+            self.model,
+            settings.targets,
+            settings.exclude,
+            check_multipliers(settings.multipliers),
+            seed=settings.seed,
+            draws=settings.draws,
+            runner=getattr(self.worker, "model_runner", None),
+        )
+        if injector.rows and self.draws:
+            self.draws.begin(injector.rows)
         report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step
