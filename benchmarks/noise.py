@@ -3,10 +3,8 @@ policy that samples and the one that is trained.
 
     # about 6 minutes on 2 cores; draws docs/images/noise_{precision,kl,routing}.png
     python benchmarks/noise.py
-    # what runs with aqn=target reached; draws docs/images/noise_target.png
-    python benchmarks/noise.py --target NAME=RUN_DIRECTORY ...
-    # seconds of a rollout by who has a draw of its own; the temperature of study.py's "hot"
-    python benchmarks/noise.py --draws | --hot
+    # seconds of a rollout by who has a draw of its own
+    python benchmarks/noise.py --draws
 
 First: the schedules qerl, strong and mild on norm weights of the quickstart's model and on weights
 of 1, in both dtypes: measured standard deviation of (noisy - clean) over nominal. Second: two runs
@@ -216,16 +214,21 @@ def growth(image: Path) -> None:
     print(image)
 
 
-def right_answers(folder: Path, **config):
-    """A model of transformers, and a function that returns its log-probs over the vocabulary, for
-    each token of the right answers to 64 held-out problems.
+def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
+    """KL(noisy || clean) over the vocabulary, nats per token of the right answers to 64 held-out
+    problems, mean over `DRAWS`, for each of `sigmas`.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **config).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    lines = (folder / "data" / "raw" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    from mindspeed_qerl.aqn.injector import NoiseInjector
+    from mindspeed_qerl.aqn.schedule import NoiseLevel
+
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, num_experts_per_tok=experts
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    lines = (MODEL / "data" / "raw" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines[:64]]
     batch = tokenizer(
         [f"{row['question']}\n{row['answer']}" for row in rows],
@@ -242,17 +245,6 @@ def right_answers(folder: Path, **config):
         with torch.no_grad():
             return model(**batch).logits[asked].double().log_softmax(-1)
 
-    return model, logprobs
-
-
-def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
-    """KL(noisy || clean) over the vocabulary, nats per token of right answers, mean over `DRAWS`,
-    for each of `sigmas`.
-    """
-    from mindspeed_qerl.aqn.injector import NoiseInjector
-    from mindspeed_qerl.aqn.schedule import NoiseLevel
-
-    model, logprobs = right_answers(MODEL, num_experts_per_tok=experts)
     clean, kl = logprobs(), []
     for sigma in sigmas:
         injector = NoiseInjector(model, "auto", seed=0)
@@ -263,28 +255,6 @@ def exact_kl(experts: int, sigmas: np.ndarray) -> np.ndarray:
             kl[-1] += (noisy.exp() * (noisy - clean)).sum(-1).mean().item() / DRAWS
         injector.remove()
     return np.array(kl)
-
-
-def hot() -> None:
-    """The temperature whose KL from temperature 1 is the mean target of study.py's noise, by the
-    model that its runs begin with.
-    """
-    from studies import STUDIES  # beside this file
-
-    study = STUDIES["draws"]
-    recipe = read_recipe(compose(study.config, list(study.cells["answer"])))
-    schedule = recipe.noise.noise_schedule(recipe.run.train_iters)
-    levels = map(schedule.level, range(recipe.run.train_iters))
-    wanted = np.mean([level.target for level in levels if level.target])
-    _, logprobs = right_answers(ROOT / study.model)
-    plain = logprobs()
-    temperatures = np.arange(1.0, 2.01, 0.05)
-    found = []
-    for temperature in temperatures:
-        flatter = (plain / temperature).log_softmax(-1)
-        found.append((flatter.exp() * (flatter - plain)).sum(-1).mean().item())
-        print(f"temperature {temperature:.2f}: {found[-1]:.4f} nats per token")
-    print(f"{wanted:.4f} at temperature {np.interp(wanted, found, temperatures):.2f}")
 
 
 def routing(image: Path) -> None:
@@ -314,44 +284,6 @@ def routing(image: Path) -> None:
             title="KL(noisy || clean); lines: sigma^2", xlabel="sigma", ylabel="nats per token"
         )
         axis.legend()
-        figure.savefig(image, dpi=130)
-    print(image)
-
-
-def target(runs: dict[str, Path], image: Path) -> None:
-    """Asked and reached k3 of each run by step, and sigma; prints how far they are from each other
-    once sigma has left its start, after the first stage with noise.
-    """
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    print("| model | sigma | reached / asked, median | of 80 % of the steps |\n|---|---|---|---|")
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4 * len(runs), 5), layout="constrained")
-        grid = figure.subplots(2, len(runs), sharex="col", sharey="row", squeeze=False)
-        for (name, run), (distances, sigmas) in zip(runs.items(), grid.T):
-            rows = [row for row in read_jsonl(run / "metrics.jsonl") if "aqn/reached_k3" in row]
-            steps = [row["step"] for row in rows]
-            asked, reached = (
-                np.array([row[f"aqn/{what}_k3"] for row in rows]) for what in ("target", "reached")
-            )
-            used = np.array([row["aqn/sigma"] for row in rows])
-            later = np.array([row["aqn/stage"] for row in rows]) > 1
-            low, median, high = np.quantile((reached / asked)[later], (0.1, 0.5, 0.9))
-            print(
-                f"| {name} | {used[later].min():.2g} to {used[later].max():.2g} | {median:.2f} | "
-                f"{low:.2f} to {high:.2f} |"
-            )
-            distances.semilogy(steps, asked, color=BLUE, label="target")
-            distances.semilogy(steps, reached, ".-", color=RED, label="reached")
-            distances.set(title=name)
-            sigmas.semilogy(steps, used, ".-", color=GREEN)
-            sigmas.set(xlabel="training step")
-            sigmas.xaxis.set_major_locator(MaxNLocator(integer=True))
-        grid[0, 0].set(ylabel="k3, nats per token")
-        grid[1, 0].set(ylabel="sigma")
-        grid[0, 0].legend()
         figure.savefig(image, dpi=130)
     print(image)
 
@@ -407,21 +339,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
-    parser.add_argument("--target", nargs="+", metavar="NAME=RUN_DIRECTORY")
     parser.add_argument("--draws", action="store_true")
-    parser.add_argument("--hot", action="store_true")
     arguments = parser.parse_args()
     if arguments.draws:
         draws()
         return
-    if arguments.hot:
-        hot()
-        return
     images = arguments.images
-    if arguments.target:
-        named = (each.partition("=") for each in arguments.target)
-        target({name: Path(run) for name, _, run in named}, images / "noise_target.png")
-        return
     precision(images / "noise_precision.png")
     growth(images / "noise_kl.png")
     routing(images / "noise_routing.png")

@@ -164,8 +164,7 @@ STUDIES = {
     ),
     # The hypothesis, written before it started: at equal k3 a draw for each answer has more groups
     # with signal than one for each step, and in pass@16 a gain of 2 points, or an effect smaller
-    # than 2 points. Before the first run comes one more cell, "hot": off, at the temperature whose
-    # KL is that of the target, which `noise.py --hot` prints where models/steps_qwen3_moe is.
+    # than 2 points.
     "draws": Study(
         "Is noise better that a group can tell apart?",
         {

@@ -134,10 +134,11 @@ def groups_with_signal(rewards: np.ndarray, group_size: int) -> np.ndarray:
     return np.fmax.reduce(groups, axis=1) > np.fmin.reduce(groups, axis=1)  # of numbers
 
 
-def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
+def reward_metrics(rewards: np.ndarray, group_size: int, repeats: bool = False) -> dict[str, float]:
     """Summarizes the rewards of one iteration, a prompt's answers side by side: mean and standard
     deviation, and the fraction of prompts whose answers' rewards differ; and how many are NaN,
-    which could not be computed and count in none of these, if there are any.
+    which could not be computed and count in none of these, if there are any. repeats: two answers
+    in turn have one draw of the noise (`draw_metrics`).
 
     >>> metrics = reward_metrics(np.array([0.0, 1.0, 1.0, math.nan]), group_size=2)
     >>> float(metrics["reward/groups_with_signal"]), metrics["reward/not_computed"]
@@ -150,6 +151,8 @@ def reward_metrics(rewards: np.ndarray, group_size: int) -> dict[str, float]:
     }
     if missing := int(np.isnan(rewards).sum()):
         metrics["reward/not_computed"] = missing
+    if repeats:
+        metrics |= draw_metrics(rewards, group_size)
     return metrics
 
 

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from .rows import NoiseOfRows
-from .schedule import DRAWS, NoiseLevel
+from .schedule import NoiseLevel
 from .targets import multipliers_of, select_targets
 
 logger = logging.getLogger(__name__)
-
-SAMPLE = 1 << 18  # of the noise: at weights of 1 and sigma 0.001 they give 1 %
 
 
 @dataclass(frozen=True)
@@ -59,15 +57,6 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> Te
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def kept_in_bfloat16(sigma: float) -> float:
-    """Returns the share of the noise's standard deviation that is left on a norm of ones in
-    bfloat16, by a sample.
-    """
-    noise = sigma * standard_normal(0, 0, "kept_in_bfloat16", [SAMPLE])
-    left = (1 + noise).bfloat16().float() - 1
-    return (left.std() / noise.std()).item()
-
-
 class NoiseInjector:
     """Gaussian noise on the norm weights of `model`, in place, on and off.
 
@@ -95,8 +84,6 @@ class NoiseInjector:
         runner: Any = None,
         stays: bool = False,
     ):
-        if draws not in DRAWS:
-            raise ValueError(f"draws = {draws!r} must be one of {', '.join(DRAWS)}")
         self.seed = seed
         self.draws = draws
         selected = select_targets(model, targets, exclude)

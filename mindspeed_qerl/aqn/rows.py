@@ -8,6 +8,7 @@ vllm_ascend/worker/model_runner_v1.py).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,34 @@ TAG = "aqn_draw"  # of SamplingParams.extra_args: the draw of a request, counted
 Noisy = Callable[[int], Tensor]  # a draw's noisy weight [hidden], on the CPU
 
 
-def request_of(draw: int) -> tuple[dict[str, int], str]:
-    """Returns what a request with this draw has: `extra_args` of its sampling parameters, and the
-    `cache_salt` of its prompt, whose keys and values are of this draw alone.
+def salt_of(draw: int) -> str:
+    """Returns the `cache_salt` of a prompt whose keys and values are of this draw alone."""
+    return f"{TAG} {draw}"
+
+
+def requests_of_answers(
+    prompts: Sequence[Any], params: Sequence[Any], draws: Sequence[int]
+) -> tuple[list[Any], list[Any]]:
+    """Returns a request for each answer, with its draw of the noise and the seed that vLLM would
+    give it.
+
+    Args:
+        prompts, params: of requests for n answers each, TokensPrompt and SamplingParams. draws: of
+            each answer.
     """
-    return {TAG: draw}, f"{TAG} {draw}"
+    asked: list[Any] = []
+    of_answers = []
+    for prompt, of_prompt in zip(prompts, params):
+        for number in range(of_prompt.n):
+            draw = draws[len(asked)]
+            own = of_prompt.clone()
+            own.n = 1
+            if own.seed is not None:
+                own.seed += number
+            own.extra_args = {TAG: draw}
+            asked.append(prompt | {"cache_salt": salt_of(draw)})
+            of_answers.append(own)
+    return asked, of_answers
 
 
 def tagged_draw(request: Any) -> int:
@@ -59,7 +83,7 @@ class NoiseOfRows:
         self.draw_of: Callable[[Any], int] = tagged_draw
         self.noisy: list[Noisy] = []  # of each norm; none: no noise is on
         self.place_of: dict[int, int] = {}  # by draw
-        self.hooks: list[Any] = []
+        self.attached = ExitStack()
         if stays:
             self._attach()
 
@@ -75,20 +99,16 @@ class NoiseOfRows:
         self.noisy = []
         self.index.zero_()
         if not self.stays:
-            self._detach()
+            self.attached.close()
 
     def _attach(self) -> None:
         for norm, table in zip(self.norms, self.tables):
-            self.hooks.append(norm.register_forward_hook(partial(self._product, table)))
+            hook = norm.register_forward_hook(partial(self._product, table))
+            self.attached.callback(hook.remove)
         for name, wrapper in (("_prepare_inputs", self._prepare), ("_dummy_run", self._dummy)):
             setattr(self.runner, name, partial(wrapper, getattr(self.runner, name)))
-
-    def _detach(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
-        for name in ("_prepare_inputs", "_dummy_run"):
-            delattr(self.runner, name)  # the class's own is there again
+            # the class's own is there again
+            self.attached.callback(delattr, self.runner, name)
 
     def _product(self, table: Tensor, norm: torch.nn.Module, inputs: Any, output: Any) -> Any:
         """The hook of a norm; beside a residual its kernel returns two tensors."""

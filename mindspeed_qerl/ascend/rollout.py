@@ -11,7 +11,7 @@ from mindspeed_rl.workers import actor_hybrid_worker
 from vllm_ascend.utils import enable_sp
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
-from mindspeed_qerl.aqn.rows import request_of
+from mindspeed_qerl.aqn.rows import requests_of_answers
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.common.seeds import derived_seed
@@ -175,26 +175,3 @@ class QeRLInferEngine(actor_hybrid_worker.VLLMInferEngine):
             purpose = f"{self.state.purpose}/{prompt}"
             params.seed = derived_seed(params.seed, purpose, self.state.step)
         return params
-
-
-def requests_of_answers(
-    prompts: Sequence[dict], params: Sequence[Any], draws: Sequence[int]
-) -> tuple[list[dict], list[Any]]:
-    """Returns a request for each answer, with its draw of the noise and the seed that vLLM would
-    give it.
-
-    Args:
-        prompts, params: of requests for n answers each. draws: of each answer.
-    """
-    asked = []
-    of_answers = []
-    for prompt, of_prompt in zip(prompts, params):
-        for number in range(of_prompt.n):
-            own = of_prompt.clone()
-            own.n = 1
-            if own.seed is not None:
-                own.seed += number
-            own.extra_args, salt = request_of(draws[len(asked)])
-            asked.append(prompt | {"cache_salt": salt})
-            of_answers.append(own)
-    return asked, of_answers

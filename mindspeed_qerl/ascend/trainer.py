@@ -23,7 +23,6 @@ from mindspeed_qerl.algorithm.advantages import (
     rewards_less_kl,
 )
 from mindspeed_qerl.algorithm.metrics import (
-    draw_metrics,
     groups_with_signal,
     merge,
     reward_metrics,
@@ -300,9 +299,8 @@ class QeRLTrainer(RayGRPOTrainer):
         """Metrics of all answers of a step, trained or not."""
         lengths = _numbers(answers["response_length"])
         rewards = self._rewards(answers)
-        values = reward_metrics(rewards, self.n_samples_per_prompt)
-        if self.recipe.noise.repeats(self.level):
-            values |= draw_metrics(rewards, self.n_samples_per_prompt)
+        repeats = self.recipe.noise.repeats(self.level)
+        values = reward_metrics(rewards, self.n_samples_per_prompt, repeats)
         values |= {
             "response/length_mean": lengths.mean(),
             "response/length_max": lengths.max(),

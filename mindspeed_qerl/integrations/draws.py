@@ -6,6 +6,8 @@ import hashlib
 import os
 from typing import Any
 
+from mindspeed_qerl.aqn.rows import NoiseOfRows
+
 ENGINES_APART = 1 << 32  # more draws than an engine has answers
 
 
@@ -34,6 +36,11 @@ class RequestDraws:
         self.first = 1 + ENGINES_APART * engine
         self.draws = draws
         self.numbers: dict[str, int] = {}  # of this step's answers, by request
+
+    def begin(self, rows: NoiseOfRows) -> None:
+        """Makes this what says whose draw a row has, in a new step."""
+        self.numbers.clear()
+        rows.draw_of = self.of
 
     def of(self, request: Any) -> int:
         """Returns the draw of a request of vLLM's model runner."""

@@ -323,8 +323,7 @@ class WorkerRollout:
             runner=getattr(self.worker, "model_runner", None),
         )
         if injector.rows and self.draws:
-            self.draws.numbers.clear()
-            injector.rows.draw_of = self.draws.of
+            self.draws.begin(injector.rows)
         report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step

@@ -41,7 +41,6 @@ HARDWARE = {
 LAUNCH = (30e-6, 70e-6)  # seconds of the host for one; the narrowest that published speeds allow
 BACKWARD = 2  # times the operations of a forward pass
 MERGED = 60  # bytes that a die reads and writes to merge a weight and round it (lora/rounding.py)
-PROOF_EVERY = 50  # iterations (run.prove_every), of a proof that compares with two syncs
 DRAW = 75e-6  # seconds of the host to draw the weight of a norm; measured, 3,584 numbers
 DOCK = 2.5  # seconds: rewards and the transfer dock, by reading
 LAUNCHES = Path(__file__).with_name("launches.yaml")
@@ -99,7 +98,7 @@ def iteration(memory: Memory, terms: Terms = DEFAULT) -> list[Phase]:
         Phase("reward, dock", 0, 0, DOCK),
     ]
     if memory.plan.lora:
-        phases += [rank.merging(), rank.proof()]
+        phases.append(rank.merging())
     if memory.plan.has_reference:
         phases.append(
             rank.logprobs("reference", batch.ref_forward, batch.ref_max_packing_token_size)
@@ -346,12 +345,3 @@ class _Rank:
         device += abs(rollout - training) * BF16 / self._network(groups(plan)["training"].values())
         launches, _ = self._launched("sync", self.shape.num_hidden_layers, 1)
         return Phase("sync", launches, device, late=slow - quick)
-
-    def proof(self) -> Phase:
-        """An iteration's share of a proof that adapters arrived: two syncs, of which the first one's
-        weights wait on the host.
-        """
-        sync = self.sync()
-        copied = 2 * sum(rollout_weights(self.plan)) * BF16 / COPIED[0]
-        device = (2 * sync.device + copied) / PROOF_EVERY
-        return Phase("proof", 2 * sync.launches / PROOF_EVERY, device)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.algorithm.advantages import overlong_penalty
-from mindspeed_qerl.algorithm.metrics import draw_metrics, groups_with_signal, reward_metrics
+from mindspeed_qerl.algorithm.metrics import groups_with_signal, reward_metrics
 from mindspeed_qerl.aqn.injector import NoiseReport
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.seeds import derived_seed
@@ -100,9 +100,7 @@ class LocalEngine:
         groups = len(answers) // n
 
         rewards = np.array([answer.reward for answer in answers])
-        metrics = reward_metrics(rewards, n)
-        if recipe.noise.repeats(level):
-            metrics |= draw_metrics(rewards, n)
+        metrics = reward_metrics(rewards, n, recipe.noise.repeats(level))
         metrics |= self.weight_errors
         batch = None
         tokens = 0

@@ -131,20 +131,15 @@ class RolloutEngine:
         sampling = request.sampling
         if request.hardware_error:  # each answer has errors of its own
             sampling = sampling | {"skip_reading_prefix_cache": True}
-        prompts = request.prompts
-        n = request.n
-        if request.draws:
-            prompts = [prompt for prompt in prompts for _ in range(n)]
-            n = 1
         with self.policy(request) as report:
             torch.manual_seed(request.seed)
             answers = serving.complete(
                 self.llm,
-                prompts,
+                request.prompts,
                 recorder=self.recorder if request.trained else None,
                 logprobs=request.trained,
                 draws=request.draws,
-                n=n,
+                n=request.n,
                 **sampling,
             )
         return answers, report

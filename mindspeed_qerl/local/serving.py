@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_qerl.aqn.rows import request_of
+from mindspeed_qerl.aqn.rows import requests_of_answers
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import ModelShape, family_of, read_shape
 from mindspeed_qerl.routing.recorder import RouteRecorder
@@ -158,7 +158,7 @@ def complete(
     """The answers to prompts (token ids), those to one side by side, with the logprobs of the
     sampled tokens, or without, and their routes if there is a recorder. With a `seed` each
     answer has one of its own: vLLM counts on from a prompt's for its further answers. draws: each
-    prompt's, of AQN's noise. sampling: more keyword arguments of vLLM's SamplingParams.
+    answer's, of AQN's noise. sampling: more keyword arguments of vLLM's SamplingParams.
     """
     from vllm import SamplingParams, TokensPrompt
 
@@ -172,10 +172,8 @@ def complete(
         ]
     tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     if draws:
-        params = []
-        for prompt, draw in zip(tokens, draws, strict=True):
-            extra, prompt["cache_salt"] = request_of(draw)
-            params.append(SamplingParams(detokenize=False, extra_args=extra, **sampling))
+        prompts = [prompt for prompt in prompts for _ in range(params.n)]
+        tokens, params = requests_of_answers(tokens, [params] * len(tokens), draws)
     with recorder.recording() if recorder else nullcontext():
         outputs = llm.generate(tokens, params, use_tqdm=use_tqdm)
     routes = recorder.take(outputs) if recorder else repeat(repeat(None))

@@ -3,6 +3,7 @@ errors of other hardware, and the weights that correct for it.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -68,17 +69,11 @@ class Noise:
 
     def noise_schedule(self, total_steps: int) -> NoiseSchedule:
         """The schedule over a run of `total_steps`; ValueError if a value is out of range."""
-        return NoiseSchedule(
-            schedule=self.schedule,
-            sigma_start=self.sigma_start,
-            sigma_end=self.sigma_end,
-            num_stages=self.num_stages,
-            total_steps=total_steps,
-            target_start=self.target_start,
-            target_end=self.target_end,
-            sigma_min=self.sigma_min,
-            sigma_max=self.sigma_max,
-        )
+        values = vars(self)
+        own = {
+            each.name: values[each.name] for each in fields(NoiseSchedule) if each.name in values
+        }
+        return NoiseSchedule(total_steps=total_steps, **own)
 
 
 @part("rollout_correction")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
-from mindspeed_qerl.aqn.rows import TAG, request_of
+from mindspeed_qerl.aqn.rows import TAG
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 
 HIDDEN, SIGMA = 16, 0.1
@@ -28,8 +28,7 @@ class Runner:
         self.requests, self.input_batch = {}, SimpleNamespace(req_ids=[])
 
     def add(self, name, draw):
-        extra, _ = request_of(draw)
-        params = SimpleNamespace(extra_args=extra if draw else None)
+        params = SimpleNamespace(extra_args={TAG: draw} if draw else None)
         self.requests[name] = SimpleNamespace(sampling_params=params)
 
     def _prepare_inputs(self, scheduled):
@@ -100,41 +99,19 @@ def test_products_that_stay_change_no_bit_without_noise(served):
     assert torch.equal(runner.step(b=1)[0], clean) and runner.model[0]._forward_hooks
 
 
-def test_norms_of_heads_and_beside_a_residual(served):
+def test_norms_of_heads(served):
     runner, injector, clean = served
-
-    class Fused(nn.Module):
-        def forward(self, x):
-            return x, -x
-
     injector.apply(ON)
-    fused, heads = Fused(), nn.Identity()
-    for module in (fused, heads):
-        module.register_forward_hook(
-            lambda *call: injector.rows._product(injector.rows.tables[0], *call)
-        )
     runner.step(b=1, a=1)
+    by_head = runner.model(torch.ones(2, 5, HIDDEN))
     wanted = torch.stack([drawn(clean, 2), drawn(clean, 1)])
-    normed, residual = fused(torch.ones(2, HIDDEN))
-    assert torch.equal(normed, wanted) and torch.equal(residual, -torch.ones(2, HIDDEN))
-    by_head = heads(torch.ones(2, 5, HIDDEN))
     assert torch.equal(by_head, wanted[:, None].expand(2, 5, HIDDEN))
 
 
-def test_a_request_without_a_draw_and_other_names_are_refused(served):
+def test_a_request_without_a_draw_is_refused(served):
     runner, injector, _ = served
     runner.add("evaluation", 0)
     runner.step(evaluation=1)  # without noise anybody may ask
     injector.apply(ON)
     with pytest.raises(RuntimeError, match=f"request evaluation names none .{TAG} in extra_args"):
         runner.step(a=1, evaluation=1)
-    with pytest.raises(ValueError, match="draws = 'answers' must be one of step, group, answer"):
-        NoiseInjector(runner.model, "*", seed=7, draws="answers", runner=runner)
-
-
-def test_weights_overwritten_under_draws_are_an_error(served):
-    runner, injector, _ = served
-    injector.apply(ON)
-    runner.model[0].weight.data.fill_(2)
-    with pytest.raises(RuntimeError, match="1 of 1 noisy weights were overwritten"):
-        injector.remove()

@@ -53,6 +53,14 @@ def transfer(model: str, syncs: int, **words) -> None:
         sample(llm)
 
 
+def sparse(model: str, syncs: int) -> None:
+    transfer(model, syncs, backend="SparseFileEngine")
+
+
+def m2n(model: str, syncs: int) -> None:
+    transfer(model, syncs, backend="M2NFileEngine")
+
+
 def transfer_tp(model: str, syncs: int) -> None:
     transfer(model, syncs, tensor_parallel_size=2)
 
@@ -97,7 +105,8 @@ def verl_adapters(model: str, syncs: int) -> None:
 
 
 STACKS = {
-    each.__name__: each for each in (trl, transfer, transfer_tp, path_adapters, verl, verl_adapters)
+    each.__name__: each
+    for each in (trl, transfer, transfer_tp, sparse, m2n, path_adapters, verl, verl_adapters)
 }
 
 

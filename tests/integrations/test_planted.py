@@ -25,7 +25,7 @@ LACKING = {
 }
 FAMILIES = ("qwen3", "qwen3_moe")
 ALL = [(stack, family) for stack in ("transfer", "trl", "verl") for family in FAMILIES]
-DENSE = ("transfer_tp", "verl_adapters", "path_adapters")
+DENSE = ("transfer_tp", "sparse", "m2n", "verl_adapters", "path_adapters")
 ALL += [(stack, "qwen3") for stack in DENSE]
 
 

@@ -13,6 +13,10 @@ from vllm import LLM
 from vllm.config import WeightTransferConfig
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+    CheckpointWeightPatch,
+    load_checkpoint_weight_patches,
+)
 
 from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.settings import settings_of_environment
@@ -27,17 +31,54 @@ class FileEngine(NCCLWeightTransferEngine):
             self.model.load_weights([(name, weight)])
 
 
-WeightTransferEngineFactory.register_engine(FileEngine.__name__, FileEngine)
+class InPlaceEngine(FileEngine):
+    """Its updates go into the tensors that are there, as those of vLLM's sparse and m2n engines."""
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
 
 
-def engine(model: str, **words) -> LLM:
+class SparseFileEngine(InPlaceEngine):
+    """vLLM's patches; of each tensor every second element."""
+
+    def update_weights(self, update_info: dict) -> None:
+        patches = []
+        for name, weight in torch.load(update_info["file"]).items():
+            places = torch.arange(0, weight.numel(), 2)
+            values = weight.flatten()[places]
+            patches.append(
+                CheckpointWeightPatch(name, tuple(weight.shape), weight.dtype, values, places)
+            )
+        load_checkpoint_weight_patches(self.model, patches)
+
+
+class M2NFileEngine(InPlaceEngine):
+    """Puts what has vLLM's own name and shape in its place, as m2n does, and loads the rest."""
+
+    def update_weights(self, update_info: dict) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, weight in torch.load(update_info["file"]).items():
+            if name in parameters and parameters[name].shape == weight.shape:
+                parameters[name].data.copy_(weight)
+            else:
+                self.model.load_weights([(name, weight)])
+
+
+for kind in (FileEngine, SparseFileEngine, M2NFileEngine):
+    WeightTransferEngineFactory.register_engine(kind.__name__, kind)
+
+
+def engine(model: str, backend="FileEngine", **words) -> LLM:
     keep_weights()
     return LLM(
         model,
         dtype="float32",
         max_model_len=128,
         enforce_eager=True,
-        weight_transfer_config=WeightTransferConfig(backend="FileEngine"),
+        weight_transfer_config=WeightTransferConfig(backend=backend),
         **words,
     )
 

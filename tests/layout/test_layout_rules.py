@@ -11,7 +11,6 @@ import pytest
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
-from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 
@@ -230,30 +229,6 @@ def test_every_rule_has_an_example_and_a_source():
     )
     for rule in RULES:
         assert source.fullmatch(rule.source), rule
-
-
-def test_the_local_engine_has_the_rules_that_hold_for_any_megatron():
-    assert len(LAYOUT_RULES) == 12
-
-
-def test_the_vocabulary_is_padded_as_vllm_does():
-    """1,000 tokens are 1,024 rows (DEFAULT_VOCAB_PADDING_SIZE 64): they divide by 16, not by 5."""
-    small = replace(
-        DENSE,
-        vocab_size=1000,
-        num_attention_heads=80,
-        num_key_value_heads=80,
-        intermediate_size=160,
-    )
-    assert not broken(plan(small, tp=16, infer_tp=16))
-    assert {fault.rule for fault in broken(plan(small, world=5, tp=5, infer_tp=5))} == {
-        "vocabulary_by_tp",
-        "vocabulary_by_infer_tp",
-    }
-    assert not broken(replace(plan(small), padded_vocab_size=1024))
-    assert [fault.rule for fault in broken(replace(plan(small), padded_vocab_size=1000))] == [
-        "vocabulary_is_vllms"
-    ]
 
 
 def test_a_list_of_layers_goes_where_they_do_not_divide():

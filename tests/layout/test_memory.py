@@ -33,24 +33,6 @@ def plan(shape, world, batch=None, **layout):
     return it if batch else replace(it, batch=Batch(prompts, prompts))
 
 
-@pytest.mark.parametrize(
-    "name, billions",
-    [
-        ("qwen3_30b_a3b", 30.5),
-        ("qwen3_30b_a3b_2507", 30.5),
-        ("qwen15_moe_a2_7b", 14.3),
-        ("qwen25_1_5b", 1.54),
-        ("qwen25_7b", 7.6),
-        ("qwen25_32b", 32.8),
-        ("qwen3_8b", 8.2),
-        ("qwen3_32b", 32.8),
-    ],
-)
-def test_models_have_the_published_number_of_parameters(name, billions):
-    digits = len(str(billions).split(".")[1])
-    assert round(model_parameters(NAMED_SHAPES[name]) / GB, digits) == billions
-
-
 def test_int8_copies_come_on_top_of_what_vllm_takes():
     it = plan(DENSE, 8, tp=2, infer_tp=2)
     before, after = (estimate(it, MemorySettings(int8_rollouts=on)) for on in (False, True))
@@ -210,20 +192,6 @@ def of_update(it, **settings):
     return parts(estimate(it, MemorySettings(**settings)), "update")
 
 
-def test_what_users_report():
-    """Boxes like this, EP 4, 2k tokens: base about 15 GB, LoRA 2 GB, activations and gradients
-    20-25 GB a rank (without recomputation).
-    """
-    it = plan(QWEN3, 16, Batch(seq_length=2048), ep=4, infer_ep=4)
-    found = of_update(it, recompute_layers=0)
-    assert 14 < found["frozen base, experts"] < 18
-    assert (
-        20
-        <= sum(found[name] for name in ("activations kept", "gradients", "one layer at work"))
-        <= 25
-    )
-
-
 def test_the_table_that_was_worked_out_by_hand():
     """Three configs at the layouts of the hand-made table: what a rank keeps, GB, to the digits
     that were given.
@@ -269,20 +237,6 @@ def test_the_table_that_was_worked_out_by_hand():
         )
         found = parts(memory, "update")
         assert {name: round(found[name], 1) for name in expected} == expected
-        lora = (
-            sum(
-                part.bytes
-                for part in memory.moments["update"]
-                if part.name in ("adapters", "gradients", "AdamW")
-            )
-            / GB
-        )
-        # by hand 0.3: it divided all of A and B by TP
-        assert round(lora, 1) == {QWEN3.name: 2.0, QWEN15.name: 1.0, DENSE.name: 0.4}[shape.name]
-        assert (
-            memory.kv_token
-            == {QWEN3.name: 98_304, QWEN15.name: 196_608, DENSE.name: 57_344}[shape.name]
-        )
 
 
 def test_optimizer_state_is_shared_over_the_ranks_that_hold_the_same():
@@ -358,7 +312,6 @@ def test_the_first_stage_keeps_more_micro_batches_and_the_last_has_the_logits():
     "shape, layout, settings, fits",
     [
         (QWEN3, dict(tp=4, pp=2, num_layer_list=(25, 23), infer_tp=4), MemorySettings(), False),
-        (QWEN3, dict(tp=4, pp=2, num_layer_list=(23, 25), infer_tp=4), MemorySettings(), False),
         (QWEN3, dict(pp=2, ep=8, num_layer_list=(40, 8), infer_ep=16), MemorySettings(), True),
         (
             DENSE,

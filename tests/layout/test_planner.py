@@ -1,7 +1,6 @@
 """The ranking, the layouts near an illegal one, and the command line that shows them."""
 
 import json
-import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -164,13 +163,6 @@ def test_a_model_that_no_npu_runs_has_no_layout(tmp_path, changed, reason):
         assert (
             first.startswith("No layout runs on NPUs: ") == bool(reason) and (reason or "") in first
         )
-
-
-def test_the_list_of_two_nodes():
-    shown = plan_layout(*MODEL, "16", "--ranks-per-node", "8", "--top", "4").stdout
-    assert "2 nodes of 8. " in shown
-    rows = re.findall(r"^ +(\d+) +1 +1 +8 ", shown, re.MULTILINE)
-    assert "1" in rows and len(re.findall(r"^ +\d+ +\d+ ", shown, re.MULTILINE)) == 4
 
 
 def test_no_layout_is_explained():

@@ -332,7 +332,7 @@ def test_forward_passes_before_the_update_are_upstreams(changes, passes):
     recipe = read_recipe(compose(CONFIG, changes))
     plan = plan_of(recipe)
     phases = {phase.name: phase for phase in iteration(estimate(plan, settings_of(recipe)))}
-    assert list(phases) == [*FIRST, "proof", *passes, "update"]
+    assert list(phases) == [*FIRST, *passes, "update"]
     for name in passes:
         rows = ceil(32 * 420 / 4096)  # of a rank's answers
         assert phases[name].launches == rows * (48 * 69 + 102)  # launches.yaml
@@ -357,12 +357,6 @@ def test_steps_of_vllm_are_those_of_a_queue():
         assert predicted == pytest.approx(steps, rel=0.15), sequences
 
 
-def test_packed_rows_are_sent_in_an_eighth_of_the_launches():
-    layout = Layout(16, ep=16, infer_ep=16)
-    padded, packed = phases_of(layout, Batch()), phases_of(layout)
-    assert packed["update"].launches < 45_000 and padded["update"].launches > 350_000
-
-
 def test_draws_are_two_kernels_a_norm_and_a_copy_of_whose_row_it_is():
     """As counted (tests/upstream/test_draws.py), a captured step but for the kernels."""
     recipe = read_recipe(compose("grpo_qwen25_7b_gsm8k_8npu", ["aqn=qerl", "aqn.draws=answer"]))
@@ -378,17 +372,6 @@ def test_draws_are_two_kernels_a_norm_and_a_copy_of_whose_row_it_is():
         steps = (drawn - without) / (1 + 2 * 2 * 28 * eager)
         assert steps == pytest.approx(DEFAULT.longest, rel=0.5)
         assert phases[0]["prefill"].more > 0 == phases[1]["prefill"].more
-
-
-def test_a_slower_host_or_link_takes_longer():
-    plan = new_plan(NAMED_SHAPES[A3B], Layout(16, 4, ep=4, infer_tp=4, infer_ep=4))
-    memory = estimate(plan, MemorySettings())
-    low, high = total(iteration(memory))
-    assert low < high
-    across = replace(plan, layout=replace(plan.layout, ranks_per_node=8))
-    far = iteration(estimate(across, MemorySettings()))
-    near = iteration(memory)
-    assert sum(phase.device for phase in far) > sum(phase.device for phase in near)
 
 
 # ---- the command line ----

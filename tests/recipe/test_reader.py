@@ -97,8 +97,7 @@ def test_noise_that_bfloat16_cannot_hold_is_a_warning(raw, monkeypatch):
     put(raw, "generate_config.dtype", "bfloat16")
     put(raw, "aqn.sigma_end", 0.0001)
     (warning,) = lost_noise(checked(raw)[0])
-    assert "on norms of 1 in stage 7 from step 28" in warning
-    assert warning.count("from step") == 3  # a stage is named once
+    assert "norms of 1: 12 of 40 steps have less, from step 28" in warning
     monkeypatch.setattr(train, "read_rows", lambda file: [])
     monkeypatch.setattr(train, "check_task", lambda *_: Found())
     monkeypatch.setattr(train, "_directory", lambda *_: (None, None))

@@ -1,10 +1,9 @@
 """A draw of the noise for each answer in one engine of the real vllm-ascend (test_draws.py), of a
-Case, with graphs or without: beside transformers with each answer's own draw; faults that are
-planted; launches of a decode step.
+Case, with graphs or without: beside transformers with each answer's own draw; launches of
+a decode step.
 """
 
 from collections import Counter
-from types import MethodType
 
 import torch
 from ascend_rollout import ANSWER, SIGMA, Case, Served, random_ids
@@ -46,7 +45,7 @@ class Drawn:
 
         self.scheduler.kv_cache_manager.allocate_slots = counted
 
-    def answers(self, draws: bool = True, numbers: list[int] | None = None) -> list:
+    def answers(self, draws: bool = True) -> list:
         """Token ids and log-probs of two answers to each prompt."""
         self.served.engine.reset_prefix_cache()
         taken = self.pool.get_new_blocks(self.pool.get_num_free_blocks() - 5)
@@ -58,7 +57,7 @@ class Drawn:
         asked = [{"prompt_token_ids": ids} for ids in self.prompts]
         each = [params] * len(asked)
         if draws:
-            asked, each = rollout.requests_of_answers(asked, each, numbers or self.numbers)
+            asked, each = rollout.requests_of_answers(asked, each, self.numbers)
         outputs = self.served.engine.generate(asked, each, use_tqdm=False)
         self.pool.free_blocks(taken)
         return [drawn(answer) for output in outputs for answer in output.outputs]
@@ -87,34 +86,6 @@ class Drawn:
             pair = (torch.tensor(scores) - exactly, rounding - exactly)
             found.append([each.abs().max().item() for each in pair])
         return found
-
-
-def faults(answered: Drawn, injector: NoiseInjector) -> dict[str, float]:
-    """By how much the answer that is furthest from its draw is, with each of them."""
-    rows = injector.rows
-    fill, request_of = rows._fill, rollout.request_of
-
-    def shifted(self, scheduled):
-        fill(scheduled)
-        self.index.copy_(self.index.roll(1))
-
-    def dummy(self, scheduled):
-        fill(scheduled)
-        self.index[sum(scheduled.values()) - 1] = 0
-
-    found = {}
-    for name, planted in {"shifted": shifted, "dummy": dummy}.items():
-        rows._fill = MethodType(planted, rows)
-        found[name] = answered.answers()
-    rows._fill = fill
-    rollout.request_of = lambda draw: (request_of(draw)[0], "all")
-    found["shared"] = answered.answers()
-    rollout.request_of = request_of
-    injector.remove()
-    return {
-        name: max(distance for distance, _ in answered.apart(injector, answers))
-        for name, answers in found.items()
-    }
 
 
 def launches(answered: Drawn, draws: bool) -> dict[str, int]:
@@ -179,7 +150,4 @@ def main(case: Case, folder: str) -> dict:
     report["other"] = answered.apart(injector, noisy[2:] + noisy[:2])
     report["norms"] = len(injector.targets)
     report["tables"] = [table[1:].double().sum().item() for table in injector.rows.tables]
-    if case.tp == case.dp == 1 and not counted:
-        injector.apply(LEVEL)
-        report["faults"] = faults(answered, injector)
     return report

@@ -35,9 +35,6 @@ def test_each_answer_is_of_its_own_draw(case, upstream, models):
         # ranks of one tensor parallel group have the same draws
         assert rank["tables"] == ranks[number - number % case.tp]["tables"]
         print(f"\n{case}: {max(rank['apart'])[0]:.1e} nats, preempted {rank['preempted']}")
-    if case.tp == case.dp == 1:
-        assert min(ranks[0]["faults"].values()) > 1e-3, ranks[0]["faults"]
-        print(ranks[0]["faults"])
 
 
 @pytest.mark.parametrize("graphs", [(), SIZES], ids=["eager", "captured"])
