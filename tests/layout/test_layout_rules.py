@@ -11,7 +11,6 @@ import pytest
 from mindspeed_qerl.families import NAMED_SHAPES, ModelShape
 from mindspeed_qerl.layout.planner import new_plan
 from mindspeed_qerl.layout.rules import RULES, broken
-from mindspeed_qerl.local.limits import LAYOUT_RULES
 from mindspeed_qerl.recipe.types import Batch, Layout
 from tests.layout.dealing import DENSE, QWEN3, QWEN15, can_run
 
@@ -230,10 +229,6 @@ def test_every_rule_has_an_example_and_a_source():
     )
     for rule in RULES:
         assert source.fullmatch(rule.source), rule
-
-
-def test_the_local_engine_has_the_rules_that_hold_for_any_megatron():
-    assert len(LAYOUT_RULES) == 12
 
 
 def test_the_vocabulary_is_padded_as_vllm_does():

@@ -226,12 +226,6 @@ def test_steps_of_vllm_are_those_of_a_queue():
         assert predicted == pytest.approx(steps, rel=0.15), sequences
 
 
-def test_packed_rows_are_sent_in_an_eighth_of_the_launches():
-    layout = Layout(16, ep=16, infer_ep=16)
-    padded, packed = phases_of(layout, Batch()), phases_of(layout)
-    assert packed["update"].launches < 45_000 and padded["update"].launches > 350_000
-
-
 def test_draws_are_two_kernels_a_norm_and_a_copy_of_whose_row_it_is():
     """As counted (tests/upstream/test_draws.py), a captured step but for the kernels."""
     recipe = read_recipe(compose("grpo_qwen25_7b_gsm8k_8npu", ["aqn=qerl", "aqn.draws=answer"]))
