@@ -17,15 +17,15 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from rich import box
-from rich.console import Console
-from rich.table import Column, Table
-
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from mindspeed_qerl.common.entry import quietly, use_checkout
 
     use_checkout()
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
 
 from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.engines import engine_of, examine

@@ -117,7 +117,7 @@ def shape_of_model(recipe: Recipe) -> ModelShape:
     the known one of that name. ConfigError if there is none.
     """
     folder = Path(recipe.model.path)
-    name = recipe.model.arguments.get("model")
+    name = str(recipe.model.arguments.get("model"))
     if (folder / "config.json").is_file():
         return read_shape(folder)
     if name not in NAMED_SHAPES:

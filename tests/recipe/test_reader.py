@@ -153,7 +153,6 @@ aqn.targets ¦ [] ¦ targets is empty; to run without noise, use aqn=off
 aqn.draws ¦ "answers" ¦ aqn.draws = 'answers': Input should be 'step', 'group' or 'answer'
 eval.temperature ¦ 0.0 ¦ (greedy) needs eval.samples_per_problem = 1
 actor_config.min_lr ¦ 1.0 ¦ must not be below actor_config.min_lr = 1.0
-local.kv_cache_gib ¦ 1000000 ¦ local.kv_cache_gib = 1000000, but only
 generate_config.infer_tensor_parallel_size ¦ 2 ¦ \
 infer_tensor_parallel_size = 2 must be 1: the local engine has no other
 rollout_quantization ¦ {"format": "nvfp4", "lora": "besides"} ¦ \
