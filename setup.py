@@ -50,7 +50,7 @@ setup(
     package_data={
         "mindspeed_qerl.ascend": ["contract.yaml"],
         "mindspeed_qerl.configs": ["**/*.yaml"],
-        "mindspeed_qerl.families": ["models.yaml"],
+        "mindspeed_qerl.families": ["megatron.yaml", "models.yaml"],
         "mindspeed_qerl.layout": ["launches.yaml"],
         "mindspeed_qerl.recipe": ["keys.yaml"],
         "mindspeed_qerl.runs": ["plots.yaml", "plots.mplstyle"],

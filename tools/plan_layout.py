@@ -31,6 +31,7 @@ from mindspeed_qerl.common.errors import ConfigError, Fault, unknown
 from mindspeed_qerl.engines import engine_of, examine
 from mindspeed_qerl.families import (
     NAMED_SHAPES,
+    PUBLISHED,
     ModelShape,
     family_of,
     read_config,
@@ -64,23 +65,6 @@ from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout
 from mindspeed_qerl.recipe.types import Batch, Recipe
 from mindspeed_qerl.tasks.rows import read_rows
 
-# model known by name -> directory of the published model that is trained
-PUBLISHED = {
-    "qwen25_0_5b": "Qwen2.5-0.5B-Instruct",
-    "qwen25_1_5b": "Qwen2.5-1.5B-Instruct",
-    "qwen25_7b": "Qwen2.5-7B-Instruct",
-    "qwen25_14b": "Qwen2.5-14B-Instruct",
-    "qwen25_32b": "Qwen2.5-32B-Instruct",
-    "qwen25_72b": "Qwen2.5-72B-Instruct",
-    "qwen3_4b": "Qwen3-4B",
-    "qwen3_8b": "Qwen3-8B",
-    "qwen3_14b": "Qwen3-14B",
-    "qwen3_32b": "Qwen3-32B",
-    "qwen15_moe_a2_7b": "Qwen1.5-MoE-A2.7B-Chat",
-    "qwen3_30b_a3b": "Qwen3-30B-A3B",
-    "qwen3_30b_a3b_2507": "Qwen3-30B-A3B-Instruct-2507",
-    "qwen3_235b_a22b": "Qwen3-235B-A22B",
-}
 GSM8K_ROWS = 7473
 ANSWER = 1024  # tokens at most
 THOUGHTS = 2048  # and the answer
@@ -127,12 +111,6 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="Hydra overrides of the config"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=int,
-        default=64,
-        help="of an iteration, with 8 answers each: the nearest number that divides (default: 64)",
     )
     parser.add_argument(
         "--top", type=int, default=10, help="how many layouts to list (default: 10)"
@@ -199,7 +177,7 @@ def main() -> int:
             sizes = checked_sizes(args)
             as_trained = {"infer_tp": sizes.get("tp", 1), "infer_ep": sizes.get("ep", 1)}
             layout = Layout(args.ranks, ranks_per_node=width, **as_trained | sizes)
-            plan = planner.fit_batch(planner.new_plan(shape, layout, batch), args.prompts)
+            plan = planner.fit_batch(planner.new_plan(shape, layout, batch), planner.PROMPTS)
             illegal = show_faults(plan)
             if not illegal:
                 memory = planner.with_memory(plan, args.memory_gb, terms)
@@ -207,9 +185,7 @@ def main() -> int:
                 if args.write and not refused:
                     write(args, memory, terms)
             return illegal or refused
-        ranked = planner.legal_layouts(
-            shape, args.ranks, width, args.memory_gb, terms, args.prompts, batch
-        )
+        ranked = planner.legal_layouts(shape, args.ranks, width, args.memory_gb, terms, batch)
         list_layouts(args, shape, width, terms, ranked)
         if args.write and ranked and not refused:
             if args.pick > len(ranked):
@@ -223,7 +199,7 @@ def main() -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """ConfigError for options that contradict each other or are out of range."""
-    names = ("ranks", "ranks-per-node", "top", "prompts", "pick", "max-prompt", "max-answer")
+    names = ("ranks", "ranks-per-node", "top", "pick", "max-prompt", "max-answer")
     given = [(name, getattr(args, name.replace("-", "_"))) for name in names]
     tokens = args.tokens or ()
     given += [("tokens", number) for number in tokens]
@@ -481,8 +457,9 @@ def check_written(args: argparse.Namespace, name: str, folder: str, memory: Memo
     faults += layout_faults(plan) + [Fault("layout", fault) for fault in found.faults]
     if faults:
         raise ConfigError(*faults)
-    assert (plan.layout, plan.batch) == (memory.plan.layout, memory.plan.batch), (plan, memory.plan)
-    assert found.settings == memory.settings, (found.settings, memory.settings)
+    read = plan.layout, plan.batch, found.settings
+    meant = memory.plan.layout, memory.plan.batch, memory.settings
+    assert read == meant, (read, meant)
 
 
 # ---- tables ----

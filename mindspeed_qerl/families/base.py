@@ -4,8 +4,10 @@ layers. Sizes only: no torch here.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from pydantic import model_validator
 from pydantic.dataclasses import dataclass as values_or_dict
 
@@ -35,24 +37,8 @@ STATED_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's
 # megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
 # (tests/upstream/test_megatron_defaults.py). None for the others.
-MEGATRON_DEFAULTS: dict[str, Any] = dict(
-    use_mcore_models=False,
-    group_query_attention=False,
-    num_query_groups=1,
-    add_qkv_bias=False,
-    qk_layernorm=False,
-    disable_bias_linear=False,
-    swiglu=False,
-    normalization="LayerNorm",
-    norm_epsilon=1e-5,
-    position_embedding_type="learned_absolute",
-    rotary_base=10000,
-    untie_embeddings_and_output_weights=False,
-    hidden_dropout=0.1,
-    attention_dropout=0.1,
-    moe_router_topk=2,
-    norm_topk_prob=False,
-    moe_router_load_balancing_type="aux_loss",
+MEGATRON_DEFAULTS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8")
 )
 
 

@@ -35,6 +35,7 @@ PACKED = Batch(
     reset_attention_mask=True,
     no_pad_to_seq_lengths=True,
 )
+PROMPTS = 64  # of an iteration, or nearly so
 UTILIZATIONS = (0.4, 0.9)  # least and most, in steps of STEP
 STEP = 0.05
 MOST_EVALUATED = (
@@ -49,7 +50,7 @@ def new_plan(
     shape: ModelShape,
     layout: Layout,
     batch: Batch | None = None,
-    prompts: int = 64,
+    prompts: int = PROMPTS,
 ) -> Plan:
     """A plan with sequence parallelism where the layout has TP, without a reference; unless a batch
     is given, PACKED with the global batch nearest to `prompts` that divides.
@@ -167,13 +168,13 @@ def _candidates(
                 yield new_plan(shape, layout, batch)
 
 
-def _legal_rollouts(plan: Plan, prompts: int) -> Iterator[Plan]:
+def _legal_rollouts(plan: Plan) -> Iterator[Plan]:
     """The plan with each legal rollout side and the nearest batch that it divides."""
     world = plan.layout.world
     for infer_tp in _divisors(world):
         for infer_ep in _divisors(world // infer_tp) if plan.shape.moe else (1,):
             layout = replace(plan.layout, infer_tp=infer_tp, infer_ep=infer_ep)
-            fitted = fit_batch(replace(plan, layout=layout), prompts)
+            fitted = fit_batch(replace(plan, layout=layout), PROMPTS)
             if not broken(fitted):
                 yield fitted
 
@@ -184,10 +185,9 @@ def legal_layouts(
     ranks_per_node: int = 16,
     memory_gb: float = 64.0,
     terms: Terms = DEFAULT,
-    prompts: int = 64,
     batch: Batch = PACKED,
 ) -> list[Memory]:
-    """Every legal training layout with the global batch nearest to `prompts` that it can divide,
+    """Every legal training layout with the global batch nearest to PROMPTS that it can divide,
     its best inference layout and the gpu_memory_utilization that it needs on ranks of `memory_gb`;
     the best first by `order`.
     """
@@ -196,7 +196,7 @@ def legal_layouts(
     for training in _candidates(shape, world, ranks_per_node, batch):
         if broken(training, TRAINING):
             continue
-        plans = _legal_rollouts(training, prompts)
+        plans = _legal_rollouts(training)
         if memories := [with_memory(plan, memory_gb, terms) for plan in plans]:
             best.append(min(memories, key=place))
     return sorted(best, key=place)

@@ -2,6 +2,7 @@
 value with where it comes from; and the part of configs/model/ of a model that has none.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,99 @@ PROMPT = 512  # tokens at most, as configs/base/npu.yaml has it
 RANK_CPUS = 4  # rl_config.num_cpus_for_placement_group of configs/base/npu.yaml
 OTHER_CPUS = 12  # of the transfer dock, the driver and a reward (ascend/limits.py:needed_cpus)
 COLUMN = 33  # where comments begin
-# What Megatron is told of every model beside its family's arguments.
-SAME = {
-    "make_vocab_size_divisible_by": 1,
-    "attention_softmax_in_fp32": True,
-    "no_gradient_accumulation_fusion": True,
-}
-EXPERTS = {
-    "moe_aux_loss_coeff": 0.0,
-    "moe_grouped_gemm": True,
-    "moe_permutation_async_comm": True,
-    "moe_token_dispatcher_type": "alltoall_seq",
-}
-LOAD = (
-    "${megatron_training.tokenizer_name_or_path}-tp${actor_config.tensor_model_parallel_size}"
-    "-pp${actor_config.pipeline_model_parallel_size}"
-)
-Lines = list[tuple[str, Any, str]]  # key, value, comment
+CHUNK = 8192  # max_num_batched_tokens of configs/base/npu.yaml
+# A line whose value is None, and a section without lines, are left out.
+CONFIG = """\
+# {wanted.title} on {layout.world} dies, {layout.nodes} x {layout.node_width}: \
+TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}; \
+vLLM {layout.infer_tp} x {layout.infer_ep}. By tools/plan_layout.py.
+# At most {peak:.0f} of {capacity:.0f} GB outside a rollout, \
+{seconds} s an iteration: computed, never measured.
+defaults:
+  - base: npu
+  - model: {wanted.part}
+  - _self_
+
+megatron_training:
+  train_iters: {steps}  # {steps} x {batch.global_batch_size} prompts: once through \
+{wanted.rows:,} rows
+  global_batch_size: {batch.global_batch_size}  # dealt to DP {layout.dp}, \
+vLLM replicas: {layout.infer_dp}, nodes: {layout.nodes}
+  seq_length: {seq_length}  # prompt and answer
+  data_path: {wanted.data_path}  # tools/pack_task.py --data-path
+  sequence_parallel: {sequence_parallel}  # TP above 1
+  recompute_granularity: {granularity}  # {peak:.0f} GB; kept activations do not fit, or cost as much
+  recompute_method: {method}
+  recompute_num_layers: {recomputed}  # all of a stage's
+
+actor_config:
+  tensor_model_parallel_size: {layout.tp}  # {heads} heads, {kv_heads} KV heads a rank
+  pipeline_model_parallel_size: {layout.pp}  # {layers} layers a stage
+  expert_model_parallel_size: {ep}  # {experts} experts a rank, each on {layout.expert_dp} ranks
+
+rl_config:
+  actor_resource:
+    num_npus: {layout.world}  # dies; {layout.world} x {rank_cpus} + {other_cpus} = {cpus} logical CPUs
+  hccl_buffersize: {buffer}  # MiB; CANN asks for {asked:.0f} for {settings.max_num_seqs} \
+sequences at once
+  update_max_packing_token_size: {batch.update_max_packing_token_size}  # {plan.share} answers of a \
+rank are {rows:.0f} rows
+  max_prompt_length: {wanted.prompt}  # tokens; longer prompts are left out
+
+generate_config:
+  infer_tensor_parallel_size: {layout.infer_tp}  # {layout.infer_dp} replicas
+  infer_expert_parallel_size: {infer_ep}  # {infer_experts} experts a die, {groups} vLLM groups
+  enforce_eager: {eager}  # decode graphs would keep too much on the die
+  offload_train_optimizer: {eager}  # to the host while vLLM runs: no GB to spare
+  offload_train_grad: {eager}
+  offload_train_param: {eager}
+  gpu_memory_utilization: {settings.gpu_memory_utilization:g}  # KV cache of {kv_cache:.1f} GB: \
+{memory.answers_at_once} whole answers at once
+  max_num_seqs: {settings.max_num_seqs}  # {memory.answers_needed} in a rollout, {evaluated} in an \
+evaluation
+  max_num_batched_tokens: {chunk}  # a whole answer
+  sampling_config: {sampling}
+
+npu:
+  ranks_per_node: {node_width}  # dies of each
+
+task:
+  train_file: {wanted.train_file}  # test_file and reward: yours, too
+"""
+MODEL = """\
+# @package _global_
+# {title}, of its config.json, by tools/plan_layout.py.
+model:
+  {part}:
+{arguments}\
+    make_vocab_size_divisible_by: 1
+    attention_softmax_in_fp32: true
+    no_gradient_accumulation_fusion: true
+    moe_aux_loss_coeff: {no_loss}
+    moe_grouped_gemm: {moe}
+    moe_permutation_async_comm: {moe}
+    moe_token_dispatcher_type: {dispatcher}
+
+megatron_training:
+  model: {part}
+  tokenizer_name_or_path: {path}
+  data_path: ${{oc.env:DATA,data}}/gsm8k/{name}/gsm8k_train
+  seq_length: {length}  # prompt and answer
+  recompute_granularity: {granularity}  # each layer is computed again for its gradient
+  recompute_method: {method}  # uniform: no gradient with LoRA (MindSpeed-LLM training/training.py:168)
+  recompute_num_layers: {recomputed}
+
+actor_config:
+  model: {part}
+  moe_tp_extend_ep: {moe}  # the weight sync knows experts in no other form
+  load: ${{megatron_training.tokenizer_name_or_path}}\
+-tp${{actor_config.tensor_model_parallel_size}}-pp${{actor_config.pipeline_model_parallel_size}}{ranks}
+
+generate_config:
+  enable_expert_parallel: {moe}
+  sampling_config:
+    max_tokens: {answer}
+"""
 
 
 @dataclass(frozen=True)
@@ -55,153 +132,55 @@ class Wanted:
 def config_text(memory: Memory, wanted: Wanted, terms: Terms) -> str:
     """The text of a config for a plan that fits."""
     plan = memory.plan
-    layout = plan.layout
-    seconds = "-".join(f"{value:.0f}" for value in total(iteration(memory, terms)))
-    head = (
-        f"# {wanted.title} on {layout.world} dies, {layout.nodes} x {layout.node_width}: "
-        f"TP {layout.tp}, PP {layout.pp}, EP {layout.ep}, DP {layout.dp}; "
-        f"vLLM {layout.infer_tp} x {layout.infer_ep}. By tools/plan_layout.py.\n"
-        f"# At most {memory.peak / GB:.0f} of {memory.capacity / GB:.0f} GB outside a rollout, "
-        f"{seconds} s an iteration: computed, never measured.\n"
-        f"defaults:\n  - base: npu\n  - model: {wanted.part}\n  - _self_\n"
-    )
-    sections = {
-        "megatron_training": _training(memory, wanted),
-        "actor_config": _layout(memory),
-        "rl_config": _resources(memory, wanted, terms),
-        "generate_config": _rollout(memory, wanted),
-        "npu": _nodes(memory),
-        "task": [("train_file", wanted.train_file, "test_file and reward: yours, too")],
-    }
-    return head + "".join(map(_section, sections.items()))
-
-
-def _nodes(memory: Memory) -> Lines:
-    layout = memory.plan.layout
-    return [("ranks_per_node", layout.node_width, "dies of each")] if layout.nodes > 1 else []
-
-
-def _section(section: tuple[str, Lines]) -> str:
-    name, lines = section
-    text = ""
-    for key, value, why in lines:
-        if value is None:
-            continue
-        place, _, key = key.rpartition(".")
-        indent = "  "
-        if place:
-            text += f"  {place}:\n"
-            indent = "    "
-        line = f"{indent}{key}: {_yaml(value)}"
-        text += f"{line:{COLUMN}}  # {why}\n" if why else f"{line}\n"
-    return f"\n{name}:\n{text}" if text else ""
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(value)}]"
-    return f"{value:g}" if isinstance(value, float) and value else str(value)
-
-
-def _training(memory: Memory, wanted: Wanted) -> Lines:
-    plan = memory.plan
-    layout = plan.layout
-    prompts = plan.batch.global_batch_size
-    steps = max(wanted.rows // prompts, 1)
-    layers = max(plan.layers)
-    recomputes = memory.settings.recompute_layers >= layers
-    by_model = plan.shape.moe  # configs/model/ has recomputing where there are experts
-    own_lengths = wanted.prompt or wanted.answer
-    lines: Lines = [
-        ("train_iters", steps, f"{steps} x {prompts} prompts: once through {wanted.rows:,} rows"),
-        (
-            "global_batch_size",
-            prompts,
-            f"dealt to DP {layout.dp}, vLLM replicas: {layout.infer_dp}, nodes: {layout.nodes}",
-        ),
-        ("seq_length", own_lengths and plan.batch.seq_length, "prompt and answer"),
-        ("data_path", wanted.data_path, "tools/pack_task.py --data-path"),
-        ("sequence_parallel", layout.tp > 1 or None, "TP above 1"),
-    ]
-    if recomputes and not by_model:
-        why = f"{memory.peak / GB:.0f} GB; kept activations do not fit, or cost as much"
-        lines += [("recompute_granularity", "full", why), ("recompute_method", "block", "")]
-    if recomputes and (layout.pp > 1 or not by_model):
-        lines.append(("recompute_num_layers", layers, "all of a stage's"))
-    return lines
-
-
-def _layout(memory: Memory) -> Lines:
-    shape = memory.plan.shape
-    layout = memory.plan.layout
-    heads = f"{shape.num_attention_heads // layout.tp} heads, "
-    heads += f"{shape.num_key_value_heads // layout.tp} KV heads a rank"
-    lines: Lines = [
-        ("tensor_model_parallel_size", layout.tp, heads),
-        ("pipeline_model_parallel_size", layout.pp, f"{max(memory.plan.layers)} layers a stage"),
-    ]
-    if shape.moe:
-        experts = shape.num_experts // (layout.tp * layout.ep)
-        why = f"{experts} experts a rank, each on {layout.expert_dp} ranks"
-        lines.append(("expert_model_parallel_size", layout.ep, why))
-    return lines
-
-
-def _resources(memory: Memory, wanted: Wanted, terms: Terms) -> Lines:
-    plan = memory.plan
-    settings = memory.settings
-    world = plan.layout.world
-    tokens = plan.batch.update_max_packing_token_size
-    share = plan.share * (terms.prompt + terms.answer)
-    cpus = f"dies; {world} x {RANK_CPUS} + {OTHER_CPUS} = {world * RANK_CPUS + OTHER_CPUS} logical CPUs"
-    asked = dispatched(plan.shape, settings.max_num_seqs)
-    buffer = settings.hccl_buffer_mib if plan.shape.moe else None
-    return [
-        ("actor_resource.num_npus", world, cpus),
-        (
-            "hccl_buffersize",
-            buffer,
-            f"MiB; CANN asks for {asked:.0f} for {settings.max_num_seqs} sequences at once",
-        ),
-        (
-            "update_max_packing_token_size",
-            tokens,
-            f"{plan.share} answers of a rank are {-(-share // tokens):.0f} rows",
-        ),
-        ("max_prompt_length", wanted.prompt, "tokens; longer prompts are left out"),
-    ]
-
-
-def _rollout(memory: Memory, wanted: Wanted) -> Lines:
-    plan = memory.plan
     shape = plan.shape
     layout = plan.layout
     batch = plan.batch
     settings = memory.settings
-    eager = settings.enforce_eager or None
-    groups = layout.world // (layout.infer_tp * layout.infer_ep)
-    lines: Lines = [("infer_tensor_parallel_size", layout.infer_tp, f"{layout.infer_dp} replicas")]
-    if shape.moe:
-        experts = shape.num_experts // (layout.infer_tp * layout.infer_ep)
-        why = f"{experts} experts a die, {groups} vLLM groups"
-        lines.append(("infer_expert_parallel_size", layout.infer_ep, why))
-    at_once = memory.answers_at_once
-    cache = f"KV cache of {memory.kv_cache / GB:.1f} GB: {at_once} whole answers at once"
-    evaluated = -(-EVALUATED // layout.infer_dp)
-    sequences = f"{memory.answers_needed} in a rollout, {evaluated} in an evaluation"
-    lines += [
-        ("enforce_eager", eager, "decode graphs would keep too much on the die"),
-        ("offload_train_optimizer", eager, "to the host while vLLM runs: no GB to spare"),
-        ("offload_train_grad", eager, ""),
-        ("offload_train_param", eager, ""),
-        ("gpu_memory_utilization", settings.gpu_memory_utilization, cache),
-        ("max_num_seqs", settings.max_num_seqs, sequences),
-    ]
-    if batch.max_num_batched_tokens > 8192:
-        lines.append(("max_num_batched_tokens", batch.max_num_batched_tokens, "a whole answer"))
-    return [*lines, ("sampling_config.max_tokens", wanted.answer, "")]
+    layers = max(plan.layers)
+    moe = shape.moe
+    tokens = plan.share * (terms.prompt + terms.answer)
+    recomputes = settings.recompute_layers >= layers
+    by_plan = recomputes and not moe  # configs/model/ has it where there are experts
+    infer_size = layout.infer_tp * layout.infer_ep
+    chunk = batch.max_num_batched_tokens
+    values = dict(
+        wanted=wanted,
+        memory=memory,
+        plan=plan,
+        layout=layout,
+        batch=batch,
+        settings=settings,
+        peak=memory.peak / GB,
+        capacity=memory.capacity / GB,
+        seconds="-".join(f"{value:.0f}" for value in total(iteration(memory, terms))),
+        steps=max(wanted.rows // batch.global_batch_size, 1),
+        seq_length=batch.seq_length if wanted.prompt or wanted.answer else None,
+        sequence_parallel=_if(layout.tp > 1),
+        granularity=_if(by_plan, "full"),
+        method=_if(by_plan, "block"),
+        recomputed=_if(recomputes and (layout.pp > 1 or by_plan), layers),
+        heads=shape.num_attention_heads // layout.tp,
+        kv_heads=shape.num_key_value_heads // layout.tp,
+        layers=layers,
+        ep=_if(moe, layout.ep),
+        experts=shape.num_experts // (layout.tp * layout.ep),
+        rank_cpus=RANK_CPUS,
+        other_cpus=OTHER_CPUS,
+        cpus=layout.world * RANK_CPUS + OTHER_CPUS,
+        buffer=_if(moe, settings.hccl_buffer_mib),
+        asked=dispatched(shape, settings.max_num_seqs),
+        rows=-(-tokens // batch.update_max_packing_token_size),
+        infer_ep=_if(moe, layout.infer_ep),
+        infer_experts=shape.num_experts // infer_size,
+        groups=layout.world // infer_size,
+        eager=_if(settings.enforce_eager),
+        kv_cache=memory.kv_cache / GB,
+        evaluated=-(-EVALUATED // layout.infer_dp),
+        chunk=_if(chunk > CHUNK, chunk),
+        sampling=_if(bool(wanted.answer), f"\n    max_tokens: {wanted.answer}"),
+        node_width=_if(layout.nodes > 1, layout.node_width),
+    )
+    return _filled(CONFIG.format(**values))
 
 
 def model_text(shape: ModelShape, part: str, title: str, path: str, answer: int) -> str:
@@ -210,37 +189,47 @@ def model_text(shape: ModelShape, part: str, title: str, path: str, answer: int)
     """
     rows = -(-shape.vocab_size // VLLM_VOCABULARY_MULTIPLE) * VLLM_VOCABULARY_MULTIPLE
     sizes = {"max_position_embeddings": shape.max_position_embeddings, "padded_vocab_size": rows}
-    arguments = family_of(shape).megatron_arguments(shape) | sizes | SAME
-    if shape.moe:
-        arguments |= EXPERTS
-    text = f"# @package _global_\n# {title}, of its config.json, by tools/plan_layout.py.\nmodel:\n"
-    text += f"  {part}:\n"
-    for key, value in arguments.items():
+    told = family_of(shape).megatron_arguments(shape) | sizes
+    arguments = ""
+    for key, value in told.items():
         if value is not None and value is not False and not key.endswith("_dropout"):
-            text += f"    {key}: {_yaml(value)}\n"
-    data = f"${{oc.env:DATA,data}}/gsm8k/{Path(path).name}/gsm8k_train"
-    training: Lines = [
-        ("model", part, ""),
-        ("tokenizer_name_or_path", path, ""),
-        ("data_path", data, ""),
-        ("seq_length", PROMPT + answer, "prompt and answer"),
-    ]
-    ranks = LOAD
-    rollout: Lines = [("sampling_config.max_tokens", answer, "")]
-    actor: Lines = [("model", part, "")]
-    if shape.moe:
-        ranks += "-ep${actor_config.expert_model_parallel_size}"
-        training += [
-            ("recompute_granularity", "full", "each layer is computed again for its gradient"),
-            (
-                "recompute_method",
-                "block",
-                "uniform: no gradient with LoRA (MindSpeed-LLM training/training.py:168)",
-            ),
-            ("recompute_num_layers", shape.num_hidden_layers, ""),
-        ]
-        actor.append(("moe_tp_extend_ep", True, "the weight sync knows experts in no other form"))
-        rollout.insert(0, ("enable_expert_parallel", True, ""))
-    actor.append(("load", ranks, ""))
-    sections = {"megatron_training": training, "actor_config": actor, "generate_config": rollout}
-    return text + "".join(map(_section, sections.items()))
+            text = value if isinstance(value, str) else json.dumps(value)
+            arguments += f"    {key}: {text}\n"
+    moe = shape.moe
+    values = dict(
+        title=title,
+        part=part,
+        arguments=arguments,
+        no_loss=_if(moe, "0.0"),
+        moe=_if(moe),
+        dispatcher=_if(moe, "alltoall_seq"),
+        path=path,
+        name=Path(path).name,
+        length=PROMPT + answer,
+        granularity=_if(moe, "full"),
+        method=_if(moe, "block"),
+        recomputed=_if(moe, shape.num_hidden_layers),
+        ranks="-ep${actor_config.expert_model_parallel_size}" if moe else "",
+        answer=answer,
+    )
+    return _filled(MODEL.format(**values))
+
+
+def _if(condition: bool, value: Any = "true") -> Any:
+    return value if condition else None
+
+
+def _filled(text: str) -> str:
+    """The text without lines of a value None and sections of which nothing is left; comments in one
+    column.
+    """
+    sections = []
+    for section in text.split("\n\n"):
+        lines = []
+        for line in section.splitlines():
+            setting, _, why = line.partition("  # ")
+            if not setting.endswith(": None"):
+                lines.append(f"{setting:{COLUMN}}  # {why}" if why else setting.rstrip())
+        if len(lines) > 1:
+            sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"

@@ -21,22 +21,30 @@ from mindspeed_qerl.layout.rules import broken
 from mindspeed_qerl.recipe.compose import CONFIGS, at, compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from tests import ROOT, checked
+from tests.tables import cells
 
 MODELS = ("qwen3_30b_a3b", "qwen3_30b_a3b_2507", "qwen15_moe_a2_7b", "qwen25_1_5b", "qwen25_7b")
-# config -> model, NPUs, training TP PP EP, infer TP EP, ranks of a node
-SHIPPED = {
-    "grpo_qwen3_30b_a3b_gsm8k_16npu": ("qwen3_30b_a3b_2507", 16, (1, 1, 16), (1, 16), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4": ("qwen3_30b_a3b_2507", 16, (4, 1, 4), (4, 4), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_12npu": ("qwen3_30b_a3b_2507", 12, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4": ("qwen3_30b_a3b_2507", 12, (4, 1, 1), (4, 1), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3": ("qwen3_30b_a3b_2507", 12, (4, 3, 1), (4, 1), 16),
-    "grpo_qwen3_30b_a3b_gsm8k_2x8npu": ("qwen3_30b_a3b_2507", 16, (1, 1, 8), (1, 8), 8),
-    "grpo_qwen15_moe_a27b_gsm8k_16npu": ("qwen15_moe_a2_7b", 16, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen15_moe_a27b_gsm8k_12npu": ("qwen15_moe_a2_7b", 12, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen15_moe_a27b_gsm8k_8npu": ("qwen15_moe_a2_7b", 8, (1, 1, 4), (1, 4), 16),
-    "grpo_qwen25_1_5b_gsm8k_8npu": ("qwen25_1_5b", 8, (1, 1, 1), (1, 1), 16),
-    "grpo_qwen25_7b_gsm8k_8npu": ("qwen25_7b", 8, (2, 1, 1), (1, 1), 16),
-}
+
+
+def numbers(words):
+    return [int(word) for word in words.split()]
+
+
+# config ¦ model ¦ NPUs ¦ training TP PP EP ¦ infer TP EP ¦ ranks of a node
+TABLE = """
+grpo_qwen3_30b_a3b_gsm8k_16npu ¦ qwen3_30b_a3b_2507 ¦ 16 ¦ 1 1 16 ¦ 1 16 ¦ 16
+grpo_qwen3_30b_a3b_gsm8k_16npu_tp4_ep4 ¦ qwen3_30b_a3b_2507 ¦ 16 ¦ 4 1 4 ¦ 4 4 ¦ 16
+grpo_qwen3_30b_a3b_gsm8k_12npu ¦ qwen3_30b_a3b_2507 ¦ 12 ¦ 1 1 4 ¦ 1 4 ¦ 16
+grpo_qwen3_30b_a3b_gsm8k_12npu_tp4 ¦ qwen3_30b_a3b_2507 ¦ 12 ¦ 4 1 1 ¦ 4 1 ¦ 16
+grpo_qwen3_30b_a3b_gsm8k_12npu_tp4_pp3 ¦ qwen3_30b_a3b_2507 ¦ 12 ¦ 4 3 1 ¦ 4 1 ¦ 16
+grpo_qwen3_30b_a3b_gsm8k_2x8npu ¦ qwen3_30b_a3b_2507 ¦ 16 ¦ 1 1 8 ¦ 1 8 ¦ 8
+grpo_qwen15_moe_a27b_gsm8k_16npu ¦ qwen15_moe_a2_7b ¦ 16 ¦ 1 1 4 ¦ 1 4 ¦ 16
+grpo_qwen15_moe_a27b_gsm8k_12npu ¦ qwen15_moe_a2_7b ¦ 12 ¦ 1 1 4 ¦ 1 4 ¦ 16
+grpo_qwen15_moe_a27b_gsm8k_8npu ¦ qwen15_moe_a2_7b ¦ 8 ¦ 1 1 4 ¦ 1 4 ¦ 16
+grpo_qwen25_1_5b_gsm8k_8npu ¦ qwen25_1_5b ¦ 8 ¦ 1 1 1 ¦ 1 1 ¦ 16
+grpo_qwen25_7b_gsm8k_8npu ¦ qwen25_7b ¦ 8 ¦ 2 1 1 ¦ 1 1 ¦ 16
+"""
+SHIPPED = {name: (model, *map(numbers, sizes)) for name, model, *sizes in cells(TABLE)}
 
 
 @cache
@@ -122,13 +130,13 @@ def test_a_missing_model_and_missing_data_are_named(raw, tmp_path):
 @each
 def test_layout_is_the_one_that_is_meant_and_legal(name):
     config = composed(name)
-    _, npus, training, infer, node = SHIPPED[name]
+    _, npus, training, infer, [node] = SHIPPED[name]
     recipe = read_recipe(config)
     plan = plan_of(recipe, ranks_per_node=node)
     memory = estimate(plan, settings_of(recipe))
     assert memory.fits, memory.faults
     it = plan.layout
-    assert (it.world, (it.tp, it.pp, it.ep), (it.infer_tp, it.infer_ep)) == (npus, training, infer)
+    assert [it.world, it.tp, it.pp, it.ep, it.infer_tp, it.infer_ep] == npus + training + infer
     assert broken(plan) == [] and plan.lora and plan.share_backbone
     load = Path(config["actor_config"]["load"]).name
     # else they are the base weights of another layout

@@ -105,15 +105,12 @@ QWEN_7B = 28, 3584, 18944, 28, 4
 QWEN_1_5B = 28, 1536, 8960, 12, 2
 QWEN3_0_6B = 28, 1024, 3072, 16, 8
 LLAMA_7B = 32, 4096, 11008, 32
-LLAMA_70B = 80, 8192, 28672, 64
 SMALL = {"vocabulary": 151936, "use_mrope": False}
 MODELS = {
     "Qwen2-7B-Instruct": qwen2(*QWEN_7B, sliding_window=131072),
     "Qwen2.5-0.5B": tied(qwen2, 24, 896, 4864, 14, 2, **SMALL),
     "Qwen2.5-1.5B": tied(qwen2, *QWEN_1_5B, **SMALL),
-    "Qwen2.5-3B": tied(qwen2, 36, 2048, 11008, 16, 2, **SMALL),
     "Qwen2.5-7B-Instruct": qwen2(*QWEN_7B),
-    "Qwen2.5-14B": qwen2(48, 5120, 13824, 40, 8, rms_norm_eps=1e-5),
     "Qwen2.5-32B": qwen2(64, 5120, 27648, 40, 8, rms_norm_eps=1e-5),
     "Qwen2.5-72B": qwen2(80, 8192, 29568, 64, 8, rms_norm_eps=1e-5),
     "Qwen2.5-Math-1.5B": qwen2(
@@ -126,7 +123,6 @@ MODELS = {
         use_mrope=False,
     ),
     "Qwen3-0.6B": tied(qwen3, *QWEN3_0_6B),
-    "Qwen3-1.7B": tied(qwen3, 28, 2048, 6144, 16, 8),
     "Qwen3-4B": tied(qwen3, 36, 2560, 9728, 32, 8),
     "Qwen3-8B": qwen3(36, 4096, 12288, 32, 8),
     "Qwen3-14B": qwen3(40, 5120, 17408, 40, 8),
@@ -160,10 +156,8 @@ MODELS = {
         "model_type": "qwen2_moe",
     },
     "Llama-3.1-8B": llama3(32, 4096, 14336, 32),
-    "Llama-3.1-70B": llama3(*LLAMA_70B),
+    "Llama-3.1-70B": llama3(80, 8192, 28672, 64),
     "Llama-3.2-1B": tied(llama3, 16, 2048, 8192, 32, factor=32.0, head_dim=64),
-    "Llama-3.2-3B": tied(llama3, 28, 3072, 8192, 24, factor=32.0, head_dim=128),
-    "Llama-3.3-70B": llama3(*LLAMA_70B),
     "Llama-2-7b-hf": llama(
         *LLAMA_7B,
         32000,

@@ -163,10 +163,6 @@ REFUSED = {
         content(INDEX, b'{"weights": []}'),
         f"{INDEX} cannot be read.*'weight_map'",
     ),
-    "a page that says not found": (
-        content(SINGLE, b"<html>Not found</html>"),
-        f"{SINGLE} cannot be read",
-    ),
 }
 
 

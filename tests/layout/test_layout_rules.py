@@ -231,6 +231,26 @@ def test_every_rule_has_an_example_and_a_source():
         assert source.fullmatch(rule.source), rule
 
 
+def test_the_vocabulary_is_padded_as_vllm_does():
+    """1,000 tokens are 1,024 rows (DEFAULT_VOCAB_PADDING_SIZE 64): they divide by 16, not by 5."""
+    small = replace(
+        DENSE,
+        vocab_size=1000,
+        num_attention_heads=80,
+        num_key_value_heads=80,
+        intermediate_size=160,
+    )
+    assert not broken(plan(small, tp=16, infer_tp=16))
+    assert {fault.rule for fault in broken(plan(small, world=5, tp=5, infer_tp=5))} == {
+        "vocabulary_by_tp",
+        "vocabulary_by_infer_tp",
+    }
+    assert not broken(replace(plan(small), padded_vocab_size=1024))
+    assert [fault.rule for fault in broken(replace(plan(small), padded_vocab_size=1000))] == [
+        "vocabulary_is_vllms"
+    ]
+
+
 def test_a_list_of_layers_goes_where_they_do_not_divide():
     assert not broken(plan(DENSE, pp=8, num_layer_list=(4, 4, 4, 4, 3, 3, 3, 3)))
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import NAMED_SHAPES, read_shape
@@ -25,41 +26,50 @@ def raw():
     return compose("grpo_qwen3_30b_a3b_gsm8k_16npu")
 
 
+def test_actor_config_overrides_the_model_and_megatron_training(raw):
+    raw["model"]["qwen3_30b_a3b"]["micro_batch_size"] = 7
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 1
+    del raw["actor_config"]["micro_batch_size"]
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 7
+    raw["megatron_training"]["micro_batch_size"] = 6
+    assert plan_of(read_recipe(raw), NAMED_SHAPES["qwen3_30b_a3b"]).batch.micro_batch_size == 6
+
+
+LEFT_OUT = """
+rl_config.mini_batch_size rl_config.guarantee_order rl_config.share_backbone
+rl_config.hccl_buffersize generate_config.infer_tensor_parallel_size
+generate_config.infer_expert_parallel_size generate_config.max_model_len
+generate_config.max_num_batched_tokens generate_config.gpu_memory_utilization
+generate_config.max_num_seqs generate_config.offload_train_param
+actor_config.expert_model_parallel_size megatron_training.lora_r
+megatron_training.sequence_parallel megatron_training.no_pad_to_seq_lengths
+megatron_training.seq_length
+"""
+FOLLOWS = yaml.safe_load("""
+plan: {share_backbone: false}
+layout: {infer_tp: 1, infer_ep: 1, ep: 1, sequence_parallel: false}
+batch: {mini_batch_size: 64, guarantee_order: true, max_model_len: 1536, seq_length: 1536,
+  max_num_batched_tokens: 8192}
+settings: {gpu_memory_utilization: 0.5, max_num_seqs: 256, offload_train_param: false, lora_r: 8}
+""")
+
+
 def test_what_is_left_out_is_the_same_on_every_engine_and_told_to_upstream(raw):
     """Not upstream's defaults (infer TP 8, mini-batches of one prompt, max_model_len 2048): they
     would make another run of the same YAML.
     """
-    for section, keys in {
-        "rl_config": ("mini_batch_size", "guarantee_order", "share_backbone", "hccl_buffersize"),
-        "generate_config": (
-            "infer_tensor_parallel_size",
-            "infer_expert_parallel_size",
-            "max_model_len",
-            "max_num_batched_tokens",
-            "gpu_memory_utilization",
-            "max_num_seqs",
-            "offload_train_param",
-        ),
-        "actor_config": ("expert_model_parallel_size",),
-        "megatron_training": ("lora_r", "sequence_parallel", "no_pad_to_seq_lengths", "seq_length"),
-    }.items():
-        for key in keys:
-            del raw[section][key]
+    for key in LEFT_OUT.split():
+        section, name = key.split(".")
+        del raw[section][name]
     recipe = read_recipe(raw)
     plan, settings = plan_of(recipe, NAMED_SHAPES["qwen3_30b_a3b"]), settings_of(recipe)
-    batch = plan.batch
-    assert batch.mini_batch_size == 64 and batch.guarantee_order and not plan.share_backbone
-    assert (batch.max_model_len, batch.seq_length, batch.max_num_batched_tokens) == (
-        512 + 1024,
-        512 + 1024,
-        8192,
-    )
-    layout = plan.layout
-    assert layout.infer_tp == layout.infer_ep == layout.ep == 1 and not layout.sequence_parallel
-    assert (settings.gpu_memory_utilization, settings.max_num_seqs, settings.lora_r) == (
-        0.5,
-        256,
-        8,
+    for part, values in FOLLOWS.items():
+        found = {"plan": plan, "settings": settings}.get(part) or getattr(plan, part)
+        assert {name: getattr(found, name) for name in values} == values
+    told = to_config(recipe)
+    assert (
+        told["generate_config"]["infer_tensor_parallel_size"] == 1
+        and told["rl_config"]["mini_batch_size"] == 64
     )
     assert not settings.offload_train_param
     told = to_config(recipe)

@@ -5,9 +5,11 @@ docs/layouts.md), operations beside transformers', and the command line that sho
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -101,8 +103,19 @@ class Published:
 
 
 def batch(
-    prompts: int, n: int, micro_batch: int = 1, forward: int = 1, length: int = 4096, **more
+    prompts: int,
+    n: int,
+    micro_batch: int = 1,
+    forward: int = 1,
+    length: int = 4096,
+    packed: int = 0,
+    **more,
 ) -> Batch:
+    """packed: answers side by side in rows of so many tokens."""
+    if packed:
+        names = [f"{name}_max_packing_token_size" for name in ("update", "actor", "ref")]
+        more |= dict.fromkeys(names, packed)
+        more |= dict(use_remove_padding=True, use_dynamic_bsz=True)
     given = dict(
         mini_batch_size=prompts,
         micro_batch_size=micro_batch,
@@ -113,154 +126,8 @@ def batch(
     return Batch(global_batch_size=prompts, samples_per_prompt=n, **given | more)
 
 
-def together(tokens: int) -> dict:
-    """Answers side by side in rows of so many tokens."""
-    sizes = {f"{name}_max_packing_token_size": tokens for name in ("update", "actor", "ref")}
-    return dict(use_remove_padding=True, use_dynamic_bsz=True, **sizes)
-
-
 A3B = "qwen3_30b_a3b"
-VERL = dict(hardware="910B", recomputes=True)
-ROWS = {
-    "MindSpeed-RL, DAPO, 30B-A3B": Published(
-        A3B, Layout(16, 4, ep=2, infer_ep=8), batch(32, 8), 2048, tokens=44, rounds=2
-    ),
-    "MindSpeed-RL, DAPO, Qwen3-32B": Published(
-        "qwen3_32b", Layout(16, 8, 2, infer_tp=8), batch(32, 8), 2048, tokens=140
-    ),
-    "MindSpeed-RL, GRPO, Qwen2.5-7B": Published(
-        "qwen25_7b", Layout(16, 2, 2), batch(32, 8, 4, 4), 2048, tokens=110
-    ),
-    "MindSpeed-RL, GRPO, Qwen3-8B": Published(
-        "qwen3_8b", Layout(16, 2, 2), batch(32, 8, 1, 4, 10240), 8192, tokens=126
-    ),
-    "MindSpeed-RL, GRPO, Qwen2.5-32B": Published(
-        "qwen25_32b",
-        Layout(16, 4, 4, infer_tp=2),
-        batch(64, 16, 2, 16, 3072),
-        2048,
-        tokens=110,
-        sequences=64,
-    ),
-    "MindSpeed-RL, GRPO, Qwen2.5-32B, A2": Published(
-        "qwen25_32b",
-        Layout(16, 4, 4, infer_tp=2),
-        batch(64, 16, 2, 32, 2048),
-        1024,
-        tokens=100,
-        sequences=64,
-        hardware="910B",
-    ),
-    "verl-ascend-recipe, GSPO, 30B-A3B": Published(
-        A3B,
-        Layout(16, 4, ep=4, infer_tp=4),
-        batch(32, 4),
-        1000,
-        seconds=90.4,
-        each=90.4 * 32.06 * 16 / 128,
-        recomputes=True,
-    ),
-    "verl-ascend-recipe, SAPO, 30B-A3B": Published(
-        A3B,
-        Layout(16, 4, ep=4, infer_tp=4),
-        batch(96, 8, length=6144, **together(6144)),
-        4096,
-        seconds=450,
-        each=450 * 124 * 16 / 768,
-        **VERL,
-    ),
-    "verl-ascend-recipe, R3, 30B-A3B": Published(
-        A3B,
-        Layout(4, pp=4, infer_tp=4),
-        batch(32, 4, 2, length=1536, actor_forward_micro_batch_size=1),
-        1024,
-        seconds=343,
-        each=342.81 * 254.29 / 128,
-        sequences=32,
-        graphs=True,
-        reference=False,
-        on_host=0.4,
-        **VERL,
-    ),
-    "verl-ascend-recipe, DPPO, 30B-A3B": Published(
-        A3B,
-        Layout(4, pp=4, infer_tp=4),
-        batch(64, 4, 4, 4, 1536),
-        1024,
-        seconds=379,
-        each=379.12 * 404.37 / 256,
-        sequences=32,
-        graphs=True,
-        reference=False,
-        on_host=0.4,
-        **VERL,
-    ),
-    "verl-ascend-recipe, LoRA, Qwen3-8B": Published(
-        "qwen3_8b",
-        Layout(4, infer_tp=2),
-        batch(128, 8, length=2048, mini_batch_size=64, **together(4096)),
-        1024,
-        seconds=273,
-        each=273.15 * 655.51 * 4 / 1024,
-        lora=True,
-        **VERL,
-    ),
-    "verl-ascend-recipe, RLOO, Qwen3-8B": Published(
-        "qwen3_8b",
-        Layout(1),
-        batch(16, 5, length=5120, **together(5120)),
-        600,
-        seconds=145.5,
-        each=145.52 * 153.67 / 80,
-        graphs=True,
-        recomputes=True,
-    ),
-    "verl-ascend-recipe, GMPO, Qwen2.5-7B": Published(
-        "qwen25_7b",
-        Layout(4, 4),
-        batch(256, 2, length=1536, mini_batch_size=128, **together(1536)),
-        1024,
-        seconds=242,
-        each=242.14 * 955.09 / 512,
-        sequences=128,
-        graphs=True,
-        on_host=1.0,
-        **VERL,
-    ),
-    "verl-ascend-recipe, CISPO, Qwen2.5-0.5B": Published(
-        "qwen25_0_5b",
-        Layout(4, 2, infer_tp=2),
-        batch(32, 4, 4, 4, 1024, **together(1024)),
-        512,
-        seconds=49.8,
-        each=49.85 * 1035.3 / 128,
-        sequences=64,
-        **VERL,
-    ),
-    "cann-recipes-train, GRPO, Qwen3-32B, rollout": Published(
-        "qwen3_32b",
-        Layout(32, 8, 2, infer_tp=8),
-        batch(128, 16, length=36864),
-        34816,
-        seconds=2444,
-        each=7419,  # of 235B-A22B on the same problems
-        prompt=74,
-        sequences=128,
-        rollout=True,
-    ),
-    "cann-recipes-train, GRPO, 235B-A22B": Published(
-        "qwen3_235b_a22b",
-        Layout(128, 4, 4, ep=8, infer_tp=4, infer_ep=32),
-        batch(512, 16, length=34816),
-        32768,
-        seconds=7780,
-        each=7419,
-        prompt=74,
-        sequences=256,
-        graphs=True,
-        hardware="910C-supernode",
-    ),
-}
+ROWS = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text())
 
 
 def test_published_speeds():
@@ -269,7 +136,9 @@ def test_published_speeds():
     """
     table = (ROOT / "docs" / "layouts.md").read_text()
     missed = set()
-    for name, row in ROWS.items():
+    for name, given in ROWS.items():
+        layout = Layout(**given.pop("layout"))
+        row = Published(layout=layout, batch=batch(**given.pop("batch")), **given)
         published = row.tokens or row.seconds
         low, high = row.range()
         unit = "tokens/s a die" if row.tokens else "s a step"
