@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from mindspeed_qerl.runs.directory import RunDirectory
 from tests import ROOT
 
 STUB = """
@@ -176,7 +175,3 @@ def test_rehearsals_are_no_sweep(sweep, tmp_path):
     assert process.returncode != 0 and "Traceback" not in error
     assert "rehearse one config at a time, without --multirun" in error
     assert not (tmp_path / "calls").exists()
-
-
-def test_a_single_run_is_no_sweep():
-    assert RunDirectory.finished(ROOT / "nowhere", config={}, data_files={}) is None

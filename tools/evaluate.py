@@ -107,11 +107,6 @@ def main() -> int:
         choices=ROLLOUT_FORMATS,
         help="default: that of the run, if rollout_quantization.evaluation is set",
     )
-    quantized.add_argument(
-        "--quantization-lora",
-        choices=("merged", "beside"),
-        help="default: that of the run, or merged",
-    )
     hardware.add_argument(
         "--hardware-error",
         nargs="+",
@@ -122,18 +117,9 @@ def main() -> int:
     hardware.add_argument("--gaussian-std", type=float, help="default: 0.05")
     hardware.add_argument("--block", type=int, help="default: 64")
     args = vars(parser.parse_args())
-    run, output, name, kinds, std, block, format, lora = map(
+    run, output, name, kinds, std, block, format = map(
         args.pop,
-        (
-            "run",
-            "output",
-            "name",
-            "hardware_error",
-            "gaussian_std",
-            "block",
-            "quantization",
-            "quantization_lora",
-        ),
+        ("run", "output", "name", "hardware_error", "gaussian_std", "block", "quantization"),
     )
     given = {key: value for key, value in args.items() if value is not None}
     complete = given.keys() >= {"model", "data"} and output
@@ -146,13 +132,8 @@ def main() -> int:
     }
     if sizes and not kinds:
         parser.error("--gaussian-std and --block go with --hardware-error")
-    if lora and not format:
-        parser.error("--quantization-lora goes with --quantization")
     if format:
-        chosen = {"format": format} | ({"lora": lora} if lora else {})
-        given["quantization"] = (
-            None if format == "none" else chosen if run else Quantization(**chosen)
-        )
+        given["quantization"] = None if format == "none" else Quantization(format)
     # what torch and vLLM say of themselves while they start: no Triton, a deprecated operator,
     # where memory is
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -232,11 +232,6 @@ def _cases_of_rollout(recipe: Recipe) -> tuple[Case, ...]:
             "must be left out with several verifiers: the transfer dock keeps their sum",
         ),
         (
-            recipe.quantization.lora != "merged",
-            "rollout_quantization.lora",
-            "must be left out: a sync brings merged weights alone",
-        ),
-        (
             format in ("fp8", "mxfp8"),
             "rollout_quantization.format",
             f"= {format!r} rounds activations, for which vllm-ascend at the pin has no layers",

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,7 +36,7 @@ from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import try_rewards
 
-from .limits import BESIDE_ROUNDED, beyond_kernels
+from .limits import beyond_kernels
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -74,15 +74,10 @@ class EvaluationJob:
         """True if layers compute what vLLM has no kernels for."""
         return bool(self.hardware_error or self.quantization)
 
-    @property
-    def is_beside(self) -> bool:
-        """True if the base is quantized and the adapter is not."""
-        return self.quantization is not None and self.quantization.lora == "beside"
-
 
 def of_run(path: str, **given: Any) -> EvaluationJob:
     """The evaluation of a run's checkpoint (the last one, if no step is given) as the run itself
-    evaluates, but for what is `given`; of a quantization what is not given is the run's.
+    evaluates, but for what is `given`.
     """
     run = RunDirectory.open(path)
     if "step" not in given:
@@ -110,8 +105,6 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
             f"{path} has seen other files than are there now. Put them back, or give --model, "
             "--data or --verifier to evaluate with others\n" + "\n".join(changed)
         )
-    if given.get("quantization"):
-        given["quantization"] = replace(recipe.quantization, **given["quantization"])
     settings = recipe.evaluation
     quantization = recipe.quantization
     values: dict = dict(
@@ -218,11 +211,6 @@ def _prepare_platform(job: EvaluationJob) -> None:
         )
     if current_platform.is_cpu() and (faults := beyond_kernels(read_shape(job.model))):
         raise ConfigError(*(f"{job.model}/config.json: {fault}" for fault in faults))
-    if job.is_beside and job.dtype != "float32":
-        raise ConfigError(
-            f"quantization.lora = 'beside' with dtype = {job.dtype}: {BESIDE_ROUNDED} Give --dtype "
-            "float32, or --quantization-lora merged"
-        )
 
 
 def _merged(job: EvaluationJob, folder: Path, tell: Callable[[str], None]) -> str:
@@ -249,21 +237,13 @@ def _sampler(job: EvaluationJob, model: str) -> Callable:
     """(prompts, n, seed, keyword arguments of vLLM's SamplingParams) -> n answers to each prompt."""
     from vllm.platforms import current_platform
 
-    from mindspeed_qerl.families.checkpoint import Checkpoint
-
     from .rollout import RolloutEngine, RolloutRequest
     from .serving import complete, start_vllm
 
     length = job.max_prompt_length + job.max_tokens
     sizes = (job.dtype, length, job.max_num_seqs, job.kv_cache_gib)
     if job.is_modelled:
-        base = job.model if job.is_beside else model
-        engine = RolloutEngine(base, *sizes, quantization=job.quantization)
-        if job.is_beside:  # the base is quantized, and what is merged is synced
-            merged = Checkpoint(model)
-            engine.start_sync()
-            engine.load({name: merged.read(name).float().numpy() for name in merged.files})
-            engine.finish_sync()
+        engine = RolloutEngine(model, *sizes, quantization=job.quantization)
         request = partial(RolloutRequest, hardware_error=job.hardware_error, trained=False)
         return lambda *asked: engine.generate(request(*asked))[0]
     if job.tensor_parallel_size == 1:

@@ -30,10 +30,6 @@ OF_ANY_MEGATRON = """
     mini_batch_by_training_dp
 """.split()
 LAYOUT_RULES = [rule for rule in RULES if rule.name in OF_ANY_MEGATRON]
-BESIDE_ROUNDED = (
-    "the engine gets base and adapter as one weight of that dtype, and an adapter of a thousandth "
-    "of the weight is 80 % off when it is taken out again."
-)
 # A checkpoint holds whole tensors, so a run may resume in another layout, and with other buffers.
 LAYOUT_KEYS = """
     tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size
@@ -74,14 +70,6 @@ def _value_faults(recipe: Recipe) -> Iterator[Fault]:
             f"= gaussian with tensor_model_parallel_size = {layout.tp}: its ranks hold copies of "
             "some adapters, which would drift apart; use another kind, or expert, pipeline and "
             "data parallel ranks",
-        )
-    quantization = recipe.quantization
-    dtype = recipe.model.dtype
-    if quantization.enabled and quantization.lora == "beside" and dtype != "float32":
-        yield _unsupported(
-            "rollout_quantization.lora",
-            f"= 'beside' with a model in {dtype}: {BESIDE_ROUNDED} Take "
-            "generate_config.dtype=float32, or rollout_quantization.lora=merged",
         )
     prompts = recipe.batch.global_batch_size
     mini = recipe.batch.mini_batch_size

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 
 class PackedLinear:
@@ -114,11 +114,6 @@ def _permutation(weight: Tensor, isa: str) -> Tensor:
     return source
 
 
-def plain_linear(parameter: str, x: Tensor, weight: Tensor, expert: int) -> Tensor:
-    """One expert's layer of vLLM's `parameter` as it is, for `plain_experts`."""
-    return linear(x, weight)
-
-
 def plain_experts(
     multiply: Callable[..., Tensor],
     weights: dict[str, Tensor],
@@ -131,16 +126,15 @@ def plain_experts(
 ) -> None:
     """Computes what vLLM's fused CPU kernel does for SwiGLU experts, by torch's operators.
 
-    multiply: (vLLM's parameter, x [n, in], weight [out, in], expert) -> [n, out]. weights: of all
-    experts, as `PackedExperts.unpacked` has them. output, hidden_states: [tokens, h]. topk_*:
-    [tokens, k].
+    multiply: (x [n, in], weight [out, in]) -> [n, out]. weights: of all experts, as
+    `PackedExperts.unpacked` has them. output, hidden_states: [tokens, h]. topk_*: [tokens, k].
     """
-    (gate_up, w13), (down, w2) = weights.items()
+    w13, w2 = weights.values()
     output.zero_()
     for expert in topk_ids.unique().tolist():
         rows, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        both = multiply(gate_up, hidden_states[rows], w13[expert], expert=expert)
+        both = multiply(hidden_states[rows], w13[expert])
         gate, up = both.chunk(2, -1)
-        y = multiply(down, silu(gate) * up, w2[expert], expert=expert)
+        y = multiply(silu(gate) * up, w2[expert])
         weighted = y * topk_weights[rows, slots].unsqueeze(1)
         output.index_add_(0, rows, weighted.to(output.dtype))

@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import linear
 
 from mindspeed_qerl.aqn.injector import NoiseInjector, NoiseReport
@@ -30,7 +29,6 @@ from .packing import (
     keep_linear_weights,
     packed_linears,
     plain_experts,
-    plain_linear,
 )
 from .quantized import QuantizedLayers
 
@@ -166,7 +164,7 @@ class RolloutEngine:
                 undo.callback(self._put, quantized=True)
             rounds = self.quantized and self.quantized.is_on and self.quantized.activation
             if request.hardware_error or rounds:
-                multiply = self.quantized.linear if self.quantized else plain_linear
+                multiply = self.quantized.linear if self.quantized else linear
                 for experts in self.experts:
                     experts.kernel.apply = partial(plain_experts, multiply, experts.unpacked())
                     # the class's own is there again
@@ -224,14 +222,13 @@ class RolloutEngine:
             tensors |= self.quantized.rounded()
         for experts in self.experts:
             tensors |= experts.unpacked()
-        held = self._by_name(tensors)
+        held = {each.name: each.part for each in take_apart(self.model, tensors.items())}
         multiplied = {}
         if self.quantized:
-            adapters = self._by_name(self.quantized.adapters)
-            for name, synced, used, adapter in self.quantized.weights:
-                there = adapters.get(name, adapter)
-                multiplied[name] = held[name] + there
-                held[name] = synced + (held[name] - used) + (there - adapter)
+            weights = self.quantized.weights
+            for name, synced in weights.synced.items():
+                multiplied[name] = held[name]
+                held[name] = synced + (held[name] - weights.used[name])
         moved = []
         for part in factors:
             for name, (target, b, a) in part.items():
@@ -244,7 +241,3 @@ class RolloutEngine:
                 dither = dither_of(name, weight.shape)
                 moved.append({target: movement(weight, base, update, dither, pair)})
         return join(moved)
-
-    def _by_name(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """By Hugging Face names what is in tensors that have vLLM's."""
-        return {held.name: held.part for held in take_apart(self.model, tensors.items())}

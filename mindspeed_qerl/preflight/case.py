@@ -61,15 +61,12 @@ def enough(have: float, least: float, comfortable: float, found: str, fix: str =
 
 @dataclass(frozen=True)
 class Die:
-    """One NPU as `npu-smi info` shows it: /dev/davinci{number}; memory in MiB; its processes in
-    words.
-    """
+    """One NPU as `npu-smi info` shows it: /dev/davinci{number}; memory in MiB."""
 
     number: int
     health: str
     used: int
     total: int
-    processes: list[str]
 
     @property
     def sick(self) -> bool:

@@ -140,7 +140,6 @@ def harmful(
     answer: Callable[[str], Check],
     pattern: str,
     why: str,
-    fix: str = "",
     needs: str = "",
 ) -> Question:
     """The check of a variable whose whole value does harm if it matches `pattern`."""
@@ -151,7 +150,7 @@ def harmful(
             return None
         return answer(f"{given!r} in the shell: {why}")
 
-    return Question(name, verdict, fix or f"unset {name}", needs)
+    return Question(name, verdict, f"unset {name}", needs)
 
 
 HARMFUL = [
@@ -205,23 +204,11 @@ HARMFUL = [
         needs="mixture",
     ),
     harmful(
-        "ASCEND_LAUNCH_BLOCKING",
-        warning,
-        r"(?!0$).+",
-        "every kernel is waited for, for debugging only",
-    ),
-    harmful(
         "HCCL_HOST_SOCKET_PORT_RANGE",
         warning,
         r".+",
         "HCCL listens there, and not from HCCL_IF_BASE_PORT on; of a guide for several runs on a "
         "die",
-    ),
-    harmful(
-        "HCCL_NPU_SOCKET_PORT_RANGE",
-        warning,
-        r".+",
-        "ports of the NPUs' own interfaces, of a guide for several nodes",
     ),
     harmful(
         "HCCL_INTRA_ROCE_ENABLE",
@@ -242,25 +229,10 @@ HARMFUL = [
         "traffic leaves HCCS for the NPUs' network ports",
     ),
     harmful(
-        "TORCH_DEVICE_BACKEND_AUTOLOAD",
-        warning,
-        r"0",
-        "torch has no torch.npu until torch_npu is imported by name",
-    ),
-    harmful(
         "RAY_grpc_enable_http_proxy",
         warning,
         r"(?i)1|true",
         "Ray's processes look for each other through http_proxy",
-    ),
-    harmful(
-        "LD_LIBRARY_PATH",
-        warning,
-        r".*cxx_abi_0.*cxx_abi_1.*|.*cxx_abi_1.*cxx_abi_0.*",
-        "cxx_abi_0 and cxx_abi_1: set_env.sh was sourced twice, once with another torch or none; "
-        'with the wrong one libatb.so has "undefined symbol"',
-        fix="In a new shell, where python3 has torch: source /usr/local/Ascend/nnal/atb/set_env.sh",
-        needs="npus_here",
     ),
 ]
 

@@ -38,17 +38,8 @@ MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
 #     | 0     0                   | 0000:9D:00.0  | 0           0    / 0          3416 / 65536  |
 DIE = re.compile(
     r"^\|\s*(?P<card>\d+)\s+\S[^|]*\|\s*(?P<health>\S[^|]*?)\s*\|[^|]*\|\s*\n"
-    r"\|\s*(?P<chip>\d+)\s+(?P<number>\d*)\s*\|[^|]*:[^|]*\|"
+    r"\|\s*\d+\s+(?P<number>\d*)\s*\|[^|]*:[^|]*\|"
     r"[^|]*?(?P<used>\d+)\s*/\s*(?P<total>\d+)\s*\|",
-    re.MULTILINE,
-)
-# Below them, the processes; of other containers too if all devices are mapped, with NA for what
-# cannot be seen. 26.0 has one more column (vllm-ascend issue 12980):
-#
-#     | 0       0                 | 632268        | python3.1       | 197                |
-PROCESS = re.compile(
-    r"^\|\s*(?P<card>\d+)\s+(?P<chip>\d+)\s*\|\s*(?P<pid>\d+|NA)\s*\|\s*(?P<name>[^|]*?)\s*\|"
-    r"\s*(?P<memory>\w+)\s*\|",
     re.MULTILINE,
 )
 # Of a process whose list of visible devices is not cut: the list is compared by itself.
@@ -116,17 +107,11 @@ def _npu_smi(machine: Machine) -> list[Die]:
 
 def read_table(table: str) -> list[Die]:
     """The NPUs in the output of `npu-smi info`."""
-    dies = {}
+    dies = []
     for row in DIE.finditer(table):
         number = int(row["number"] or row["card"])
-        die = Die(number, row["health"], int(row["used"]), int(row["total"]), [])
-        dies[row["card"], row["chip"]] = die
-    for row in PROCESS.finditer(table):
-        place = (row["card"], row["chip"])
-        if place in dies:
-            words = f"{row['name']} (process {row['pid']}, {row['memory']} MB)"
-            dies[place].processes.append(words)
-    return list(dies.values())
+        dies.append(Die(number, row["health"], int(row["used"]), int(row["total"])))
+    return dies
 
 
 def _cluster(machine: Machine) -> Mapping[str, Any] | None:
@@ -218,23 +203,6 @@ def npu_smi(case: Case) -> Check:
     return enough(left, need, float("inf"), words)
 
 
-def processes(case: Case) -> Check | None:
-    """Processes on dies that the run takes, however little they hold: HCCL listens on one port of a
-    die's own network interface (vllm-ascend issues 1955, 4725 and 11968).
-    """
-    held = [
-        f"davinci{die.number}: {words}"
-        for die in case.seen.taken(case.ranks)
-        for words in die.processes
-    ]
-    if not held:
-        return None
-    return warning(
-        f"{'; '.join(held)}. If one of them uses HCCL, this run cannot listen on the die's port "
-        '("specific port[16666] fail")'
-    )
-
-
 def visible(case: Case) -> Check:
     """Dies by the list of the shell. A worker gives Ray's number straight to set_device
     (base_worker.py:89), so that only the first dies can be used, in their order.
@@ -281,13 +249,6 @@ CHECKS = [
             "A faulty or missing die is a case for the vendor; until then start the container "
             "with others (--device=/dev/davinciN), or ask for fewer NPUs"
         ),
-        "npus_here",
-    ),
-    Question(
-        "processes on the dies",
-        processes,
-        "ps -o pid,ppid,user,args -p PID    # on the host; end what is yours, or start a "
-        "container with other dies, without --privileged",
         "npus_here",
     ),
     Question(

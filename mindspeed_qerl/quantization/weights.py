@@ -3,7 +3,7 @@ instead.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -54,22 +54,16 @@ class QuantizedWeights:
     there.
 
     Args:
-        format: one of FORMATS. beside: quantize the base alone; the adapters, what was synced less
-            the base, are added after that (QeRL), and not rounded with it. base: the model's own
-            tensors [out, in].
+        format: one of FORMATS. base: the model's own tensors [out, in].
 
     Attributes:
         synced: as they were received, at first the base. used: what kernels multiply with.
-            adapters: the part that meets activations which are not quantized, for `beside` in a
-            format that quantizes those; else empty.
     """
 
-    def __init__(self, format: str, beside: bool, base: Mapping[str, Tensor]):
+    def __init__(self, format: str, base: Mapping[str, Tensor]):
         self.format = FORMATS[format]
         self.synced = dict(base)
         self.used = {name: self.rounded(weight) for name, weight in base.items()}
-        self._base = (dict(base), dict(self.used)) if beside else None
-        self.adapters: dict[str, Tensor] = {}
 
     def rounded(self, weight: Tensor) -> Tensor:
         """Returns what kernels multiply with in the place of `weight`."""
@@ -79,25 +73,11 @@ class QuantizedWeights:
         """Takes a merged weight of a sync, any float dtype, which is copied, and quantizes it."""
         weight = weight.to(self.synced[name].dtype, copy=True)
         self.synced[name] = weight
-        if not self._base:
-            self.used[name] = self.rounded(weight)
-            return
-        base, rounded = (tensors[name] for tensors in self._base)
-        update = weight.float() - base.float()
-        if self.format.activation:
-            self.adapters[name] = update.to(weight.dtype)
-        else:  # (Q(W) + U) x is Q(W) x + U x
-            self.used[name] = (rounded.float() + update).to(weight.dtype)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-        """(name, synced, used, adapter) of each; an adapter that is merged is 0."""
-        for name, synced in self.synced.items():
-            adapter = self.adapters.get(name, torch.zeros_like(synced))
-            yield name, synced, self.used[name], adapter
+        self.used[name] = self.rounded(weight)
 
     def errors(self) -> dict[str, float]:
         """`weight_errors` of all of them."""
         return weight_errors(
-            (name, squares(used.float() + adapter.float() - synced.float(), synced).tolist())
-            for name, synced, used, adapter in self
+            (name, squares(self.used[name].float() - synced.float(), synced).tolist())
+            for name, synced in self.synced.items()
         )

@@ -97,8 +97,6 @@ class Quantization:
     """
 
     format: RolloutFormat = "none"
-    # the merged weights at each sync; or the base alone, as QeRL does
-    lora: Literal["merged", "beside"] = "merged"
     evaluation: bool = False  # of what samples the rollouts; false: of the policy that is trained
 
     @property

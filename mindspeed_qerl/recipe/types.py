@@ -327,7 +327,7 @@ class Rehearsal:
 
     enabled: bool = False
     steps: Size = 2
-    layers: Size | Literal["fewest", "all"] = "fewest"
+    layers: Literal["fewest", "all"] = "fewest"
     max_tokens: Size = 8
     eval_problems: Size = 8
     models: str = "models/rehearsal"

@@ -28,7 +28,6 @@ def prepare(recipe: Recipe, found: Found) -> Recipe:
     """
     engine = engine_of(recipe)
     settings = recipe.rehearsal
-    layers = settings.layers
     found.faults += faults_of_plan(recipe)
     found.faults += checks.missing_files(recipe.task, ("train_file", "test_file"))
     found.faults += faults_of_values(recipe)
@@ -36,12 +35,6 @@ def prepare(recipe: Recipe, found: Found) -> Recipe:
         key = "megatron_training.lora_target_modules"
         message = f"{key} is empty. Known: {', '.join(LORA_TARGETS)}"
         found.faults.append(Fault("unsupported", message, key))
-    if isinstance(layers, int) and layers % recipe.layout.pp:
-        message = (
-            f"rehearsal.layers = {layers} must be a multiple of pipeline_model_parallel_size = "
-            f"{recipe.layout.pp}"
-        )
-        found.faults.append(Fault("conflict", message, "rehearsal.layers"))
     if engine.UPSTREAM and not recipe.emulate_npu:
         message = (
             "rehearsal.enabled = true with engine = mindspeed_rl needs emulate_npu=true; or "
@@ -50,7 +43,7 @@ def prepare(recipe: Recipe, found: Found) -> Recipe:
         found.faults.append(Fault("conflict", message, "rehearsal.enabled"))
     found.raise_faults()
     plan = plan_of(recipe)
-    shape = narrow(plan.shape, plan.layout, layers_to_rehearse(plan, layers))
+    shape = narrow(plan.shape, plan.layout, layers_to_rehearse(plan, settings.layers))
     rows = read_rows(recipe.task.train_file)
     try:
         directory = make_model(shape, rows, Path(settings.models))
@@ -65,12 +58,10 @@ def prepare(recipe: Recipe, found: Found) -> Recipe:
     return small
 
 
-def layers_to_rehearse(plan: Plan, layers: int | str) -> int:
+def layers_to_rehearse(plan: Plan, layers: str) -> int:
     """The number that rehearsal.layers means: "fewest" are those that each rank needs to do what it
     will do; the layers of these models are all of one kind.
     """
-    if isinstance(layers, int):
-        return layers
     if layers == "all":
         return plan.shape.num_hidden_layers
     return plan.layout.pp

@@ -93,8 +93,6 @@ hardware_error.training ¦ "gaussian" ¦ \
 hardware_error.training must be left out: errors are modelled on the local engine
 rollout_quantization.format ¦ "fp8" ¦ rollout_quantization.format = 'fp8' rounds activations
 rollout_quantization.format ¦ "int8_w8a8" ¦ rollout_quantization.format = 'int8_w8a8' with experts
-rollout_quantization ¦ {"format": "nvfp4", "lora": "beside"} ¦ \
-rollout_quantization.lora must be left out: a sync brings merged weights
 rollout_quantization.format ¦ "mxfp4" ¦ \
 the model's moe_intermediate_size = 48 is no multiple of its blocks of 32 inputs
 model.tiny.moe_aux_loss_coeff ¦ null ¦ \

@@ -150,7 +150,7 @@ def test_groups_are_told_apart_by_every_key_that_matters(make_run):
     "section, off, other",
     [
         ("aqn", {"enabled": False, "sigma_start": 0.05}, {"sigma_start": 0.1}),
-        ("rollout_quantization", {"format": "none", "lora": "beside"}, {"lora": "merged"}),
+        ("rollout_quantization", {"format": "none", "evaluation": True}, {"evaluation": False}),
         ("megatron_training", {"train_iters": 5}, {"seed": 7, "save_interval": 9}),
         ("run", {"name": "first"}, {"name": "second"}),
         ("local", {"kv_cache_gib": 2}, {"kv_cache_gib": 1}),
@@ -169,7 +169,6 @@ def test_what_changes_no_number_is_no_difference(section, off, other):
         (dict(last=15), "its last step, 20, was not evaluated"),
         (dict(rows=noise_rows()[:3]), "metrics.jsonl has 3 of 20 steps"),
         (dict(eval={"temperature": 0.7}), "it was evaluated otherwise: temperature 0.7"),
-        (dict(eval={"samples_per_problem": 2}), "it was evaluated otherwise: samples 2 where"),
         (dict(eval={"temperature": 0}), "it was evaluated otherwise: samples 0 where most have 1"),
         (
             dict(hardware_error={"evaluation": "gaussian"}),
@@ -186,7 +185,6 @@ def test_what_changes_no_number_is_no_difference(section, off, other):
         (dict(task={"prompt": "plain"}), "it was evaluated otherwise: prompt plain where"),
         (dict(generate_config={"dtype": "float32"}), "evaluated otherwise: dtype float32"),
         (dict(rows=PLAIN), "AQN is on in its config, but no step had noise"),
-        (dict(rows=noise_rows(0.0)), "the noise of the 18 noisy steps so far has 0.00 of the std"),
         (dict(data=b"other"), "its data differ: train"),
         (dict(questions=2), "it was evaluated otherwise: questions 2 ("),
     ],
@@ -209,7 +207,6 @@ def test_a_run_that_means_something_else_is_left_out_with_the_reason(
     [
         dict(hardware_error={"rollout": "gaussian", "gaussian_std": 0.1}),
         dict(rollout_quantization={"format": "nvfp4"}),
-        dict(rl_config={"verifier_function": ["gsm8k", "gsm8k_strict"], "init_kl_coef": 0.1}),
     ],
 )
 def test_what_changes_training_alone_is_a_group(make_run, six_runs, change):
@@ -344,7 +341,6 @@ def test_several_verdicts_share_the_limit_and_say_so(make_run):
     [
         ("versions.json", lambda text: "{}", "KeyError: 'git'"),
         ("data.json", lambda text: "", "data.json is damaged: Expecting value"),
-        ("config.yaml", lambda text: "a: [", "expected the node content"),
         ("eval_answers.jsonl", lambda text: text.replace('"scores"', '"x"'), "KeyError: 'scores'"),
     ],
 )
@@ -440,7 +436,6 @@ def test_many_groups_of_long_names_are_told_apart(count, tmp_path, monkeypatch):
     [
         ((1, 1), "95 % intervals over questions, of one seed."),
         ((3, 1), "over seeds and questions; where a group has one seed, over questions alone."),
-        ((3, 3), "95 % intervals over seeds and questions."),
     ],
 )
 def test_what_an_interval_is_over_is_said(make_run, seeds, words):
@@ -461,8 +456,7 @@ def test_what_never_varies_gives_no_verdict_and_no_interval(six_runs):
     assert "nan" not in text and "| 20 | aqn on | 1.000 | +1.000 |" in text
 
 
-def test_pictures_of_one_group_and_of_no_common_seed(make_run, tmp_path):
+def test_a_picture_of_no_common_seed(make_run, tmp_path):
     runs = read_all(make_run(False, 1), make_run(True, 2))
-    for number, compared in enumerate((runs[:1], runs)):
-        _, _, picture = write_comparison(compare(compared), tmp_path / str(number))
-        assert picture.stat().st_size > 10_000
+    _, picture = write_comparison(compare(runs), tmp_path / "out")
+    assert picture.stat().st_size > 10_000

@@ -8,18 +8,15 @@ HEAD = f"""\
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
 | Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
 """
-TAIL = f"""\
-{LINE}| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
-"""
 
 
 def table(kind, dies, sick, used, memory=65536):
-    """Dies in the order of /dev/davinci*: two chips a card with their Phy-ID for a 910C, else one;
-    a process on each that is `used`.
+    """Dies in the order of /dev/davinci*: two chips a card with their Phy-ID for a 910C, else
+    one.
     """
     chips = 2 if kind == "910C" else 1
     name = "Ascend910" if chips == 2 else kind
-    text, processes = HEAD, TAIL
+    text = HEAD
     for die in dies:
         card, chip = divmod(die, chips)
         number = die if chips == 2 else ""
@@ -29,7 +26,4 @@ def table(kind, dies, sick, used, memory=65536):
             f"| {chip:<6}{number:<20}| 0000:{0x9D + die:02X}:00.0  | 0           0    / 0          "
         )
         text += f"{used.get(die, 3416):<5}/ {memory}         |\n{LINE}"
-        if die in used:
-            words = f"{632268 + die:<14}| {'python3.11':<25}| {used[die] - 3000:<24}"
-            processes += f"| {card:<8}{chip:<18}| {words}|\n"
-    return text + processes
+    return text

@@ -119,7 +119,7 @@ actor_config.lr=1e-3 actor_config.lr_decay_style=linear
 rl_config.filter_groups_enable=true rl_config.filter_groups_train_batch_size=2
 rl_config.mini_batch_size=2 rl_config.filter_groups_max_batches=2
 algorithm.mask_truncated_completions=true rl_config.use_kl_in_reward=true
-algorithm.routing_replay=rollout rollout_quantization=int8_w8a8 rollout_quantization.lora=beside
+algorithm.routing_replay=rollout rollout_quantization=int8_w8a8
 """.split()
 
 

@@ -53,17 +53,10 @@ CASES = [
         "npu-smi",
         FAILED,
         "The plan needs 49.4 GB of the 6.9 GB that are left",
-        {"processes on the dies": WARNING},
+        {},
     ),
     (dict(smi=npu_smi(16, {7: "Warning"})), "npu-smi", PASSED, "16 dies; the first 16", {}),
     (dict(smi="| 16 NPUs |"), "npu-smi", WARNING, "in an unknown form: | 16 NPUs |", {}),
-    (
-        dict(smi=npu_smi(16, used={1: 3416, 7: 3416}).replace("632275", "NA    ")),
-        "processes on the dies",
-        WARNING,
-        "davinci1: python3.11 (process 632269, 416 MB); davinci7: python3.11 (process NA, 416 MB)",
-        {},
-    ),
     ({"shell": {LIST: f"1,0,{SIXTEEN[4:]}"}}, LIST, FAILED, "straight to set_device", {}),
     ({"shell": {LIST: "0-15"}}, LIST, FAILED, "1 entries: 0-15", LOST | {"Ray": WARNING}),
     # Ray
@@ -87,7 +80,6 @@ CASES = [
         {"npu-smi": WARNING},
     ),
     (dict(left=0.049), "/tmp", FAILED, "4.9% of its disk are free; below 5 % Ray", {}),
-    (dict(left=0.06), "/tmp", WARNING, "6.0% of its disk are free", {}),
     (dict(room=130 * 10**9), "host memory", WARNING, "130 GB are left (MemAvailable)", {}),
     (dict(taken=(12347,)), PORTS, FAILED, "12345 to 12360: 12347 taken", {}),
     (shell(HCCL_IF_BASE_PORT="65530"), PORTS, FAILED, "must be numbers from 1024 to 65535", OTHER),
@@ -117,18 +109,7 @@ CASES = [
         {},
     ),
     (dict(files={INSTALLED: ""}), "CANN's version", WARNING, "in no ascend_*_install.info", {}),
-    (shell(LD_LIBRARY_PATH=f"{ATB}/lib:{ATB}/examples"), "LD_LIBRARY_PATH", None, "", {}),
-    (shell(LD_LIBRARY_PATH=f"{ATB}:{ATB[:-1]}0"), "LD_LIBRARY_PATH", WARNING, "sourced twice", {}),
     (dict(without="ninja"), "compilers", FAILED, "ninja is not installed here: rank 0", {}),
-    # of another folder
-    (
-        {"there": ("/u/.cache/torch_extensions/py311_cpu/gmm/lock",)}
-        | shell(HOME="/u", TORCH_EXTENSIONS_DIR="/fast"),
-        "MindSpeed's operators",
-        PASSED,
-        "/fast",
-        {},
-    ),
     # versions
     ({"packages": {"torch_npu": None}}, "torch_npu", FAILED, "not installed", {}),
     ({"packages": {"numpy": "2.2.6"}}, "numpy", FAILED, "error code is 500001", {}),
@@ -144,9 +125,7 @@ CASES = [
     (shell(HCCL_IF_IP="FE80::1%eth0"), "HCCL_IF_IP", None, "", {}),
     (shell(HCCL_IF_BASE_PORT="19988"), PORTS, FAILED, "20002, 20003 of Ray", OTHER),
     (shell(RAY_PORT="12344"), PORTS, FAILED, "12345 of Ray", {}),
-    (shell(RAY_PORT="12361"), PORTS, PASSED, "12345 to 12360 are free", {}),
     (shell(RAY_ADDRESS="10.0.0.9:12360"), PORTS, FAILED, "12360 of Ray", {"Ray": FAILED}),
-    (shell(HCCL_IF_BASE_PORT="19986"), PORTS, PASSED, "19986 to 20001 are free", OTHER),
     (
         shell(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,garbage_collection_threshold : 0.9"),
         "PYTORCH_NPU_ALLOC_CONF",
@@ -159,14 +138,13 @@ CASES = [
         shell(
             ASCEND_OPP_PATH=f"{CANN}/opp",
             VLLM_USE_V1="1",
-            ASCEND_LAUNCH_BLOCKING="0",
             OMP_PROC_BIND="false",
             HCCL_OP_EXPANSION_MODE="AI_CPU",
             VLLM_PLUGINS="ascend,ascend_enhanced_model",
         ),
         "variables",
         PASSED,
-        "ASCEND_LAUNCH_BLOCKING, HCCL_OP_EXPANSION_MODE, OMP_PROC_BIND, VLLM_PLUGINS",
+        "HCCL_OP_EXPANSION_MODE, OMP_PROC_BIND, VLLM_PLUGINS",
         {},
     ),
 ]
@@ -205,7 +183,6 @@ def test_the_dies_that_a_run_takes(ready):
     box = Box(shell={LIST: ",".join(map(str, range(4, 16)))})
     assert look(ready, box)[LIST].fix.endswith(f"export {LIST}={TWELVE}")
     assert look(ready, Box(shell={LIST: TWELVE}))[LIST].state == PASSED
-    assert "processes on the dies" not in look(ready, Box(smi=sick))
 
 
 def test_dies_that_the_container_has_under_other_names(ready):
@@ -213,11 +190,10 @@ def test_dies_that_the_container_has_under_other_names(ready):
     table = re.sub(
         r"(?m)^\| ([01])     (\d+)( +\| 0000)",
         lambda row: f"| {row[1]}     {int(row[2]) + 16}{row[3]}",
-        npu_smi(16, health={3: "Alarm"}, used={1: 3416}),
+        npu_smi(16, health={3: "Alarm"}),
     )
     checks = look(ready, Box(smi=table))
     assert "which the run uses, davinci19: Alarm" in checks["npu-smi"].found
-    assert checks["processes on the dies"].found.startswith("davinci17: ")
 
 
 @pytest.mark.parametrize("given, entries", [("", 0), ("3", 1)])
@@ -246,8 +222,6 @@ def test_a_ray_that_will_be_started(ready):
         ("10.0.0.8:6379", "nothing listens there"),
         ("ray://10.0.0.9:10001", "Ray's client cannot"),
         ("fd00::5:6379", "it must be HOST:PORT"),
-        (" 10.0.0.9:6379", "must be HOST:PORT"),
-        ("10.0.0.9:", "must be HOST"),
     ],
 )
 def test_addresses_of_ray(ready, address, found):
@@ -277,7 +251,6 @@ def test_values_that_do_harm(ready):
         VLLM_USE_V1="0", VLLM_VERSION="0.9.2", RANK_TABLE_FILE="/x", OMP_PROC_BIND="true"
     )
     doubtful = dict.fromkeys(("HCCL_INTRA_ROCE_ENABLE", "RAY_grpc_enable_http_proxy"), "True")
-    doubtful |= dict(TORCH_DEVICE_BACKEND_AUTOLOAD="0", HCCL_NPU_SOCKET_PORT_RANGE="61000-61050")
     states = not_passed(look(ready, Box(shell=fatal | doubtful)))
     states.pop("variables")
     assert states == dict.fromkeys(fatal, FAILED) | dict.fromkeys(doubtful, WARNING)

@@ -53,11 +53,6 @@ def test_no_layout_is_judged_by_the_defaults_of_values_that_cannot_be_read(ready
     assert not {*NEEDS_LAYOUT} & checks.keys() and checks["layout"].state == SKIPPED
 
 
-def test_a_value_of_the_noise_leaves_the_layout_to_be_judged(ready):
-    ready["aqn"]["sigma_start"] = "much"
-    assert not_passed(look(ready)) == {"aqn.sigma_start": FAILED}
-
-
 def test_an_illegal_layout(ready):
     """One line a rule, though the engine's own check names it too."""
     ready["generate_config"]["infer_expert_parallel_size"] = 8
@@ -96,20 +91,6 @@ def test_the_rotary_base_of_another_model(own, model, described):
     unread = described["rope_theta"] is None  # by the transformers of NPUs, which is 4
     assert ('Write "rope_theta": 1000000.0' in check.found) == unread
     assert "rotary_base: 1000000" in check.fix
-
-
-@pytest.mark.parametrize(
-    "change, found, fix",
-    [
-        ({"num_experts_per_tok": 4}, "moe_router_topk = 8 in the config, but the", "topk: 4"),
-        ({"max_position_embeddings": 1024}, "max_position_embeddings = 1024", "=1024"),
-    ],
-)
-def test_another_shape(own, model, change, found, fix):
-    rewrite(model / "config.json", json.dumps({**QWEN3_MOE, **change}))
-    checks = look(own)
-    assert not_passed(checks) == {"config.json": FAILED}
-    assert found in checks["config.json"].found and fix in checks["config.json"].fix
 
 
 SAME = """ffn_hidden_size max_position_embeddings make_vocab_size_divisible_by
@@ -268,7 +249,6 @@ def test_the_memory_of_files_that_all_ranks_read_at_once(ready):
     "sizes, names",
     [
         ((1, 1, 8), [f"mp_rank_00_{e:03d}" for e in range(8)]),
-        ((2, 1, 1), ["mp_rank_00", "mp_rank_01"]),
         ((4, 3, 1), [f"mp_rank_0{t}_00{p}" for t in range(4) for p in range(3)]),
         (
             (2, 2, 2),

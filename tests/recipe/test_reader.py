@@ -154,8 +154,6 @@ eval.temperature ¦ 0.0 ¦ (greedy) needs eval.samples_per_problem = 1
 actor_config.min_lr ¦ 1.0 ¦ must not be below actor_config.min_lr = 1.0
 generate_config.infer_tensor_parallel_size ¦ 2 ¦ \
 infer_tensor_parallel_size = 2 must be 1: the local engine has no other
-rollout_quantization ¦ {"format": "nvfp4", "lora": "besides"} ¦ \
-rollout_quantization.lora = 'besides': Input should be 'merged' or 'beside'
 """),
 )
 def test_a_fault_is_named_with_the_way_out(raw, key, value, message):
@@ -218,8 +216,6 @@ rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens 
 64 prompts cannot come from filter_groups_max_batches = 1 batches of
 {"rl_config.filter_groups_enable": true, "rl_config.filter_groups_train_batch_size": 24} ¦ \
 filter_groups_train_batch_size = 24 prompts must be a multiple of
-{"rollout_quantization": {"format": "nvfp4", "lora": "beside"}, "generate_config.dtype": "bfloat16"} ¦ \
-rollout_quantization.lora = 'beside' with a model in bfloat16: the engine gets
 {"aqn.enabled": true, "aqn.draws": "answer", "rl_config.n_samples_per_prompt": 5} ¦ \
 repeat_every = 10 gives a draw to two answers in turn, for which n_samples_per_prompt = 5 must be even
 {"rl_config.filter_groups_enable": true, "rl_config.filter_groups_metric": "acc"} ¦ \
