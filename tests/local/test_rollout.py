@@ -454,7 +454,7 @@ def test_movement_is_of_what_the_kernels_compute_with(engine, model_dir, monkeyp
         assert [
             movement[target]["lost"] for target in ("linear_qkv", "linear_proj")
         ] == pytest.approx([1, 1])
-    sync(engine, changed_weights(model_dir))
+    sync(engine, weights)
     assert all(
         entry["max_error"] <= 2 * entry["resolution"] for entry in engine.movement(lora).values()
     )
