@@ -107,7 +107,6 @@ def test_every_combination_is_run_once_and_not_again(sweep, tmp_path):
         "1 True new auto",
         "2 True new auto",
     ]
-    assert "0.600 after step 3" in out and "0.700 after step 3" in out
     again = sweep()
     out, _ = again.communicate()
     assert (

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mindspeed_qerl.integrations import report
+from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.draws import RequestDraws
 from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.rounding import rounded_without_bias
@@ -390,14 +391,31 @@ def test_a_second_one_in_a_worker_is_refused(served, tmp_path):
         WorkerRollout(worker, Settings(report=str(tmp_path), noise=NOISE))
 
 
-def test_weights_that_vllm_packs_on_cpus_are_refused(tmp_path):
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+def test_weights_that_vllm_packs_on_cpus_are_refused_or_kept(tmp_path, monkeypatch):
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    packed = Model()
-    # the local engine of an earlier test may have changed it
-    inspect.unwrap(dispatch_cpu_unquantized_gemm)(packed.head, remove_weight=True)
+    for owner, name in (
+        (utils, "check_cpu_sgl_kernel"),
+        (utils, "dispatch_cpu_unquantized_gemm"),
+        (CPUUnquantizedExperts, "process_weights_after_loading"),
+        (CPUUnquantizedExperts, "apply"),
+    ):
+        # put back in the end; the local engine of an earlier test may have changed them
+        monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", _custom_ops._supports_onednn)
+    packed, kept = Model(), Model()
+    utils.dispatch_cpu_unquantized_gemm(packed.head, remove_weight=True)
     with pytest.raises(RuntimeError, match=r"head.weight is empty.*cpu.keep_weights\(\)"):
         serve(tmp_path, packed)
+    keep_weights()
+    utils.dispatch_cpu_unquantized_gemm(kept.head, remove_weight=True)
+    kept.head.input_size, kept.head.params_dtype = 4, torch.float32
+    worker, _ = serve(tmp_path, kept)
+    sync(worker, 3.0)
+    worker.execute_model()
+    assert kept.head.weight.eq(3).all()
 
 
 def test_a_report_that_cannot_be_written_is_told_once(tmp_path, caplog):

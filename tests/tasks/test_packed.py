@@ -468,4 +468,4 @@ def test_the_tool_for_own_tasks(tmp_path, file, bpe):
     assert done.stdout.startswith("12 prompts of ") and "leaves out " in done.stdout
     done = run_tool("pack_task", "--rows", tmp_path / "none.jsonl", *target)
     assert done.returncode == 1 and done.stderr.startswith("pack_task: ")
-    assert "No such file" in done.stderr and "Traceback" not in done.stderr
+    assert "no such file" in done.stderr and "Traceback" not in done.stderr
