@@ -128,8 +128,7 @@ def test_replay_ends_the_flips(replayed):
         k3[name] = (log_ratio.exp() - 1 - log_ratio).mean().item()
         worst[name] = log_ratio.abs().max().item()
     print(f"\nk3 {k3}, largest difference {worst}, of {len(replayed.rollout)} tokens")
-    # what is left is bfloat16's: with tensor parallelism, which sums partial products, 3 of 4 parts
-    assert k3["replayed"] < k3["native"] / 1.2 and worst["replayed"] < worst["native"]
+    assert k3["replayed"] < k3["native"] / 1.5 and worst["replayed"] < worst["native"]
     assert min(k3["shifted"], k3["swapped"]) > 20 * k3["native"]
 
 
