@@ -186,8 +186,8 @@ ROLLOUT = [
         "tensor_parallel_sizes_divide",
         "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:651",
         lambda plan: (
-            max(plan.layout.tp, plan.layout.infer_tp) % min(plan.layout.tp, plan.layout.infer_tp)
-            > 0
+            plan.layout.tp % plan.layout.infer_tp > 0
+            and plan.layout.infer_tp % plan.layout.tp > 0
             and f"TP {plan.layout.tp} and infer TP {plan.layout.infer_tp}: neither is a multiple of "
             "the other"
         ),

@@ -18,7 +18,7 @@ from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.parts import ADAMW, BF16, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.sizes import model_parameters, training_weights
+from mindspeed_qerl.layout.sizes import Weights, model_parameters, training_weights
 from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import read_rows
@@ -115,9 +115,7 @@ def vocabulary(case: Case) -> Check | None:
 # ---- room ----
 
 
-def rank_files(
-    plan: Plan, weights: Callable[..., tuple[int, int]] = training_weights
-) -> dict[str, int]:
+def rank_files(plan: Plan, weights: Callable[..., Weights] = training_weights) -> dict[str, int]:
     """Bytes of the weights, 16 bits each, in each rank's file of a checkpoint, by its folder;
     `weights` counts those of one rank of a plan's stage.
     """
