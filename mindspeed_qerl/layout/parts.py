@@ -85,7 +85,7 @@ def adapter_weights(plan: Plan, settings: MemorySettings, stage: int) -> Weights
         if linear.target not in settings.lora_targets:
             continue
         if linear.split == "expert":
-            copies = linear.copies // (layout.tp * layout.ep)
+            copies = linear.copies // layout.expert_ranks
             experts += copies * (linear.inputs + linear.outputs)
         elif linear.split == "column":
             dense += linear.inputs + linear.outputs // layout.tp
@@ -154,11 +154,11 @@ def communicators(plan: Plan) -> list[str]:
         "TP": layout.tp,
         "PP": layout.pp,
         "DP": layout.dp,
-        "EP": layout.tp * layout.ep * moe,
+        "EP": layout.expert_ranks * moe,
         "expert DP": layout.expert_dp * moe,
         "vLLM TP": layout.infer_tp,
-        "vLLM EP": layout.infer_tp * layout.infer_ep * moe,
-        "vLLM MC2": layout.infer_tp * layout.infer_ep * moe,
+        "vLLM EP": layout.infer_expert_ranks * moe,
+        "vLLM MC2": layout.infer_expert_ranks * moe,
     }
     return [name for name, size in sizes.items() if size > 1]
 
@@ -204,12 +204,11 @@ def _sequence_share(plan: Plan) -> int:
 
 def update(plan: Plan, settings: MemorySettings, stage: int) -> Parts:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
-    layout = plan.layout
     batch = plan.batch
     layers = plan.layers[stage]
     hidden = plan.shape.hidden_size
     tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length)
-    in_flight = min(layout.pp - stage, plan.micro_batches)
+    in_flight = min(plan.layout.pp - stage, plan.micro_batches)
     recomputed = min(settings.recompute_layers, layers)
     parts = []
     if recomputed:
