@@ -15,7 +15,7 @@ from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import Rows, read_jsonl
-from mindspeed_qerl.tasks.evaluation import settings_of
+from mindspeed_qerl.tasks.evaluation import evaluation_settings
 
 BOOKKEEPING = (  # beginnings of the keys that change no number of a run
     "run.",
@@ -168,7 +168,7 @@ def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
     tools/evaluate.py has it.
     """
     recipe, _ = read(run.config())
-    return json.loads(json.dumps(settings_of(recipe), default=asdict))
+    return json.loads(json.dumps(evaluation_settings(recipe), default=asdict))
 
 
 def _faults(

@@ -10,16 +10,13 @@ One folder for each evaluation, in a run RUN/evaluations/<name>/:
 """
 
 import importlib.util
-import json
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.common.errors import ConfigError
@@ -28,18 +25,17 @@ from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.recipe.fields import Size, part
+from mindspeed_qerl.recipe.fields import Count, Positive, Size, part
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.tasks.evaluation import evaluate_answers, settings_of
+from mindspeed_qerl.runs.metrics import append_rows
+from mindspeed_qerl.tasks.evaluation import evaluate_answers, evaluation_settings
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import try_rewards
 
 from .batch import decoded, sampling_of
 from .limits import beyond_kernels
-
-Count = Annotated[int, Field(ge=0)]
 
 
 @part()
@@ -57,7 +53,7 @@ class EvaluationJob:
     verifier: str = "gsm8k"
     problems: Size | None = None
     samples: Count = 4
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Positive = 1.0
     max_tokens: Size = 1024
     max_prompt_length: Size = 512
     max_num_seqs: Size = 256
@@ -107,7 +103,7 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
             "--data or --verifier to evaluate with others\n" + "\n".join(changed)
         )
     values = dict(
-        settings_of(recipe),
+        evaluation_settings(recipe),
         temperature=recipe.evaluation.temperature or 1.0,
         model=recipe.model.path,
         data=recipe.task.test_file,
@@ -173,8 +169,7 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     with new_directory(output) as making:
         for name, rows in written.items():
             file = "answers.jsonl" if name == [*written][-1] else f"{name}.jsonl"
-            lines = [json.dumps({"step": step, **row}, allow_nan=False) for row in rows]
-            (making / file).write_text("\n".join([*lines, ""]), encoding="utf-8")
+            append_rows(making / file, step, rows)
         (making / "summary.json").write_text(json_text(summary), encoding="utf-8")
     return summary
 

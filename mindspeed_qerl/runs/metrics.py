@@ -137,7 +137,7 @@ class MetricsWriter(ExitStack):
         0-d arrays and tensors.
         """
         row = _as_numbers(metrics)
-        _append(self._run.metrics_file, step, [row])
+        append_rows(self._run.metrics_file, step, [row])
         self._run.reached(step)
         self._log_scalars(step, row)
 
@@ -146,13 +146,13 @@ class MetricsWriter(ExitStack):
         dict per problem.
         """
         row = _as_numbers(result)
-        _append(self._run.eval_answers_file, step, answers)
-        _append(self._run.eval_file, step, [row])
+        append_rows(self._run.eval_answers_file, step, answers)
+        append_rows(self._run.eval_file, step, [row])
         self._log_scalars(step, {f"eval/{name}": value for name, value in row.items()})
 
     def log_rollouts(self, step: int, rollouts: Iterable[Record]) -> None:
         """Write sampled responses of training step `step`, each a dict of JSON values."""
-        _append(self._run.rollouts_file, step, rollouts)
+        append_rows(self._run.rollouts_file, step, rollouts)
 
     def _log_scalars(self, step: int, row: dict[str, float]) -> None:
         if self._has_tensorboard:
@@ -180,7 +180,8 @@ def _as_numbers(values: Record) -> dict[str, float]:
     return {name: value if type(value) is int else float(value) for name, value in values.items()}
 
 
-def _append(file: Path, step: int, rows: Iterable[Record]) -> None:
+def append_rows(file: Path, step: int, rows: Iterable[Record]) -> None:
+    """Write rows of a step behind those that a file of JSON lines has."""
     with open(file, "a", encoding="utf-8") as lines:
         lines.writelines(_line({"step": step, **row}) for row in rows)
 
@@ -202,7 +203,7 @@ def _discard_after(file: Path, step: int) -> None:
     if later:
         aside = file.parent / "discarded" / file.name
         aside.parent.mkdir(exist_ok=True)
-        _append(aside, step, later)  # each with its own step
+        append_rows(aside, step, later)  # each with its own step
     write_whole(file, "".join(_line(row) for row in rows if row["step"] <= step))
 
 

@@ -20,7 +20,7 @@ from .rows import Rows
 Z_95 = 1.959964  # of the standard normal, two-sided
 
 
-def settings_of(recipe: Recipe) -> dict[str, Any]:
+def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
     """Returns how a run evaluates, by the names that summary.json of tools/evaluate.py has."""
     evaluation = recipe.evaluation
     quantization = recipe.quantization
