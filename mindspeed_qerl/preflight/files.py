@@ -104,11 +104,10 @@ def vocabulary(case: Case) -> Check | None:
     if case.recipe.npu.padded_vocab_size is not None or case.plan is None:
         return None
     name = case.recipe.model.arguments.get("model")
-    rows = case.plan.vllm_rows
     return failed(
         "padded_vocab_size is left out: Megatron would take the tokenizer's own number of tokens, "
-        f"and vLLM's embedding has {rows:,} rows",
-        f"++model.{name}.padded_vocab_size={rows}    # an override of the config",
+        f"and vLLM's embedding has {case.plan.vllm_rows:,} rows",
+        f"++model.{name}.padded_vocab_size={case.plan.vllm_rows}    # an override of the config",
     )
 
 
@@ -377,10 +376,8 @@ MODEL = [
     Question(
         "tokenizer",
         tokenizer,
-        (
-            "Download the model's whole directory (git lfs pull)\n"
-            "Take an instruct or chat model, or add its chat_template.jinja"
-        ),
+        "Download the model's whole directory (git lfs pull)\n"
+        "Take an instruct or chat model, or add its chat_template.jinja",
     ),
     Question("weights", weights, "Download the model's whole directory (git lfs pull)", "plan"),
 ]

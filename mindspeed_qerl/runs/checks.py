@@ -16,7 +16,7 @@ from mindspeed_qerl.recipe.types import Algorithm, Recipe
 from .metrics import MetricsRow
 
 Movement = Mapping[str, Mapping[str, float]]  # by LoRA target (lora/proof.py)
-Complaint = str | None  # a sentence for what cannot be
+Complaint = str | None  # a sentence for what cannot be; None: nothing
 NoiseSeen = tuple[float, float]  # standard deviation in one step, expected and measured
 
 # k3 between two correct implementations, noise off, nats per token (measured:
