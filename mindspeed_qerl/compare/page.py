@@ -13,13 +13,7 @@ from matplotlib.axes import Axes
 from mindspeed_qerl.common.markdown import markdown_table
 from mindspeed_qerl.runs.plots import COLORS, STYLE, stack
 
-from .comparison import (
-    EVALUATED_OTHERWISE,
-    SIGNIFICANCE,
-    BySteps,
-    Comparison,
-    Verdict,
-)
+from .comparison import EVALUATED_OTHERWISE, SIGNIFICANCE, BySteps, Comparison, Verdict
 from .statistics import LEAST_SEEDS, Estimate
 
 LONGEST_NAME = 20  # characters of a group's name in a table of 80 columns

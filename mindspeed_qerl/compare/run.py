@@ -15,6 +15,7 @@ from mindspeed_qerl.runs.checks import noise_of, noise_share_fault
 from mindspeed_qerl.runs.description import dotted
 from mindspeed_qerl.runs.directory import RunDirectory
 from mindspeed_qerl.runs.metrics import Rows, read_jsonl
+from mindspeed_qerl.tasks.evaluation import evaluation_settings
 
 BOOKKEEPING = (  # beginnings of the keys that change no number of a run
     "run.",
@@ -163,25 +164,11 @@ def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dic
 
 
 def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
-    """Returns how a run evaluates while it trains, by its config; names and values are those of the
-    summary.json that tools/evaluate.py writes.
+    """Returns how a run evaluates while it trains, by its config, as the summary.json of
+    tools/evaluate.py has it.
     """
     recipe, _ = read(run.config())
-    evaluation = recipe.evaluation
-    quantization = None
-    if recipe.quantization.enabled and recipe.quantization.evaluation:
-        quantization = asdict(recipe.quantization)
-    settings = {
-        "verifier": recipe.task.verifier_function[0],
-        "samples": evaluation.samples_per_problem if evaluation.temperature else 0,
-        "temperature": evaluation.temperature,
-        "max_tokens": recipe.sampling.max_tokens,
-        "dtype": recipe.model.dtype,
-        "prompt": recipe.task.prompt,
-        "hardware_error": recipe.hardware_error.arguments("evaluation"),
-        "quantization": quantization,
-    }
-    return json.loads(json.dumps(settings))
+    return json.loads(json.dumps(evaluation_settings(recipe), default=asdict))
 
 
 def _faults(

@@ -13,13 +13,12 @@ which leaves RL something to choose from. Nothing is downloaded.
     OUT/recipe.json                                 the recipe
 """
 
-import json
 import random
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mindspeed_qerl.common.files import new_directory
+from mindspeed_qerl.common.files import json_text, new_directory
 from mindspeed_qerl.tasks.rows import plain_prompt
 
 from . import step_problems, word_problems
@@ -198,7 +197,7 @@ def _make(directory: Path, recipe: ModelRecipe) -> dict:
     tokenizer.save_pretrained(directory)
 
     report = {"recipe": asdict(recipe), "parameters": model.num_parameters()}
-    (directory / "recipe.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (directory / "recipe.json").write_text(json_text(report), encoding="utf-8")
     return report
 
 

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 from pydantic.dataclasses import dataclass as values_or_dict
 
 from mindspeed_qerl.common.errors import ConfigError
 
-from .config import is_old, resolve, unread_by_4
-from .sizes import Count, Number, Size, checked, head_dim_of, sizes
+from .config import ConfigJson, is_old, resolve, unread_by_4
+from .sizes import Count, Number, Size, checked, head_dim_of
 
 if TYPE_CHECKING:
     from mindspeed_qerl.routing.routes import Routers
 
+Arguments = dict[str, Any]  # of a library, by its own names
 # config.json key -> the values that every family here has; another one is a model with other layers
 # or other tensors
 ALIKE = {
@@ -37,7 +38,7 @@ STATED_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # (utils/utils.py:parse_args_from_config), for which those of Megatron-LM's
 # megatron/training/arguments.py and MindSpeed-LLM's count. All sources agree
 # (tests/upstream/test_megatron_defaults.py). None for the others.
-MEGATRON_DEFAULTS: dict[str, Any] = yaml.safe_load(
+MEGATRON_DEFAULTS: Arguments = yaml.safe_load(
     Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8")
 )
 
@@ -73,7 +74,7 @@ class Llama3Rope:
     original_max_position_embeddings: Number  # Megatron reads it as a float
 
 
-@sizes
+@values_or_dict(frozen=True, config=ConfigDict(strict=True))
 class ModelShape:
     """A model's sizes, by the keys of a Hugging Face config.json. `intermediate_size` is the width
     of a dense MLP, 0 if every layer has experts; the expert fields are 0 in a dense model.
@@ -115,7 +116,7 @@ class ModelShape:
         return self.num_experts > 0
 
     @property
-    def rope(self) -> dict[str, Any]:
+    def rope(self) -> Arguments:
         """Returns the rotary positions as config.json's rope_parameters have them."""
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_scaling:
@@ -203,7 +204,7 @@ class Family:
     own_head_dim: bool = False
     megatron: Mapping[str, Any] = field(default_factory=dict)
 
-    def shape(self, config: Mapping[str, Any], name: str) -> ModelShape:
+    def shape(self, config: ConfigJson, name: str) -> ModelShape:
         """The shape in a config.json of this family, as transformers reads it.
 
         Raises:
@@ -232,7 +233,7 @@ class Family:
         given["rope_scaling"] = rope if rope.get("rope_type") == "llama3" else None
         if self.experts:
             given["intermediate_size"] = 0
-        shape = checked(ModelShape, given, " in config.json")
+        shape = checked(ModelShape, given)
         faults = unread_by_4(config) if is_old(values["transformers_version"]) else []
         alike = dict(ALIKE)
         if not self.shared_expert:
@@ -262,9 +263,9 @@ class Family:
             keys.add("shared_expert_intermediate_size")
         return keys
 
-    def _layers(self, shape: ModelShape) -> dict[str, Any]:
+    def _layers(self, shape: ModelShape) -> Arguments:
         """Returns what Megatron's arguments and its TransformerConfig call by the same name."""
-        layers: dict[str, Any] = dict(
+        layers: Arguments = dict(
             num_layers=shape.num_hidden_layers,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,
@@ -281,7 +282,7 @@ class Family:
             layers["moe_ffn_hidden_size"] = shape.moe_intermediate_size
         return layers
 
-    def megatron_arguments(self, shape: ModelShape) -> dict[str, Any]:
+    def megatron_arguments(self, shape: ModelShape) -> Arguments:
         """Every argument that Megatron must be told of the model, in MindSpeed-RL's form: it builds
         another model with a default of its own.
         """
@@ -314,7 +315,7 @@ class Family:
             **self.megatron,
         )
 
-    def transformer_config(self, shape: ModelShape) -> dict[str, Any]:
+    def transformer_config(self, shape: ModelShape) -> Arguments:
         """The fields of megatron-core's TransformerConfig that describe the model."""
         from torch.nn.functional import silu
 
@@ -335,7 +336,7 @@ class Family:
             )
         return config
 
-    def hf_config(self, shape: ModelShape) -> dict[str, Any]:
+    def hf_config(self, shape: ModelShape) -> Arguments:
         """The sizes as config.json has them, but for ModelShape.rope, which transformers 5 keeps
         elsewhere than 4.
         """

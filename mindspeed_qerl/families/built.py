@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import Family
-from .config import resolve
+from .config import ConfigJson, resolve
 
 OWN_CODE = {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
 # rotary positions: key -> the values that say what is built. Below 4.43 transformers wrote "type".
@@ -16,7 +16,7 @@ POSITIONS = {
 }
 
 
-def not_built(config: Mapping[str, Any], family: Family) -> list[str]:
+def not_built(config: ConfigJson, family: Family) -> list[str]:
     """Returns what a config.json asks for that neither engine computes: another activation, biases,
     a window of attention, other rotary positions, another output than a language model's, code of
     its own.

@@ -14,6 +14,7 @@ from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError
 
+ConfigJson = Mapping[str, Any]  # its content, by key
 ANSWER = "mindspeed_qerl config.json "  # before it, libraries may print
 # without torch: two seconds instead of eight, and no torch_npu that waits for a driver
 ASK = (
@@ -24,7 +25,7 @@ PATIENCE = 120  # seconds
 DTYPE = re.compile(r"b?float\d+(_\w+)?|u?int\d+|half|float|double|auto")
 
 
-def resolve(config: Mapping[str, Any]) -> dict[str, Any]:
+def resolve(config: ConfigJson) -> dict[str, Any]:
     """All keys of a config.json, with those that it leaves out or writes in another way, as the
     installed transformers has them; `rope` is what it makes of rope_theta, rope_scaling and
     rope_parameters.
@@ -89,7 +90,7 @@ def is_old(version: str) -> bool:
     return int(version.partition(".")[0]) < 5
 
 
-def unread_by_4(config: Mapping[str, Any]) -> list[str]:
+def unread_by_4(config: ConfigJson) -> list[str]:
     """Returns what transformers 4, and vLLM with it, does not find in a config.json that
     transformers 5 wrote: it would take a default instead.
 

@@ -11,11 +11,11 @@ from mindspeed_qerl.common.errors import ConfigError, Fault
 from . import family_of, shape_of
 from .base import MEGATRON_DEFAULTS, Family
 from .built import not_built
-from .config import unread_by_4
+from .config import ConfigJson, unread_by_4
 
 
 def compare_with_model(
-    arguments: Mapping[str, Any], hf_config: Mapping[str, Any], source: str = "config.json"
+    arguments: Mapping[str, Any], hf_config: ConfigJson, source: str = "config.json"
 ) -> list[Fault]:
     """Faults where the model that Megatron is told of is not the one that vLLM loads: `key` is
     Megatron's argument in the named model, or `source`. No value of either raises.
@@ -60,7 +60,7 @@ def compare_with_model(
     return faults
 
 
-def not_on_npus(hf_config: Mapping[str, Any], family: Family) -> list[str]:
+def not_on_npus(hf_config: ConfigJson, family: Family) -> list[str]:
     """Why the NPU engine does not run a model, whatever its config says; empty: it does."""
     faults = [f"{fault}, by Megatron as by vLLM" for fault in not_built(hf_config, family)]
     return faults + unread_by_4(hf_config)  # NPUs have vLLM 0.11 with transformers 4

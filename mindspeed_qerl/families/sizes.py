@@ -1,10 +1,9 @@
 """The numbers of a model: what each may be, and one sentence for each that is not."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
+from pydantic import Field, ValidationError
 
 from mindspeed_qerl.common.errors import ConfigError
 
@@ -15,17 +14,11 @@ Number = Annotated[float, Field(gt=0, lt=1e30, strict=True)]
 Sizes = TypeVar("Sizes")
 
 
-@dataclass_transform(frozen_default=True)
-def sizes(cls: type) -> type:
-    return dataclass(cls, frozen=True, config=ConfigDict(strict=True))
-
-
-def checked(kind: type[Sizes], values: Mapping[str, Any], place: str) -> Sizes:
-    """A `kind`, a class made by `sizes`, of those of `values` that it has.
+def checked(kind: type[Sizes], values: Mapping[str, Any]) -> Sizes:
+    """A `kind`, a dataclass of pydantic's, of those values of a config.json that it has.
 
     Raises:
-        ConfigError: a fault for each value that is missing or impossible; `place` are words behind
-            it, such as " in config.json".
+        ConfigError: a fault for each value that is missing or impossible.
     """
     try:
         return kind(**values)
@@ -34,9 +27,9 @@ def checked(kind: type[Sizes], values: Mapping[str, Any], place: str) -> Sizes:
         for wrong in error.errors():
             message = wrong["msg"].removeprefix("Value error, ")
             if wrong["type"] == "missing":
-                message = f"{wrong['loc'][-1]} is missing{place}"
+                message = f"{wrong['loc'][-1]} is missing in config.json"
             elif wrong["loc"]:
-                message = f"{wrong['loc'][-1]} = {wrong['input']!r}{place}: {message}"
+                message = f"{wrong['loc'][-1]} = {wrong['input']!r} in config.json: {message}"
             faults.append(message)
         raise ConfigError(*faults) from error
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from . import ModelShape, family_of
 
+HfTensors = list[Tensor]  # of one Megatron parameter
+
 
 @dataclass(frozen=True)
 class Split:
@@ -51,12 +53,12 @@ class ParameterMapping:
 
     megatron: str
     hf: tuple[str, ...]
-    merge: Callable[[list[Tensor]], Tensor] = lambda parts: parts[0]
-    split: Callable[[Tensor], list[Tensor]] = lambda weight: [weight]
+    merge: Callable[[HfTensors], Tensor] = lambda parts: parts[0]
+    split: Callable[[Tensor], HfTensors] = lambda weight: [weight]
     shared: Split | None = None  # None: every rank has it whole
 
 
-def merge_qkv(parts: list[Tensor], groups: int) -> Tensor:
+def merge_qkv(parts: HfTensors, groups: int) -> Tensor:
     """q [heads*d, ...], k [groups*d, ...], v [groups*d, ...] -> [(heads + 2*groups)*d, ...],
     interleaved by KV group.
     """
@@ -64,7 +66,7 @@ def merge_qkv(parts: list[Tensor], groups: int) -> Tensor:
     return torch.cat(by_group, dim=1).flatten(0, 1)
 
 
-def split_qkv(weight: Tensor, groups: int, head_dim: int) -> list[Tensor]:
+def split_qkv(weight: Tensor, groups: int, head_dim: int) -> HfTensors:
     """The inverse of `merge_qkv`: [q, k, v]."""
     by_group = weight.unflatten(0, (groups, -1))
     queries = by_group.shape[1] - 2 * head_dim

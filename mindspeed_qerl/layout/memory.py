@@ -28,7 +28,7 @@ class Memory:
     settings: MemorySettings
     stage: int  # the pipeline stage whose ranks are fullest outside the rollout
     kv_stage: int  # the pipeline stage whose ranks have the least KV cache
-    moments: dict[str, list[Part]]
+    moments: dict[str, parts.Parts]
     kv_cache: int
     kv_token: int  # one token's keys and values
     kv_missing: int  # what vLLM lacks for one answer of full length

@@ -6,7 +6,7 @@ Weights and activations are bfloat16; gradients, optimizer state and logits floa
 from dataclasses import dataclass
 
 from .plan import Plan
-from .sizes import capture_sizes, linear_weights, training_weights
+from .sizes import Weights, capture_sizes, linear_weights, training_weights
 
 GB = 10**9
 BF16 = 2
@@ -51,7 +51,10 @@ class Part:
     how: str
 
 
-def size_of(parts: list[Part]) -> int:
+Parts = list[Part]  # of a sum
+
+
+def size_of(parts: Parts) -> int:
     """Bytes of all."""
     return sum(part.bytes for part in parts)
 
@@ -59,7 +62,7 @@ def size_of(parts: list[Part]) -> int:
 # ---- weights and what trains them ----
 
 
-def weights(what: str, counts: tuple[int, int]) -> list[Part]:
+def weights(what: str, counts: Weights) -> Parts:
     """Weights in bfloat16: all but the experts, and the experts."""
     return [
         Part(f"{what}, {name}", count * BF16, f"{count / GB:.2f} x 10^9 parameters x 2")
@@ -68,7 +71,7 @@ def weights(what: str, counts: tuple[int, int]) -> list[Part]:
     ]
 
 
-def adapter_weights(plan: Plan, settings: MemorySettings, stage: int) -> tuple[int, int]:
+def adapter_weights(plan: Plan, settings: MemorySettings, stage: int) -> Weights:
     """LoRA parameters on one training rank: all but experts, experts.
 
     PEFT's A is whole beside a column-parallel B, B is whole beside a row-parallel A (peft
@@ -82,7 +85,7 @@ def adapter_weights(plan: Plan, settings: MemorySettings, stage: int) -> tuple[i
         if linear.target not in settings.lora_targets:
             continue
         if linear.split == "expert":
-            copies = linear.copies // (layout.tp * layout.ep)
+            copies = linear.copies // layout.expert_ranks
             experts += copies * (linear.inputs + linear.outputs)
         elif linear.split == "column":
             dense += linear.inputs + linear.outputs // layout.tp
@@ -99,7 +102,7 @@ def adapted_weights(plan: Plan, settings: MemorySettings, stage: int) -> int:
     return sum(linear_weights(linears, plan.layout.tp, plan.layout.ep)) * plan.layers[stage]
 
 
-def merged(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
+def merged(plan: Plan, settings: MemorySettings, stage: int) -> Parts:
     """Returns what adapted layers multiply with in training, from the first pass of an iteration to
     its update (ascend/lora.py): a second copy of their weights.
     """
@@ -111,7 +114,7 @@ def merged(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     ]
 
 
-def trained(plan: Plan, settings: MemorySettings, stage: int) -> tuple[list[Part], Part, Part]:
+def trained(plan: Plan, settings: MemorySettings, stage: int) -> tuple[Parts, Part, Part]:
     """Returns what training adds to the base weights: adapters, gradients, optimizer. Without LoRA
     the weights themselves are trained.
     """
@@ -151,16 +154,16 @@ def communicators(plan: Plan) -> list[str]:
         "TP": layout.tp,
         "PP": layout.pp,
         "DP": layout.dp,
-        "EP": layout.tp * layout.ep * moe,
+        "EP": layout.expert_ranks * moe,
         "expert DP": layout.expert_dp * moe,
         "vLLM TP": layout.infer_tp,
-        "vLLM EP": layout.infer_tp * layout.infer_ep * moe,
-        "vLLM MC2": layout.infer_tp * layout.infer_ep * moe,
+        "vLLM EP": layout.infer_expert_ranks * moe,
+        "vLLM MC2": layout.infer_expert_ranks * moe,
     }
     return [name for name, size in sizes.items() if size > 1]
 
 
-def runtime(plan: Plan, settings: MemorySettings) -> list[Part]:
+def runtime(plan: Plan, settings: MemorySettings) -> Parts:
     groups = communicators(plan)
     each = settings.hccl_buffer_mib
     how = f"2 x {each} MiB for each of {len(groups)} groups: {', '.join(groups)}"
@@ -199,14 +202,13 @@ def _sequence_share(plan: Plan) -> int:
     return plan.layout.tp if plan.layout.sequence_parallel else 1
 
 
-def update(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
+def update(plan: Plan, settings: MemorySettings, stage: int) -> Parts:
     """Activations of forward and backward passes, with those kept for micro-batches in flight."""
-    layout = plan.layout
     batch = plan.batch
     layers = plan.layers[stage]
     hidden = plan.shape.hidden_size
     tokens = min(batch.update_tokens, plan.mini_share * batch.seq_length)
-    in_flight = min(layout.pp - stage, plan.micro_batches)
+    in_flight = min(plan.layout.pp - stage, plan.micro_batches)
     recomputed = min(settings.recompute_layers, layers)
     parts = []
     if recomputed:
@@ -222,7 +224,7 @@ def update(plan: Plan, settings: MemorySettings, stage: int) -> list[Part]:
     return parts + _logits(plan, stage, tokens, LOGITS_UPDATE, "update")
 
 
-def forward(plan: Plan, stage: int) -> list[Part]:
+def forward(plan: Plan, stage: int) -> Parts:
     """Activations of the passes for log-probs."""
     tokens = min(plan.batch.forward_tokens, plan.share * plan.batch.seq_length)
     layer = layer_activations(plan, tokens, EXPERT_LOAD)
@@ -232,7 +234,7 @@ def forward(plan: Plan, stage: int) -> list[Part]:
     ]
 
 
-def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> list[Part]:
+def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> Parts:
     if stage < plan.layout.pp - 1:
         return []
     rows = plan.rows // plan.layout.tp
@@ -243,7 +245,7 @@ def _logits(plan: Plan, stage: int, tokens: int, copies: int, moment: str) -> li
 # ---- from training to vLLM ----
 
 
-def sync(plan: Plan, stage: int) -> list[Part]:
+def sync(plan: Plan, stage: int) -> Parts:
     """The fuller of the container's two passes (vllm_weight_container.py): tensor after tensor into
     vLLM's buffers, joined and cut where infer TP is not TP (:461-464); then the experts of one
     pipeline stage after the other, in a buffer that is N times a vLLM rank's share, which is a
@@ -253,7 +255,7 @@ def sync(plan: Plan, stage: int) -> list[Part]:
     return max(*_dense_sync(plan, stage), *_experts_sync(plan, stage), key=size_of)
 
 
-def _dense_sync(plan: Plan, stage: int) -> list[list[Part]]:
+def _dense_sync(plan: Plan, stage: int) -> list[Parts]:
     layout = plan.layout
     shape = plan.shape
     first = stage == 0
@@ -291,7 +293,7 @@ def _joined(plan: Plan, numbers: int) -> tuple[int, int]:
     return (layout.tp > 1) * numbers * BF16 + kept, kept
 
 
-def _experts_sync(plan: Plan, stage: int) -> list[list[Part]]:
+def _experts_sync(plan: Plan, stage: int) -> list[Parts]:
     """With pipeline stages the buffer of the one before is still there: variables hold views of it
     (:535-537).
     """

@@ -18,15 +18,7 @@ from .parts import GB, MemorySettings
 from .plan import Plan
 from .rules import TRAINING, broken
 from .sizes import GRAPHS_TP, LARGEST
-from .time import (
-    DEFAULT,
-    Terms,
-    groups,
-    idle_share,
-    iteration,
-    layer_collectives,
-    total,
-)
+from .time import DEFAULT, Terms, groups, idle_share, iteration, layer_collectives, total
 
 # as this project's configs have it: rows of whole answers, of 4,096 tokens
 PACKED = Batch(

@@ -9,6 +9,7 @@ from typing import Literal
 from .plan import Plan
 
 Broken = str | Literal[False] | None  # one sentence with the numbers; else nothing is broken
+PlanCheck = Callable[[Plan], Broken]
 # How sentences write the sizes of a plan.
 LABELS = {
     "layout.tp": "TP {}",
@@ -36,7 +37,7 @@ class Rule:
 
     name: str
     source: str
-    check: Callable[[Plan], Broken]
+    check: PlanCheck
 
 
 def indivisible(what: str, number: int, by: str, size: int) -> Broken:
@@ -48,7 +49,7 @@ def indivisible(what: str, number: int, by: str, size: int) -> Broken:
     return number % size > 0 and f"{number:,} {what} cannot be divided by {by}"
 
 
-def multiple(what: str, number: str, *sizes: str) -> Callable[[Plan], Broken]:
+def multiple(what: str, number: str, *sizes: str) -> PlanCheck:
     """The check that a number of the plan is a multiple of the product of its sizes; `what` is
     counted.
     """
@@ -63,7 +64,7 @@ def multiple(what: str, number: str, *sizes: str) -> Callable[[Plan], Broken]:
     return check
 
 
-def width_by(size: str) -> Callable[[Plan], Broken]:
+def width_by(size: str) -> PlanCheck:
     """The check that the width of a dense MLP, or of a shared expert, is a multiple of a TP size."""
     dense = multiple("columns of the MLP", "shape.intermediate_size", size)
     shared = "shape.shared_expert_intermediate_size"

@@ -137,7 +137,7 @@ TRAINING = [
         lambda plan: (
             plan.shape.moe
             and not plan.lora
-            and plan.layout.tp * plan.layout.ep == 1
+            and plan.layout.expert_ranks == 1
             and "TP 1 x EP 1 without LoRA: MindSpeed's TP-to-EP dispatcher needs at least 2 ranks"
         ),
     ),
@@ -149,8 +149,8 @@ TRAINING = [
 def infer_groups_hold_whole_training_groups(plan: Plan) -> Broken:
     """The sync cuts the experts of a training rank into shares, and never joins those of two."""
     layout = plan.layout
-    training = layout.tp * layout.ep
-    infer = layout.infer_tp * layout.infer_ep
+    training = layout.expert_ranks
+    infer = layout.infer_expert_ranks
     return (
         plan.shape.moe
         and infer % training > 0
@@ -186,8 +186,8 @@ ROLLOUT = [
         "tensor_parallel_sizes_divide",
         "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:651",
         lambda plan: (
-            max(plan.layout.tp, plan.layout.infer_tp) % min(plan.layout.tp, plan.layout.infer_tp)
-            > 0
+            plan.layout.tp % plan.layout.infer_tp > 0
+            and plan.layout.infer_tp % plan.layout.tp > 0
             and f"TP {plan.layout.tp} and infer TP {plan.layout.infer_tp}: neither is a multiple of "
             "the other"
         ),
@@ -227,7 +227,7 @@ ROLLOUT = [
         "MindSpeed-RL mindspeed_rl/workers/resharding/vllm_weight_container.py:569",
         lambda plan: (
             plan.shape.moe
-            and plan.layout.infer_tp * plan.layout.infer_ep == 1
+            and plan.layout.infer_expert_ranks == 1
             and "infer TP 1 x EP 1 with a mixture of experts: the first weight sync fails; at least 2 "
             "ranks must share vLLM's experts"
         ),

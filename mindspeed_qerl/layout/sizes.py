@@ -25,10 +25,12 @@ SHARED_INPUTS = (
     "shared_expert_intermediate_size",
 )
 
-# ---- parameters: pairs, all but the experts, and the experts ----
+# ---- parameters ----
+
+Weights = tuple[int, int]  # how many: all but the experts, and the experts
 
 
-def linear_weights(linears: Iterable[Linear], tp: int, ep: int) -> tuple[int, int]:
+def linear_weights(linears: Iterable[Linear], tp: int, ep: int) -> Weights:
     """Counts the weights of linear layers on one rank; TP x EP ranks share the experts."""
     dense = 0
     experts = 0
@@ -41,7 +43,7 @@ def linear_weights(linears: Iterable[Linear], tp: int, ep: int) -> tuple[int, in
     return dense, experts
 
 
-def training_weights(plan: Plan, stage: int) -> tuple[int, int]:
+def training_weights(plan: Plan, stage: int) -> Weights:
     """Counts those of one training rank in pipeline stage `stage` (0 .. PP-1)."""
     layout = plan.layout
     first = stage == 0
@@ -49,7 +51,7 @@ def training_weights(plan: Plan, stage: int) -> tuple[int, int]:
     return _shard(plan.shape, plan.rows, layout.tp, layout.ep, plan.layers[stage], first, last)
 
 
-def rollout_weights(plan: Plan) -> tuple[int, int]:
+def rollout_weights(plan: Plan) -> Weights:
     """Counts those of one vLLM rank."""
     layout = plan.layout
     layers = plan.shape.num_hidden_layers
@@ -69,7 +71,7 @@ def _shard(
     layers: int,
     first: bool = True,
     last: bool = True,
-) -> tuple[int, int]:
+) -> Weights:
     """Counts those of `layers` layers; the first bring the embedding, the last the output layer and
     a norm.
     """

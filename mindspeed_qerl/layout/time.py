@@ -168,8 +168,8 @@ def groups(plan: Plan) -> dict[str, dict[str, int]]:
     training = {"TP": layout.tp}
     rollout = {"infer TP": layout.infer_tp}
     if plan.shape.moe:
-        training["experts"] = layout.tp * layout.ep
-        rollout["vLLM's experts"] = layout.infer_tp * layout.infer_ep
+        training["experts"] = layout.expert_ranks
+        rollout["vLLM's experts"] = layout.infer_expert_ranks
     return {"training": training, "rollout": rollout}
 
 
@@ -184,8 +184,7 @@ class _Rank:
 
     def _network(self, sizes: Iterable[int]) -> float:
         """Bytes a second that groups of these sizes send."""
-        width = self.plan.layout.node_width
-        is_across = any(width % size for size in sizes)
+        is_across = any(self.plan.layout.node_width % size for size in sizes)
         return NETWORK_SHARE * (self.terms.between if is_across else NETWORK)
 
     def _seconds(

@@ -141,7 +141,6 @@ def config_text(memory: Memory, wanted: Wanted, terms: Terms) -> str:
     tokens = plan.share * (terms.prompt + terms.answer)
     recomputes = settings.recompute_layers >= layers
     by_plan = recomputes and not moe  # configs/model/ has it where there are experts
-    infer_size = layout.infer_tp * layout.infer_ep
     chunk = batch.max_num_batched_tokens
     values = dict(
         wanted=wanted,
@@ -163,7 +162,7 @@ def config_text(memory: Memory, wanted: Wanted, terms: Terms) -> str:
         kv_heads=shape.num_key_value_heads // layout.tp,
         layers=layers,
         ep=_if(moe, layout.ep),
-        experts=shape.num_experts // (layout.tp * layout.ep),
+        experts=shape.num_experts // layout.expert_ranks,
         rank_cpus=RANK_CPUS,
         other_cpus=OTHER_CPUS,
         cpus=layout.world * RANK_CPUS + OTHER_CPUS,
@@ -171,8 +170,8 @@ def config_text(memory: Memory, wanted: Wanted, terms: Terms) -> str:
         asked=dispatched(shape, settings.max_num_seqs),
         rows=-(-tokens // batch.update_max_packing_token_size),
         infer_ep=_if(moe, layout.infer_ep),
-        infer_experts=shape.num_experts // infer_size,
-        groups=layout.world // infer_size,
+        infer_experts=shape.num_experts // layout.infer_expert_ranks,
+        groups=layout.world // layout.infer_expert_ranks,
         eager=_if(settings.enforce_eager),
         kv_cache=memory.kv_cache / GB,
         evaluated=-(-EVALUATED // layout.infer_dp),

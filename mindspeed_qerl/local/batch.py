@@ -67,6 +67,22 @@ class Answer:
     scores: dict[str, float] = field(default_factory=dict)
 
 
+def decoded(tokenizer: Any, answers: Sequence[Answer]) -> list[str]:
+    """The texts of answers, without special tokens."""
+    tokens = [answer.token_ids for answer in answers]
+    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+
+def sampling_of(tokenizer: Any, max_tokens: int, temperature: float) -> dict[str, Any]:
+    """Keyword arguments of vLLM's SamplingParams."""
+    end = tokenizer.eos_token_id
+    return {
+        "max_tokens": max_tokens,
+        "stop_token_ids": [] if end is None else [end],
+        "temperature": temperature,
+    }
+
+
 @dataclass(frozen=True)
 class TrainBatch:
     """Sequences of prompt and completion. Position t of the [N, L-1] arrays speaks of token t + 1,

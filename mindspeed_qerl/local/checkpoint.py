@@ -25,6 +25,7 @@ from mindspeed_qerl.common.files import (
     checkpoint_iterations,
     describe_files,
     fault_of_files,
+    json_text,
     new_directory,
     write_whole,
 )
@@ -63,7 +64,7 @@ def save(
             _force(file)
         files = describe_files(making, making.iterdir())
         content = {"iteration": iteration, **state, "files": files}
-        write_whole(making / STATE, json.dumps(content, indent=2) + "\n")
+        write_whole(making / STATE, json_text(content))
         _force(making)
     _force(checkpoints)
     for old in checkpoint_iterations(checkpoints)[:-keep]:

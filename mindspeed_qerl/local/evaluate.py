@@ -10,16 +10,13 @@ One folder for each evaluation, in a run RUN/evaluations/<name>/:
 """
 
 import importlib.util
-import json
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.common.errors import ConfigError
@@ -28,17 +25,17 @@ from mindspeed_qerl.common.imports import own_code
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.fingerprint import model_files
-from mindspeed_qerl.recipe.fields import Size, part
+from mindspeed_qerl.recipe.fields import Count, Positive, Size, part
 from mindspeed_qerl.recipe.reader import read
 from mindspeed_qerl.recipe.types import Quantization
 from mindspeed_qerl.runs.directory import RunDirectory
-from mindspeed_qerl.tasks.evaluation import evaluate_answers
+from mindspeed_qerl.runs.metrics import append_rows
+from mindspeed_qerl.tasks.evaluation import evaluate_answers, evaluation_settings
 from mindspeed_qerl.tasks.prompts import Prompts, load_tokenizer
 from mindspeed_qerl.tasks.rewards import try_rewards
 
+from .batch import decoded, sampling_of
 from .limits import beyond_kernels
-
-Count = Annotated[int, Field(ge=0)]
 
 
 @part()
@@ -56,7 +53,7 @@ class EvaluationJob:
     verifier: str = "gsm8k"
     problems: Size | None = None
     samples: Count = 4
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Positive = 1.0
     max_tokens: Size = 1024
     max_prompt_length: Size = 512
     max_num_seqs: Size = 256
@@ -105,25 +102,17 @@ def of_run(path: str, **given: Any) -> EvaluationJob:
             f"{path} has seen other files than are there now. Put them back, or give --model, "
             "--data or --verifier to evaluate with others\n" + "\n".join(changed)
         )
-    settings = recipe.evaluation
-    quantization = recipe.quantization
-    values: dict = dict(
-        samples=settings.samples_per_problem if settings.temperature else 0,
-        temperature=settings.temperature or 1.0,
-        quantization=quantization if quantization.enabled and quantization.evaluation else None,
+    values = dict(
+        evaluation_settings(recipe),
+        temperature=recipe.evaluation.temperature or 1.0,
         model=recipe.model.path,
         data=recipe.task.test_file,
         run=str(path),
-        prompt=recipe.task.prompt,
         chat_template_kwargs=recipe.task.chat_template_kwargs,
-        verifier=recipe.task.verifier_function[0],
-        problems=settings.n_problems,
-        max_tokens=recipe.sampling.max_tokens,
+        problems=recipe.evaluation.n_problems,
         max_prompt_length=recipe.sampling.max_prompt_length,
         max_num_seqs=recipe.rollout.max_num_seqs,
-        dtype=recipe.model.dtype,
         seed=run.status()["seed"],
-        hardware_error=recipe.hardware_error.arguments("evaluation"),
     )
     if upstream:
         values["tensor_parallel_size"] = recipe.layout.infer_tp
@@ -164,17 +153,15 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
         model = _merged(job, Path(folder) / "model", tell)
         tell("starting vLLM")
         sample = _sampler(job, model)
-        stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        sampling = dict(max_tokens=job.max_tokens, stop_token_ids=stop)
         summary = asdict(job)
         written = {}
         for name, (n, temperature) in kinds.items():
             kind = f"{n} samples each at temperature {temperature:g}" if temperature else "greedy"
             tell(f"{len(task.rows)} questions, {kind}")
             seed = derived_seed(job.seed, f"evaluation {name}", step)
-            answers = sample(task.prompts, n, seed, sampling | {"temperature": temperature})
-            tokens = [answer.token_ids for answer in answers]
-            texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            sampling = sampling_of(tokenizer, job.max_tokens, temperature)
+            answers = sample(task.prompts, n, seed, sampling)
+            texts = decoded(tokenizer, answers)
             truncated = [answer.is_truncated for answer in answers]
             summary[name], written[name] = evaluate_answers(
                 task.rows, texts, truncated, n, job.verifier
@@ -182,8 +169,7 @@ def evaluate(job: EvaluationJob, output: Path, tell: Callable[[str], None]) -> d
     with new_directory(output) as making:
         for name, rows in written.items():
             file = "answers.jsonl" if name == [*written][-1] else f"{name}.jsonl"
-            lines = [json.dumps({"step": step, **row}, allow_nan=False) for row in rows]
-            (making / file).write_text("\n".join([*lines, ""]), encoding="utf-8")
+            append_rows(making / file, step, rows)
         (making / "summary.json").write_text(json_text(summary), encoding="utf-8")
     return summary
 

@@ -41,11 +41,8 @@ OTHER_KEYS = """
     rl_config.actor_forward_micro_batch_size megatron_training.save_interval local.kv_cache_gib
     local.keep_checkpoints run.prove_every run.min_arrived
 """.split()
-MAY_CHANGE = frozenset(
-    [f"megatron_training.{key}" for key in LAYOUT_KEYS]
-    + [f"actor_config.{key}" for key in LAYOUT_KEYS]
-    + OTHER_KEYS
-)
+PLACES = ("megatron_training", "actor_config")
+MAY_CHANGE = frozenset([f"{place}.{key}" for place in PLACES for key in LAYOUT_KEYS] + OTHER_KEYS)
 
 
 def validate(recipe: Recipe) -> Iterator[Fault]:

@@ -7,7 +7,7 @@ clean weights) -> sync (merged weights to the rollout engine) -> evaluate (noise
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,18 +28,12 @@ from mindspeed_qerl.tasks.evaluation import evaluate_answers
 from mindspeed_qerl.tasks.rewards import score
 
 from . import arithmetic, checkpoint
-from .batch import Answer, PromptOrder, TrainBatch
+from .batch import Answer, PromptOrder, TrainBatch, decoded, sampling_of
 from .engine import Data
 from .processes import Processes, WorkerError
 from .rank import TrainRank
 from .rollout import RolloutEngine, RolloutRequest
-from .sampled import (
-    answer_metrics,
-    check_answers,
-    select,
-    tokens_to_replay,
-    tokens_to_train,
-)
+from .sampled import answer_metrics, check_answers, select, tokens_to_replay, tokens_to_train
 
 
 class LocalEngine:
@@ -174,6 +168,7 @@ class LocalEngine:
         recipe = self.recipe
         task = self.data.train
         selection = recipe.selection
+        sampling = recipe.sampling
         with self._timed("rollout"):
             chosen = self.order.take(recipe.batch.global_batch_size)
             n = recipe.batch.samples_per_prompt
@@ -183,7 +178,7 @@ class LocalEngine:
                 [task.prompts[i] for i in chosen],
                 n,
                 derived_seed(recipe.run.seed, purpose, step),
-                self._sampling(recipe.sampling.temperature),
+                sampling_of(self.data.tokenizer, sampling.max_tokens, sampling.temperature),
                 noise,
                 draws,
                 recipe.hardware_error.arguments("rollout"),
@@ -191,7 +186,7 @@ class LocalEngine:
             answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         with self._timed("reward"):
             rows = [task.rows[i] for i in np.repeat(chosen, n)]
-            texts = self._decode(answers)
+            texts = decoded(self.data.tokenizer, answers)
             rewards, scores = score(recipe.task.verifiers, texts, rows)
             if selection.overlong_buffer_enable:
                 lengths = np.array([len(answer.token_ids) for answer in answers])
@@ -240,7 +235,7 @@ class LocalEngine:
 
     def movement(self) -> Movement:
         """Returns what the rollout engine holds beside base + (alpha / r) B A: the proof of a sync."""
-        factors = self.processes.on_ranks(TrainRank.adapter_factors)
+        factors = self.processes.on_ranks(TrainRank.factors)
         return self.processes.on_rollout(RolloutEngine.movement, *factors)
 
     def evaluate(self, step: int) -> None:
@@ -255,14 +250,14 @@ class LocalEngine:
             task.prompts,
             evaluation.samples_per_problem,
             derived_seed(recipe.run.seed, "evaluation", step),
-            self._sampling(evaluation.temperature),
+            sampling_of(self.data.tokenizer, recipe.sampling.max_tokens, evaluation.temperature),
             hardware_error=recipe.hardware_error.arguments("evaluation"),
             trained=False,
             quantized=recipe.quantization.evaluation,
         )
         answers, report = self.processes.on_rollout(RolloutEngine.generate, request)
         truncated = [answer.is_truncated for answer in answers]
-        texts = self._decode(answers)
+        texts = decoded(self.data.tokenizer, answers)
         result, written = evaluate_answers(task.rows, texts, truncated, request.n, verifier)
         seconds = time.perf_counter() - started
         sigma = report.sigma if report else 0.0
@@ -300,7 +295,7 @@ class LocalEngine:
         self.updates = state["updates"]
         self.order.position = state["prompts_asked"]
         folder = checkpoint.folder(checkpoints.resolve(), iteration)
-        self.processes.on_ranks(TrainRank.restore, str(folder), self.updates, iteration)
+        self.processes.on_ranks(TrainRank.resume, str(folder), self.updates, iteration)
         self.observer.progress.message(f"Resumes after step {iteration}")
         return iteration
 
@@ -311,19 +306,6 @@ class LocalEngine:
         started = time.perf_counter()
         yield
         self.seconds[f"time/{part}"] += time.perf_counter() - started
-
-    def _sampling(self, temperature: float) -> dict[str, Any]:
-        """Keyword arguments of vLLM's SamplingParams."""
-        end = self.data.tokenizer.eos_token_id
-        return {
-            "max_tokens": self.recipe.sampling.max_tokens,
-            "stop_token_ids": [] if end is None else [end],
-            "temperature": temperature,
-        }
-
-    def _decode(self, answers: Sequence[Answer]) -> list[str]:
-        tokens = [answer.token_ids for answer in answers]
-        return self.data.tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
 
 def _row(answer: Answer) -> dict[str, Any]:

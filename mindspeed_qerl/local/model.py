@@ -85,14 +85,14 @@ def build_model(
     counts = Plan(shape, layout).layers
     before = sum(counts[:stage])
     layers = range(before, before + counts[stage])
-    count = shape.num_experts // (layout.tp * layout.ep)
+    count = shape.num_experts // layout.expert_ranks
     start = count * parallel_state.get_expert_model_parallel_rank()
     experts = range(start, start + count)
     specs = [_layer_spec(shape) for _ in layers]
     if last:
         specs[-1].submodules.pre_cross_attn_layernorm = SkipPrompts
     model = GPTModel(
-        config=_transformer_config(recipe, shape, len(layers)),
+        config=_transformer_config(recipe, shape, place, len(layers)),
         transformer_layer_spec=TransformerBlockSubmodules(specs, RMSNorm),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_position_embeddings,
@@ -128,7 +128,7 @@ def _gradient_in_memory_order(module, inputs, output) -> None:
         output[0].register_hook(Tensor.contiguous)
 
 
-def _transformer_config(recipe: Recipe, shape: ModelShape, layers: int) -> Any:
+def _transformer_config(recipe: Recipe, shape: ModelShape, place: Place, layers: int) -> Any:
     """megatron-core's TransformerConfig of one rank, whose stage has so many layers."""
     from megatron.core.transformer import TransformerConfig
 
@@ -136,10 +136,7 @@ def _transformer_config(recipe: Recipe, shape: ModelShape, layers: int) -> Any:
     dtype = getattr(torch, recipe.model.dtype)
     return TransformerConfig(
         **family_of(shape).transformer_config(shape),
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        expert_model_parallel_size=layout.tp * layout.ep if shape.moe else 1,
-        expert_tensor_parallel_size=1,
+        **place.sizes,
         # they keep their input only, and are computed again for their gradient
         recompute_granularity=recipe.optimizer.recompute_granularity,
         recompute_method="block",

@@ -17,7 +17,8 @@ class Place:
         rendezvous: init_method, for example file:///some/new/file.
 
     Attributes:
-        expert_data_group: ranks that hold the same experts.
+        sizes: of Megatron's groups, by its names. expert_data_group: ranks that hold the same
+            experts.
     """
 
     def __init__(self, layout: Layout, moe: bool, rank: int, rendezvous: str):
@@ -34,12 +35,13 @@ class Place:
 
         backend = dist.get_default_backend_for_device(self.device)  # gloo, nccl; torch_npu: hccl
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=layout.world)
-        parallel_state.initialize_model_parallel(
+        self.sizes = dict(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
-            expert_model_parallel_size=layout.tp * layout.ep if moe else 1,
+            expert_model_parallel_size=layout.expert_ranks if moe else 1,
             expert_tensor_parallel_size=1,
         )
+        parallel_state.initialize_model_parallel(**self.sizes)
         self.tp_size = layout.tp
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()

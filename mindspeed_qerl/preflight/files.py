@@ -18,7 +18,7 @@ from mindspeed_qerl.layout.memory import estimate, settings_of
 from mindspeed_qerl.layout.parts import ADAMW, BF16, adapter_weights
 from mindspeed_qerl.layout.plan import Plan
 from mindspeed_qerl.layout.rules import broken
-from mindspeed_qerl.layout.sizes import model_parameters, training_weights
+from mindspeed_qerl.layout.sizes import Weights, model_parameters, training_weights
 from mindspeed_qerl.tasks.checks import check_rows
 from mindspeed_qerl.tasks.packed import read_packed, read_packed_rows
 from mindspeed_qerl.tasks.rows import read_rows
@@ -104,20 +104,17 @@ def vocabulary(case: Case) -> Check | None:
     if case.recipe.npu.padded_vocab_size is not None or case.plan is None:
         return None
     name = case.recipe.model.arguments.get("model")
-    rows = case.plan.vllm_rows
     return failed(
         "padded_vocab_size is left out: Megatron would take the tokenizer's own number of tokens, "
-        f"and vLLM's embedding has {rows:,} rows",
-        f"++model.{name}.padded_vocab_size={rows}    # an override of the config",
+        f"and vLLM's embedding has {case.plan.vllm_rows:,} rows",
+        f"++model.{name}.padded_vocab_size={case.plan.vllm_rows}    # an override of the config",
     )
 
 
 # ---- room ----
 
 
-def rank_files(
-    plan: Plan, weights: Callable[..., tuple[int, int]] = training_weights
-) -> dict[str, int]:
+def rank_files(plan: Plan, weights: Callable[..., Weights] = training_weights) -> dict[str, int]:
     """Bytes of the weights, 16 bits each, in each rank's file of a checkpoint, by its folder;
     `weights` counts those of one rank of a plan's stage.
     """
@@ -379,10 +376,8 @@ MODEL = [
     Question(
         "tokenizer",
         tokenizer,
-        (
-            "Download the model's whole directory (git lfs pull)\n"
-            "Take an instruct or chat model, or add its chat_template.jinja"
-        ),
+        "Download the model's whole directory (git lfs pull)\n"
+        "Take an instruct or chat model, or add its chat_template.jinja",
     ),
     Question("weights", weights, "Download the model's whole directory (git lfs pull)", "plan"),
 ]

@@ -9,16 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from mindspeed_qerl.ascend.limits import npu_environment
 
-from .case import (
-    LIST,
-    Case,
-    Check,
-    Question,
-    enough,
-    failed,
-    passed,
-    warning,
-)
+from .case import LIST, Case, Check, Question, enough, failed, passed, warning
 
 
 def temporary_files(case: Case) -> Check:
@@ -292,18 +283,14 @@ CHECKS = [
     Question(
         "ports of HCCL",
         hccl_ports,
-        (
-            "ss -ltnp | grep PORT    # whose?\n"
-            "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # others"
-        ),
+        "ss -ltnp | grep PORT    # whose?\n"
+        "unset HCCL_IF_BASE_PORT, or export HCCL_IF_BASE_PORT=..., on every node    # others",
     ),
     Question(
         "host name",
         host_name,
-        (
-            "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on several nodes this node's address\n"
-            "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node"
-        ),
+        "echo 127.0.0.1 $(hostname) >> /etc/hosts    # on several nodes this node's address\n"
+        "or export GLOO_SOCKET_IFNAME=INTERFACE    # lo on one node",
     ),
 ]
 VARIABLES = [

@@ -12,19 +12,7 @@ from typing import Any
 from mindspeed_qerl.ascend.cluster import holders
 from mindspeed_qerl.layout.memory import estimate, settings_of
 
-from .case import (
-    LIST,
-    Case,
-    Check,
-    Die,
-    Question,
-    Seen,
-    enough,
-    failed,
-    gigabytes,
-    passed,
-    warning,
-)
+from .case import LIST, Case, Check, Die, Question, Seen, enough, failed, gigabytes, passed, warning
 from .host import fault_of_ray_address
 from .machine import LateError, Machine, ProbeError
 
@@ -238,52 +226,44 @@ CHECKS = [
     Question(
         "npu-smi",
         npu_smi,
-        (
-            "npu-smi info    # here and on the host; processes are at its end: stop those that "
-            'are yours and left over. "device is used" is another container\n'
-            "ps -eo pid,stat,args | grep npu-smi    # no answer, in state D: it hangs inside the "
-            "driver, as a run would; a reset or reboot by the host's owner\n"
-            "Map /usr/local/bin/npu-smi, /usr/local/dcmi and /usr/local/Ascend/driver into the "
-            "container; export "
-            "LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver:$LD_LIBRARY_PATH\n"
-            "A faulty or missing die is a case for the vendor; until then start the container "
-            "with others (--device=/dev/davinciN), or ask for fewer NPUs"
-        ),
+        "npu-smi info    # here and on the host; processes are at its end: stop those that "
+        'are yours and left over. "device is used" is another container\n'
+        "ps -eo pid,stat,args | grep npu-smi    # no answer, in state D: it hangs inside the "
+        "driver, as a run would; a reset or reboot by the host's owner\n"
+        "Map /usr/local/bin/npu-smi, /usr/local/dcmi and /usr/local/Ascend/driver into the "
+        "container; export "
+        "LD_LIBRARY_PATH=/usr/local/Ascend/driver/lib64:/usr/local/Ascend/driver/lib64/driver:$LD_LIBRARY_PATH\n"
+        "A faulty or missing die is a case for the vendor; until then start the container "
+        "with others (--device=/dev/davinciN), or ask for fewer NPUs",
         "npus_here",
     ),
     Question(
         "/dev/davinci*",
         partial(count, name="/dev/davinci*"),
-        (
-            "Start the container with --device=/dev/davinciN of each die, "
-            "--device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc,\n"
-            "and as root with --cap-add DAC_OVERRIDE, or with --group-add and the group of the "
-            "nodes (ls -ln /dev/davinci*)"
-        ),
+        "Start the container with --device=/dev/davinciN of each die, "
+        "--device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc,\n"
+        "and as root with --cap-add DAC_OVERRIDE, or with --group-add and the group of the "
+        "nodes (ls -ln /dev/davinci*)",
         "npus_here",
     ),
     Question(
         "CANN",
         partial(count, name="CANN"),
-        (
-            "npu-smi info    # a die that is not OK, or that a process of another container has\n"
-            "grep -rh ERROR ~/ascend/log/debug/plog | tail    # CANN's own words; "
-            "ASCEND_PROCESS_LOG_PATH moves it\n"
-            "No module named 'acl': export "
-            "PYTHONPATH=$PYTHONPATH:$ASCEND_HOME_PATH/python/site-packages\n"
-            "or ask for fewer NPUs: python tools/plan_layout.py --ranks N"
-        ),
+        "npu-smi info    # a die that is not OK, or that a process of another container has\n"
+        "grep -rh ERROR ~/ascend/log/debug/plog | tail    # CANN's own words; "
+        "ASCEND_PROCESS_LOG_PATH moves it\n"
+        "No module named 'acl': export "
+        "PYTHONPATH=$PYTHONPATH:$ASCEND_HOME_PATH/python/site-packages\n"
+        "or ask for fewer NPUs: python tools/plan_layout.py --ranks N",
         "npus_here",
     ),
     Question("ASCEND_RT_VISIBLE_DEVICES", visible, needs="npus_here"),
     Question(
         "Ray",
         ray,
-        (
-            "unset RAY_ADDRESS; ray stop    # it stops every Ray of this user; the run starts its "
-            "own\n"
-            "or ask for fewer NPUs: python tools/plan_layout.py --ranks N"
-        ),
+        "unset RAY_ADDRESS; ray stop    # it stops every Ray of this user; the run starts its "
+        "own\n"
+        "or ask for fewer NPUs: python tools/plan_layout.py --ranks N",
         "npus_here",
     ),
 ]

@@ -191,18 +191,14 @@ CANN = [
     Question(
         "compilers",
         compilers,
-        (
-            "apt install build-essential python3.11-dev\n"
-            "pip install pybind11 ninja    # pybind11 for the python3 of PATH"
-        ),
+        "apt install build-essential python3.11-dev\n"
+        "pip install pybind11 ninja    # pybind11 for the python3 of PATH",
     ),
     Question(
         "MindSpeed's operators",
         operators,
-        (
-            "rm -r FOLDER_OF_THE_LOCK\n"
-            "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run"
-        ),
+        "rm -r FOLDER_OF_THE_LOCK\n"
+        "export TORCH_EXTENSIONS_DIR=DIR    # of this machine, where programs may be run",
     ),
 ]
 CHECKS = [
@@ -210,11 +206,9 @@ CHECKS = [
     Question(
         "imports of a worker",
         imports,
-        (
-            "What the error asks for; after a crash or no answer:\n"
-            "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\n"
-            "A slow disk? Again: now it is in the cache"
-        ),
+        "What the error asks for; after a crash or no answer:\n"
+        "python -X faulthandler -c 'import torch, torch_npu, vllm'    # where it is\n"
+        "A slow disk? Again: now it is in the cache",
         "npus_here",
     ),
 ]

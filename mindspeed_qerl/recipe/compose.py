@@ -17,6 +17,8 @@ import yaml
 from mindspeed_qerl.common.errors import ConfigError, unknown
 
 Config = Mapping[str, Any]  # as YAML gives it, resolved
+Overrides = Iterable[str]  # as they are typed, key=value
+Folder = str | None  # --config-dir
 
 # What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does
 # not lead here.
@@ -59,9 +61,7 @@ if not CONFIGS.is_dir():
     CONFIGS = PACKAGE.parent / "configs"  # of a checkout
 
 
-def compose(
-    name: str, overrides: Iterable[str] = (), config_dir: str | None = None
-) -> dict[str, Any]:
+def compose(name: str, overrides: Overrides = (), config_dir: Folder = None) -> dict[str, Any]:
     """The resolved config `name` with overrides, as `cli/train_grpo.py --config-name name` sees it,
     `~` of its paths expanded. Whether its keys are known is the reader's to say.
 
@@ -80,9 +80,7 @@ def compose(
     return _with_paths(resolved)
 
 
-def combinations(
-    name: str, overrides: Iterable[str], config_dir: str | None = None
-) -> list[list[str]]:
+def combinations(name: str, overrides: Overrides, config_dir: Folder = None) -> list[list[str]]:
     """The overrides of each run of a sweep: one value of each that lists several, as in
     `aqn=off,qerl seed=1,2`.
     """
@@ -96,7 +94,7 @@ def combinations(
 # ---- files ----
 
 
-def config_files(config_dir: str | None) -> dict[str, Path]:
+def config_files(config_dir: Folder) -> dict[str, Path]:
     """{name: file} of every config: of `config_dir`, or else `configs` in the current directory,
     and of the package.
 
@@ -118,7 +116,7 @@ def _check_numbers(file: Path) -> None:
             )
 
 
-def _folders(config_dir: str | None) -> list[Path]:
+def _folders(config_dir: Folder) -> list[Path]:
     own = Path(config_dir or "configs").resolve()
     if config_dir and not own.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
@@ -145,7 +143,7 @@ def _with_paths(config: dict[str, Any], above: str = "") -> dict[str, Any]:
 # ---- what the command prints ----
 
 
-def list_of_configs(config_dir: str | None) -> str:
+def list_of_configs(config_dir: Folder) -> str:
     """Each config in a line with the comment that it begins with."""
     files = config_files(config_dir)
     width = max(map(len, files), default=0)
@@ -156,7 +154,7 @@ def list_of_configs(config_dir: str | None) -> str:
     return "\n".join(lines)
 
 
-def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) -> str:
+def text_of_config(name: str, overrides: Overrides, config_dir: Folder) -> str:
     """The text of a config and of every file that it, or an override, is made of: its own first."""
     with _hydra(name, overrides, config_dir) as (_, files):
         pass
@@ -164,7 +162,7 @@ def text_of_config(name: str, overrides: Iterable[str], config_dir: str | None) 
     return "\n".join(texts)
 
 
-def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: str | None) -> str:
+def list_of_keys(name: str, section: str, overrides: Overrides, config_dir: Folder) -> str:
     """The keys of a section: those that the config sets with their values, and the names of the
     others; without a section the names of the sections. ConfigError if there is no such section.
     """
@@ -185,7 +183,7 @@ def list_of_keys(name: str, section: str, overrides: Iterable[str], config_dir: 
 
 @contextmanager
 def _hydra(
-    name: str, overrides: Iterable[str], config_dir: str | None
+    name: str, overrides: Overrides, config_dir: Folder
 ) -> Iterator[tuple[list[str], list[Path]]]:
     """Hydra, ready for config `name`; yields `overrides` as it wants them, and the files that the
     config then is made of, its own first. What Hydra refuses is a ConfigError.
@@ -246,9 +244,7 @@ def _parsed(overrides: list[str]) -> list[Any]:
     return parsed
 
 
-def _made_of(
-    name: str, overrides: Iterable[str], folders: list[Path]
-) -> tuple[list[str], list[Path]]:
+def _made_of(name: str, overrides: Overrides, folders: list[Path]) -> tuple[list[str], list[Path]]:
     """`overrides` as Hydra wants them for config `name`, with the folders of its parts; and the
     files that it then is made of, the config first.
     """

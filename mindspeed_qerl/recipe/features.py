@@ -10,7 +10,7 @@ from pydantic import Field
 
 from mindspeed_qerl.aqn.schedule import Draws, Kind, NoiseLevel, NoiseSchedule, draw_numbers
 
-from .fields import AS_KINDS, Float, Names, Size, part
+from .fields import AS_KINDS, Float, Names, Share, Size, part
 
 # local/hardware_error.py has the formulas
 HardwareErrorKind = Literal["gaussian", "bf16_blocks"]
@@ -61,7 +61,7 @@ class Noise:
             return False
         return (level.step + 1) % self.repeat_every == 0
 
-    def draws_of(self, level: NoiseLevel | None, prompts: int, n: int, first: int = 0) -> list[int]:
+    def draws_of(self, level: NoiseLevel | None, prompts: int, n: int, first: int) -> list[int]:
         """Returns the draw of each of a step's answers (`draw_numbers`); none where all have one."""
         if not (level and level.sigma) or self.draws == "step":
             return []
@@ -85,9 +85,9 @@ class Correction:
     ] = "none"
     # left out, the method's own; a cap below 1 would make the policy's own answers count for less
     cap: Float = Field(default_factory=lambda own: OWN_BOUNDS[own["method"]][1], ge=1)
-    floor: Float = Field(default_factory=lambda own: OWN_BOUNDS[own["method"]][0], ge=0, le=1)
+    floor: Share = Field(default_factory=lambda own: OWN_BOUNDS[own["method"]][0])
     # effective sample size of tokens that is warned of, with AQN on
-    warn_below: Float = Field(0.5, ge=0, le=1)
+    warn_below: Share = 0.5
 
 
 @part("rollout_quantization")

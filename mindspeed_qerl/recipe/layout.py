@@ -32,9 +32,19 @@ class Layout:
         return self.world // (self.tp * self.pp)
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks of training that share the experts of a layer."""
+        return self.tp * self.ep
+
+    @property
+    def infer_expert_ranks(self) -> int:
+        """Ranks of vLLM that share the experts of a layer."""
+        return self.infer_tp * self.infer_ep
+
+    @property
     def expert_dp(self) -> int:
         """Ranks that hold the same experts of the same layers (Megatron parallel_state.py:699)."""
-        return self.world // (self.tp * self.ep * self.pp)
+        return self.world // (self.expert_ranks * self.pp)
 
     @property
     def infer_dp(self) -> int:

@@ -24,6 +24,7 @@ READ_BY = {
     "tau_pos": ("sapo",),
     "tau_neg": ("sapo",),
 }
+Faults = Iterator[Fault]
 TARGET_KEYS = ("target_start", "target_end", "sigma_min", "sigma_max")
 
 
@@ -107,7 +108,7 @@ def key_of(part: Any, name: str) -> str | None:
     return f"{part.section}.{name}" if part.section else None
 
 
-def _unknown_names(raw: Config) -> Iterator[Fault]:
+def _unknown_names(raw: Config) -> Faults:
     """Faults of keys and models that nobody knows, and of sections that are none."""
     known = {"": TOP_LEVEL, **known_keys()}
     for section in ("model", *known):
@@ -134,7 +135,7 @@ def _unknown_names(raw: Config) -> Iterator[Fault]:
 # ---- values ----
 
 
-def _set_twice(values: Values) -> Iterator[Fault]:
+def _set_twice(values: Values) -> Faults:
     """Faults of keys with two values, of which upstream would take one in silence."""
     training = values.section("megatron_training")
     actor = values.section("actor_config")
@@ -228,7 +229,7 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
 # ---- values that exclude each other, whatever the engine ----
 
 
-def _conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
+def _conflicts(recipe: Recipe, values: Values) -> Faults:
     """Faults of values that exclude each other."""
     longest = recipe.batch.max_model_len
     evaluation = recipe.evaluation
@@ -274,7 +275,7 @@ def _conflict(key: str, message: str) -> Fault:
     return Fault("conflict", message, key)
 
 
-def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
+def _algorithm_conflicts(recipe: Recipe, values: Values) -> Faults:
     algorithm = recipe.algorithm
     method = recipe.correction.method
     mode = algorithm.loss_mode
@@ -318,7 +319,7 @@ def _algorithm_conflicts(recipe: Recipe, values: Values) -> Iterator[Fault]:
         )
 
 
-def _selection_conflicts(recipe: Recipe) -> Iterator[Fault]:
+def _selection_conflicts(recipe: Recipe) -> Faults:
     """Yields the conflicts of overlong shaping and of dynamic sampling."""
     selection = recipe.selection
     batch = recipe.batch

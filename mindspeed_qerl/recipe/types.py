@@ -14,14 +14,8 @@ from pydantic import Field
 
 from mindspeed_qerl.aqn.targets import check_multipliers
 
-from .features import (
-    MAX_STEPS,
-    Correction,
-    HardwareError,
-    Noise,
-    Quantization,
-)
-from .fields import AS_NAMES, Float, Names, Size, key, part
+from .features import MAX_STEPS, Correction, HardwareError, Noise, Quantization
+from .fields import AS_NAMES, Count, Float, Names, NonNegative, Positive, Share, Size, key, part
 from .layout import Layout
 
 LoRATarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -114,24 +108,24 @@ class Algorithm:
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
     ] = "token-mean"
     # of seq-mean-token-sum-norm; None: sampling max_tokens
-    loss_scale_factor: Float | None = Field(None, gt=0)
+    loss_scale_factor: Positive | None = None
     mask_truncated_completions: bool = False  # TRL's: answers that were cut off are not trained
     clip_higher_enable: bool = key("rl_config.clip_higher_enable", False)
-    clip_ratio: Float = key("rl_config.clip_ratio", 0.2, ge=0)
+    clip_ratio: NonNegative = key("rl_config.clip_ratio", 0.2)
     # DAPO's: ratio in [1 - low, 1 + high]
-    clip_ratio_low: Float = key("rl_config.clip_ratio_low", 0.2, ge=0)
-    clip_ratio_high: Float = key("rl_config.clip_ratio_high", 0.28, ge=0)
+    clip_ratio_low: NonNegative = key("rl_config.clip_ratio_low", 0.2)
+    clip_ratio_high: NonNegative = key("rl_config.clip_ratio_high", 0.28)
     # of vanilla and gspo the dual clip, None: off
     clip_ratio_c: Float | None = Field(None, gt=1)
-    tau_pos: Float = Field(1.0, gt=0)  # SAPO's
-    tau_neg: Float = Field(1.05, gt=0)
-    kl_coefficient: Float = key("rl_config.init_kl_coef", 0.01, ge=0)
+    tau_pos: Positive = 1.0  # SAPO's
+    tau_neg: Positive = 1.05
+    kl_coefficient: NonNegative = key("rl_config.init_kl_coef", 0.01)
     kl_penalty: Literal["low_var_kl", "kl", "abs", "mse"] = key(
         "rl_config.kl_penalty", "low_var_kl"
     )
     use_kl_in_reward: bool = key("rl_config.use_kl_in_reward", False)  # else it is in the loss
     log_kl: bool = False  # loss/kl also where its coefficient is 0, for a pass of the reference
-    entropy_coefficient: Float = key("rl_config.entropy_coeff", 0.0, ge=0)
+    entropy_coefficient: NonNegative = key("rl_config.entropy_coeff", 0.0)
     # the experts that training goes to: its own choice, or the rollout's (R3)
     routing_replay: Literal["none", "rollout"] = "none"
 
@@ -172,8 +166,8 @@ class Selection:
     filter_groups_max_batches: int = 1
     filter_groups_train_batch_size: Size = 1  # prompts trained a step
     overlong_buffer_enable: bool = False
-    overlong_buffer: int = Field(0, ge=0)  # tokens before rollout_max_tokens that cost
-    overlong_buffer_penalty_factor: Float = Field(1.0, ge=0)
+    overlong_buffer: Count = 0  # tokens before rollout_max_tokens that cost
+    overlong_buffer_penalty_factor: NonNegative = 1.0
     rollout_max_tokens: Size = 128
 
 
@@ -181,14 +175,14 @@ class Selection:
 class Optimizer:
     """AdamW and its learning rate; what is kept and what is computed again for a gradient."""
 
-    lr: Float = key("megatron.lr", 1e-6, required=True, gt=0)
-    min_lr: Float = Field(0.0, ge=0)
+    lr: Positive = key("megatron.lr", 1e-6, required=True)
+    min_lr: NonNegative = 0.0
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_fraction: Float = Field(0.0, ge=0, le=0.99)
-    weight_decay: Float = Field(0.01, ge=0)
+    weight_decay: NonNegative = 0.01
     adam_beta1: Float = Field(0.9, ge=0, le=0.999999)
     adam_beta2: Float = Field(0.999, ge=0, le=0.999999)
-    clip_grad: Float = Field(1.0, ge=0)
+    clip_grad: NonNegative = 1.0
     distributed: bool = key("megatron.use_distributed_optimizer", False)
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["block", "uniform"] | None = None
@@ -200,7 +194,7 @@ class Sampling:
     """Describes how training answers are sampled: from the whole distribution, without top_p."""
 
     max_tokens: Size = key("sampling_config.max_tokens", 128, required=True)
-    temperature: Float = key("sampling_config.temperature", 1.0, gt=0)
+    temperature: Positive = key("sampling_config.temperature", 1.0)
     # tokens; rows with longer prompts are left out
     max_prompt_length: Size = key("rl_config.max_prompt_length", 512)
 
@@ -227,7 +221,7 @@ class LoRA:
     """Adapters; no targets: every weight is trained (the NPU engine only)."""
 
     r: Size = key("megatron.lora_r", 8)
-    alpha: Float = key("megatron.lora_alpha", 16, gt=0)
+    alpha: Positive = key("megatron.lora_alpha", 16)
     targets: Annotated[tuple[LoRATarget, ...], AS_NAMES] = key("megatron.lora_target_modules", ())
 
 
@@ -267,7 +261,7 @@ class Evaluation:
     every: Size = 10
     n_problems: Size | None = None
     samples_per_problem: Size = 1
-    temperature: Float = Field(1.0, ge=0)  # 0: greedy
+    temperature: NonNegative = 1.0  # 0: greedy
 
 
 @part("run")
@@ -280,17 +274,17 @@ class Run:
     train_iters: int = key("megatron.train_iters", 1, required=True, ge=1, le=MAX_STEPS)
     # steps; there is always one after the last
     save_interval: Size | None = key("megatron.save_interval")
-    seed: int = key("megatron.seed", 1, ge=0)
+    seed: Count = key("megatron.seed", 1)
     root: str = "runs"
     name: str | None = None
     resume: str | None = None
     tensorboard: bool = True
     wandb_project: str | None = None
-    rollout_samples: int = Field(8, ge=0)
+    rollout_samples: Count = 8
     # steps from one proof that the adapters are in the rollout engine to the next
     prove_every: Size = 50
     # the least share of LoRA's update that a proof must find in the rollout engine; 0: any
-    min_arrived: Float = Field(0.9, ge=0, le=1)
+    min_arrived: Share = 0.9
     accepted_checks: Names = ()  # checks of the preflight that may fail (docs/troubleshooting.md)
 
 

@@ -16,6 +16,8 @@ from mindspeed_qerl.recipe.types import Algorithm, Recipe
 from .metrics import MetricsRow
 
 Movement = Mapping[str, Mapping[str, float]]  # by LoRA target (lora/proof.py)
+Complaint = str | None  # a sentence for what cannot be; None: nothing
+NoiseSeen = tuple[float, float]  # standard deviation in one step, expected and measured
 
 # k3 between two correct implementations, noise off, nats per token (measured:
 # docs/troubleshooting.md, Wrong numbers).
@@ -69,7 +71,7 @@ def rounding_bound(recipe: Recipe, routed: bool) -> float:
 
 def mismatch_fault(
     k3: float, noise: float, sensitivity: float, rounding: float, routed: bool = False
-) -> str | None:
+) -> Complaint:
     """Says why k3, from the policy that sampled to the one that is trained, before its update,
     cannot be true: it is above what rounding and the noise explain, or NaN; or with noise on it is
     what rounding alone gives, though the noise is not next to nothing and these tokens leave it
@@ -103,7 +105,7 @@ def mismatch_fault(
     return None
 
 
-def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
+def mismatch_warning(k3: float, noise: float, rounding: float) -> Complaint:
     """Returns what to warn of in bfloat16, where rounding hides what float32 shows; arguments as
     `mismatch_fault`.
     """
@@ -116,7 +118,7 @@ def mismatch_warning(k3: float, noise: float, rounding: float) -> str | None:
     )
 
 
-def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
+def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> Complaint:
     """Checks whether `loss/total`, which backward got, is the sum of its parts with coefficients."""
     kl = algorithm.kl_coefficient
     entropy = algorithm.entropy_coefficient
@@ -136,7 +138,7 @@ def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> str | None:
     )
 
 
-def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "trained") -> str | None:
+def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "trained") -> Complaint:
     """Checks whether each token that was sampled and kept was in the loss, once an epoch; or
     whether each that has routes was replayed.
 
@@ -154,7 +156,7 @@ def tokens_fault(counted: float, expected: int, epochs: int, verb: str = "traine
     )
 
 
-def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
+def advantages_fault(advantages: np.ndarray, group_size: int) -> Complaint:
     """Checks whether the advantages of each group add up to 0, as every estimator's do.
 
     Args:
@@ -173,7 +175,7 @@ def advantages_fault(advantages: np.ndarray, group_size: int) -> str | None:
 
 def ends_fault(
     tokens: np.ndarray, mask: np.ndarray, finished: np.ndarray, ends: Collection[int]
-) -> str | None:
+) -> Complaint:
     """Checks whether the last trained token of each answer that was not cut off is an end token.
 
     Args:
@@ -193,7 +195,7 @@ def ends_fault(
     )
 
 
-def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]]) -> str | None:
+def noise_fault(sigma: float, nominal: float, seen: Sequence[NoiseSeen]) -> Complaint:
     """Checks whether the noise of a step, and of the run so far, is what its schedule says.
 
     Over the run so far it is judged from NOISY_STEPS noisy steps on; a single step has an upper
@@ -217,13 +219,13 @@ def noise_fault(sigma: float, nominal: float, seen: Sequence[tuple[float, float]
     return noise_share_fault(seen) if len(seen) >= NOISY_STEPS else None
 
 
-def noise_of(rows: Iterable[MetricsRow]) -> list[tuple[float, float]]:
-    """(expected, measured) standard deviation of each step that had noise, of its metrics."""
+def noise_of(rows: Iterable[MetricsRow]) -> list[NoiseSeen]:
+    """The noise of each step that had some, of its metrics."""
     noisy = [row for row in rows if row.get("aqn/expected_std")]
     return [(row["aqn/expected_std"], row["aqn/measured_std"]) for row in noisy]
 
 
-def noise_share_fault(seen: Sequence[tuple[float, float]]) -> str | None:
+def noise_share_fault(seen: Sequence[NoiseSeen]) -> Complaint:
     """Checks whether the noise of many steps, (expected, measured) standard deviation of each, is
     as large as it should be, by its root mean square.
     """
@@ -275,7 +277,7 @@ def arrival_faults(movement: Movement, min_arrived: float, arithmetic: str) -> l
     ]
 
 
-def logprobs_fault(logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> str | None:
+def logprobs_fault(logprobs: np.ndarray, mask: np.ndarray, tokens: np.ndarray) -> Complaint:
     """Checks whether the log probabilities of the tokens to train are valid; names the first answer
     that has an invalid one.
 
@@ -368,7 +370,7 @@ class StepChecks:
         self.warned |= new.keys()
         return list(new.values())
 
-    def _bound(self, values: MetricsRow, level: NoiseLevel) -> str | None:
+    def _bound(self, values: MetricsRow, level: NoiseLevel) -> Complaint:
         """A warning of a target that sigma cannot reach within its bounds."""
         noise = self.recipe.noise
         reached = values.get("aqn/reached_k3")
@@ -382,7 +384,7 @@ class StepChecks:
             "bound allows (aqn.sigma_min, aqn.sigma_max)"
         )
 
-    def _uneven(self, values: MetricsRow) -> str | None:
+    def _uneven(self, values: MetricsRow) -> Complaint:
         """A warning of uneven importance weights, with noise on and no correction to apply them."""
         correction = self.recipe.correction
         size = values.get("mismatch/effective_sample_size", 1.0)

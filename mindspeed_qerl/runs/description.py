@@ -20,6 +20,7 @@ from mindspeed_qerl.families.fingerprint import weights_digest
 # characters; a folder's name may have 255 bytes, and date, seed and "-2" take 35
 LABEL_LENGTH = 80
 SEEDS = ("seed", "megatron_training.seed")
+Content = dict[str, Any]  # of one of a run's files
 DataFiles = Mapping[str, Path | str]  # by label: "train", "test", "model/..."
 # rooms that train nothing, and change no number of a run
 WITHOUT_NUMBERS = ("compare", "demo", "integrations", "preflight", "runs", "sweep.py")
@@ -60,7 +61,7 @@ def describe_data(data_files: DataFiles) -> dict[str, dict[str, str]]:
     return described
 
 
-def dotted(value: Any, name: str = "") -> dict[str, Any]:
+def dotted(value: Any, name: str = "") -> Content:
     """The values of a nested config by dotted key; a section that is empty is a value.
 
     >>> dotted({"aqn": {"enabled": True, "exclude": []}, "task": {}})
@@ -68,7 +69,7 @@ def dotted(value: Any, name: str = "") -> dict[str, Any]:
     """
     if not isinstance(value, dict) or not value:
         return {name: value}
-    leaves: dict[str, Any] = {}
+    leaves: Content = {}
     for part in value:
         leaves |= dotted(value[part], f"{name}.{part}".lstrip("."))
     return leaves
@@ -92,7 +93,7 @@ def differences(before: Any, after: Any) -> dict[str, str]:
 
 
 @cache  # of the process
-def own_versions() -> dict[str, Any]:
+def own_versions() -> Content:
     """Returns what the run ran on: Python, machine, every installed distribution (read, not
     imported), the source's git state and the digest of what trains.
     """
@@ -122,7 +123,7 @@ def code_digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-def git_state(source: Path) -> dict[str, Any] | None:
+def git_state(source: Path) -> Content | None:
     """{"commit", "dirty": tracked files are changed} when `source` is the top of a git checkout,
     else None (an installed package, or no git).
     """

@@ -33,9 +33,8 @@ import yaml
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.files import hold, json_text, whole_checkpoints, write_whole
 
-from .description import DataFiles, describe_data, differences, own_versions
+from .description import Content, DataFiles, describe_data, differences, own_versions
 
-Content = dict[str, Any]  # of one of a run's files
 ACCEPTED = "run.accepted_checks"  # what the machine was found to lack changes no run
 
 

@@ -80,6 +80,7 @@ from mindspeed_qerl.common.files import Rows, read_jsonl, write_whole
 from .directory import RunDirectory
 
 MetricsRow = Mapping[str, float]  # by name
+Record = Mapping[str, Any]  # of a line of JSON
 
 WANDB_SECONDS = 15  # until a server that does not answer ends a run before it starts; W&B waits 90
 
@@ -136,24 +137,22 @@ class MetricsWriter(ExitStack):
         0-d arrays and tensors.
         """
         row = _as_numbers(metrics)
-        _append(self._run.metrics_file, step, [row])
+        append_rows(self._run.metrics_file, step, [row])
         self._run.reached(step)
         self._log_scalars(step, row)
 
-    def log_eval(
-        self, step: int, result: MetricsRow, answers: Iterable[Mapping[str, Any]] = ()
-    ) -> None:
+    def log_eval(self, step: int, result: MetricsRow, answers: Iterable[Record] = ()) -> None:
         """Write one evaluation made after `step` updates (0: before training), and its answers, one
         dict per problem.
         """
         row = _as_numbers(result)
-        _append(self._run.eval_answers_file, step, answers)
-        _append(self._run.eval_file, step, [row])
+        append_rows(self._run.eval_answers_file, step, answers)
+        append_rows(self._run.eval_file, step, [row])
         self._log_scalars(step, {f"eval/{name}": value for name, value in row.items()})
 
-    def log_rollouts(self, step: int, rollouts: Iterable[Mapping[str, Any]]) -> None:
+    def log_rollouts(self, step: int, rollouts: Iterable[Record]) -> None:
         """Write sampled responses of training step `step`, each a dict of JSON values."""
-        _append(self._run.rollouts_file, step, rollouts)
+        append_rows(self._run.rollouts_file, step, rollouts)
 
     def _log_scalars(self, step: int, row: dict[str, float]) -> None:
         if self._has_tensorboard:
@@ -177,16 +176,17 @@ def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
     return steps, values
 
 
-def _as_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+def _as_numbers(values: Record) -> dict[str, float]:
     return {name: value if type(value) is int else float(value) for name, value in values.items()}
 
 
-def _append(file: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_rows(file: Path, step: int, rows: Iterable[Record]) -> None:
+    """Write rows of a step behind those that a file of JSON lines has."""
     with open(file, "a", encoding="utf-8") as lines:
         lines.writelines(_line({"step": step, **row}) for row in rows)
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Record) -> str:
     nonfinite = {}
     for name, value in row.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -203,7 +203,7 @@ def _discard_after(file: Path, step: int) -> None:
     if later:
         aside = file.parent / "discarded" / file.name
         aside.parent.mkdir(exist_ok=True)
-        _append(aside, step, later)  # each with its own step
+        append_rows(aside, step, later)  # each with its own step
     write_whole(file, "".join(_line(row) for row in rows if row["step"] <= step))
 
 

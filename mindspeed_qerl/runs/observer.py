@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.common.errors import EngineError
@@ -12,7 +11,7 @@ from mindspeed_qerl.recipe.types import Recipe
 
 from .checks import Movement, StepChecks, arrival_faults, sync_faults
 from .directory import RunDirectory
-from .metrics import MetricsRow, MetricsWriter, read_jsonl
+from .metrics import MetricsRow, MetricsWriter, Record, read_jsonl
 from .progress import Progress
 
 WARN_BATCHES = 10  # of one step, between two warnings of dynamic sampling
@@ -95,7 +94,7 @@ class RunObserver:
                 "different rewards; rl_config.filter_groups_max_batches would limit that"
             )
 
-    def sampled(self, step: int, answers: Iterable[dict[str, Any]]) -> None:
+    def sampled(self, step: int, answers: Iterable[Record]) -> None:
         """Write the first `run.rollout_samples` answers of a step, each with "question",
         "response", "answer" (the right one) and "reward". With dynamic sampling each batch is
         reported by itself.
@@ -194,7 +193,7 @@ class RunObserver:
         self,
         step: int,
         result: MetricsRow,
-        answers: Sequence[dict[str, Any]],
+        answers: Sequence[Record],
         seconds: float,
         sigma: float = 0.0,
     ) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +20,7 @@ from rich.markdown import Markdown
 from mindspeed_qerl.common.entry import quietly
 from mindspeed_qerl.common.markdown import markdown_table
 
+from .description import Content
 from .directory import RunDirectory
 from .metrics import Rows, read_jsonl, series
 from .plots import write_plots
@@ -129,7 +129,7 @@ def _noise(rows: Rows) -> Table:
     return table
 
 
-def _lora(facts: dict[str, Any]) -> Table:
+def _lora(facts: Content) -> Table:
     table = []
     for target, count in facts.get("lora", {}).items():
         cells = [target, str(count["modules"]), f"{count['parameters']:,}", "not seen"]

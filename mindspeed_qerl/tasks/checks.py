@@ -3,14 +3,14 @@ plausible.
 """
 
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.common.files import row_files
 from mindspeed_qerl.recipe import types as recipe
-from mindspeed_qerl.recipe.reader import Found
+from mindspeed_qerl.recipe.reader import Faults, Found
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
 
 from .packed import rows_of_labels
@@ -25,7 +25,7 @@ MAKE_DATA = (
 )
 
 
-def missing_files(task: recipe.Task, keys: Iterable[str]) -> Iterator[Fault]:
+def missing_files(task: recipe.Task, keys: Iterable[str]) -> Faults:
     """A fault for each of the `keys` of section task whose file is not there."""
     for key in keys:
         file = getattr(task, key)
@@ -36,7 +36,7 @@ def missing_files(task: recipe.Task, keys: Iterable[str]) -> Iterator[Fault]:
             yield Fault("file", message, f"task.{key}", MAKE_DATA)
 
 
-def unknown_rewards(verifiers: Verifiers) -> Iterator[Fault]:
+def unknown_rewards(verifiers: Verifiers) -> Faults:
     """A fault for each (name, weight) that is no reward: neither one of ours nor to be imported."""
     for name, _ in verifiers:
         try:
@@ -95,7 +95,7 @@ def normalised(question: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", question).casefold().split())
 
 
-def _unreadable_golds(rows: Iterable[Row]) -> Iterator[Fault]:
+def _unreadable_golds(rows: Iterable[Row]) -> Faults:
     for row in rows:
         try:
             canonical_number(row.answer)

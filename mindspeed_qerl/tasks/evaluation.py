@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
 
 from .math_answers import equal_answers
@@ -17,6 +18,23 @@ from .rewards import score
 from .rows import Rows
 
 Z_95 = 1.959964  # of the standard normal, two-sided
+
+
+def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
+    """Returns how a run evaluates, by the names that summary.json of tools/evaluate.py has."""
+    evaluation = recipe.evaluation
+    quantization = recipe.quantization
+    is_quantized = quantization.enabled and quantization.evaluation
+    return {
+        "verifier": recipe.task.verifier_function[0],
+        "samples": evaluation.samples_per_problem if evaluation.temperature else 0,
+        "temperature": evaluation.temperature,
+        "max_tokens": recipe.sampling.max_tokens,
+        "dtype": recipe.model.dtype,
+        "prompt": recipe.task.prompt,
+        "hardware_error": recipe.hardware_error.arguments("evaluation"),
+        "quantization": quantization if is_quantized else None,
+    }
 
 
 def evaluate_answers(

@@ -28,6 +28,8 @@ from . import math_answers
 from .rows import Columns, Row, Rows
 
 Reward = Callable[..., Any]
+Texts = Sequence[str]
+ByReward = dict[str, np.ndarray]  # by the name of the reward
 Verifiers = Sequence[tuple[str, float]]  # (name, weight) of each
 VERIFIERS: dict[str, Reward] = {**gsm8k.VERIFIERS, "math": math_answers.score_batch}
 # Other libraries' forms: the parameter that each is known by, and what else it is given besides the
@@ -62,9 +64,7 @@ def load_reward(name: str) -> Reward:
     return load(name, VERIFIERS, "verifier", "rl_config.verifier_function")
 
 
-def score(
-    verifiers: Verifiers, responses: Sequence[str], rows: Rows
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def score(verifiers: Verifiers, responses: Texts, rows: Rows) -> tuple[np.ndarray, ByReward]:
     """The weighted sum of several rewards.
 
     Args:
@@ -87,9 +87,7 @@ def score(
     return _weighted(verifiers, scores, responses, rows), scores
 
 
-def _weighted(
-    verifiers: Verifiers, scores: dict[str, np.ndarray], responses: Sequence[str], rows: Rows
-) -> np.ndarray:
+def _weighted(verifiers: Verifiers, scores: ByReward, responses: Texts, rows: Rows) -> np.ndarray:
     """The sum of weight times score; in `scores` a reward that leaves a row to others becomes 0,
     and one that could not be computed NaN.
     """
@@ -136,7 +134,7 @@ def try_rewards(verifiers: Verifiers, rows: Rows) -> list[str]:
     return warnings
 
 
-def call_reward(name: str, reward: Reward, responses: Sequence[str], rows: Rows) -> np.ndarray:
+def call_reward(name: str, reward: Reward, responses: Texts, rows: Rows) -> np.ndarray:
     """float64 [N]: what `reward` gives for N responses. For None, of TRL's form, which leaves a row
     to the others, NaN; of ours, which could not compute it, infinity. RewardError if it raises, or
     gives no finite number for one.
@@ -227,7 +225,7 @@ def _check_places(parameters: Iterable[str]) -> None:
 
 
 def _arguments(
-    reward: Reward, form: str, parameters: Sequence[str], responses: Sequence[str], rows: Rows
+    reward: Reward, form: str, parameters: Sequence[str], responses: Texts, rows: Rows
 ) -> dict[str, list]:
     """Returns what `reward` is passed: copies of what there is, one for each response, by the
     parameters of `_form_of`.

@@ -155,18 +155,17 @@ def plain_prompt(question: str) -> str:
 
 def _gold(columns: Columns) -> str:
     """The answer of a row as text; ValueError if there is none."""
-    values = {name: columns.get(name) for name in GOLDS}
     reward_model: Any = columns.get("reward_model")
     is_verls = isinstance(reward_model, dict)
-    values["reward_model"] = reward_model.get("ground_truth") if is_verls else None
-    given = [name for name, value in values.items() if value is not None]
-    if not given:
+    truth = reward_model.get("ground_truth") if is_verls else None
+    values = columns | {"reward_model": truth}
+    name = next((name for name in GOLDS if values.get(name) is not None), None)
+    if name is None:
         raise ValueError(
             f"column 'answer' is missing; the row has {', '.join(columns)}. Known too: "
             f"reward_model.ground_truth, {', '.join(GOLDS[2:])} (of a problem its last \\boxed). Give "
             "it any text if the reward does not read it"
         )
-    name = given[0]
     value: Any = values[name]
     if name == "reward_model" and isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False, default=str)  # as verl's rewards compare with

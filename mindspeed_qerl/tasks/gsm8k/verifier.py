@@ -32,6 +32,7 @@ from functools import partial
 from .characters import ODD, UNKNOWN, normalise
 
 METHODS = ("strict", "flexible")
+Value = Fraction | None  # of a number; None: it is not read
 MAX_NUMBER_CHARS = 64  # digits, and the signs between them
 
 # ---- numbers ----
@@ -215,7 +216,7 @@ def _read_number(text: str) -> Fraction:
     return value
 
 
-def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
+def _extract(text: str, method: str) -> tuple[Value, str]:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: use one of {', '.join(METHODS)}")
     text = normalise(text)
@@ -231,7 +232,7 @@ def _extract(text: str, method: str) -> tuple[Fraction | None, str]:
     return _last_number(text), "last number"
 
 
-def _last_number(text: str) -> Fraction | None:
+def _last_number(text: str) -> Value:
     """The value of the last number, from the last line that has one; powers of units are none."""
     for line in reversed(text.split("\n")):
         if last := _last(_ANY_NUMBER, line):
@@ -251,7 +252,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return last
 
 
-def _value_of_line(match: re.Match[str]) -> Fraction | None:
+def _value_of_line(match: re.Match[str]) -> Value:
     """Returns what a `####` and its line state: None if there is a second number, or an unreadable
     one.
     """
@@ -264,7 +265,7 @@ def _value_of_line(match: re.Match[str]) -> Fraction | None:
 
 def _value_of(
     text: str, end: int, sign: str | None, currency: str | None, run: str
-) -> tuple[Fraction | None, int | None]:
+) -> tuple[Value, int | None]:
     """The exact value of a number in `text` that ends at `end`, None if it is unreadable; and where
     what belongs to it ends, None if it goes on.
 
@@ -285,7 +286,7 @@ def _value_of(
     return value, after.end()
 
 
-def _number(sign: str, run: str) -> Fraction | None:
+def _number(sign: str, run: str) -> Value:
     """The value of what is written."""
     if "/" not in run and "\\" not in run:
         return _decimal(sign, run)
@@ -300,7 +301,7 @@ def _number(sign: str, run: str) -> Fraction | None:
     return top / bottom if top is not None and bottom else None
 
 
-def _decimal(sign: str, digits: str) -> Fraction | None:
+def _decimal(sign: str, digits: str) -> Value:
     """The value of digits, signs that group them and a point; None if this is not one number."""
     match = _WELL_FORMED.fullmatch(digits) if len(digits) <= MAX_NUMBER_CHARS else None
     if not digits or match is None:
