@@ -235,7 +235,7 @@ class LocalEngine:
 
     def movement(self) -> Movement:
         """Returns what the rollout engine holds beside base + (alpha / r) B A: the proof of a sync."""
-        factors = self.processes.on_ranks(TrainRank.factors)
+        factors = self.processes.on_ranks(TrainRank.adapter_factors)
         return self.processes.on_rollout(RolloutEngine.movement, *factors)
 
     def evaluate(self, step: int) -> None:
@@ -295,7 +295,7 @@ class LocalEngine:
         self.updates = state["updates"]
         self.order.position = state["prompts_asked"]
         folder = checkpoint.folder(checkpoints.resolve(), iteration)
-        self.processes.on_ranks(TrainRank.resume, str(folder), self.updates, iteration)
+        self.processes.on_ranks(TrainRank.restore, str(folder), self.updates, iteration)
         self.observer.progress.message(f"Resumes after step {iteration}")
         return iteration
 

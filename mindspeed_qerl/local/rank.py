@@ -4,8 +4,10 @@ sends to vLLM.
 
 import math
 import time
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from .place import Place
 from .sharded import ShardedAdapters
 
 
-class TrainRank(ShardedAdapters):
+class TrainRank:
     """A rank of the training world, which trains its part of the adapters. Every method is called
     on all ranks at once, with the whole batch, of which each trains equally many rows.
 
@@ -46,6 +48,7 @@ class TrainRank(ShardedAdapters):
         self.recipe = recipe
         self.routers = shape.routers
         place = Place(recipe.layout, shape.moe, rank, rendezvous)
+        self.place = place
         model, table, layers, experts = build_model(recipe, shape, place)
         apply_lora(
             model,
@@ -74,9 +77,10 @@ class TrainRank(ShardedAdapters):
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        super().__init__(model, table, place, optimizer)
+        self.optimizer = optimizer
+        self.adapters = ShardedAdapters(model, table, place, optimizer)
         if recipe.model.dtype == "bfloat16":
-            for mapping, layer in self.layers:
+            for mapping, layer in self.adapters.layers:
                 layer.add_dither(mapping, place.tp_rank, place.tp_size)
         self.scheduler = _scheduler(optimizer, adam, recipe.run.train_iters)
         self.replay = None
@@ -89,15 +93,32 @@ class TrainRank(ShardedAdapters):
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
-    def resume(self, folder: str, updates: int, iteration: int) -> None:
+    def describe(self) -> dict[str, Counter[str]]:
+        """Counts what this rank trains, by LoRA target."""
+        return self.adapters.describe()
+
+    def merged_weights(self, layer: int) -> dict[str, np.ndarray]:
+        """Returns what a sync takes of a layer of this stage."""
+        return self.adapters.merged_weights(layer)
+
+    def adapter_factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+        """Returns what the proof of a sync compares with."""
+        return self.adapters.factors()
+
+    def save(self, folder: Path) -> None:
+        """Writes the adapters into a checkpoint's folder."""
+        self.adapters.save(folder)
+
+    def restore(self, folder: str, updates: int, iteration: int) -> None:
         """Restores the adapters, and the learning rate after `iteration` iterations."""
-        self.restore(folder, updates)
+        self.adapters.restore(folder, updates)
         self.scheduler.step(iteration)
 
     def rows(self, batch: TrainBatch) -> list[np.ndarray]:
         """This rank's rows of each mini-batch; ranks that share its layers have the same."""
         group = self.place.data_group
-        return deal(batch.lengths, self.recipe.batch.mini_answers, group.size(), group.rank())
+        size = self.recipe.batch.mini_answers
+        return deal(batch.lengths, size, group.size(), group.rank())
 
     def logprobs(self, shard: TrainBatch, reference: bool = False) -> np.ndarray:
         """float32 [N, L-1] by the policy, or by the base model (adapters off, experts included, its
@@ -166,7 +187,7 @@ class TrainRank(ShardedAdapters):
                 counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
-            self.changed()
+            self.adapters.changed()
         merged: dict = on_host(merge(parts))
         # only the last pipeline stage has any
         for group in (self.place.data_group, self.place.pipeline_group):

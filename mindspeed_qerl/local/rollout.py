@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch.nn.functional import linear
 
@@ -23,9 +24,13 @@ from mindspeed_qerl.recipe.types import Quantization
 from . import serving
 from .batch import Answer
 from .hardware_error import HardwareErrorMode
-from .packing import PackedExperts, keep_linear_weights, packed_linears, plain_experts
+from .packing import (
+    PackedExperts,
+    keep_linear_weights,
+    packed_linears,
+    plain_experts,
+)
 from .quantized import QuantizedLayers
-from .sharded import AdapterFactors, Merged
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ class RolloutEngine:
             experts.unpack()
 
     @torch.no_grad()
-    def load(self, *parts: Merged) -> None:
+    def load(self, *parts: dict[str, np.ndarray]) -> None:
         """HF-named tensors from several ranks, into the weights in place; those left out stay as
         they are.
         """
@@ -207,10 +212,10 @@ class RolloutEngine:
         self.finish_sync(quantized)
 
     @torch.no_grad()
-    def movement(self, *factors: AdapterFactors) -> Movement:
+    def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> Movement:
         """Returns what each LoRA target did to the weights that this engine's kernels read, against
         (alpha / r) B A and the base weights on disk (lora/proof.py); of quantized weights to what
-        was quantized, and whether they are that. factors: from each rank (`TrainRank.factors`).
+        was quantized, and whether they are that. factors: from each rank (`adapter_factors`).
         """
         tensors = dict(kernel_tensors(self.model))
         if self.quantized:

@@ -18,9 +18,6 @@ from mindspeed_qerl.lora.adapters import LoRALinear, lora_layers
 from .checkpoint import read_tensors
 from .place import Place
 
-Merged = dict[str, np.ndarray]  # HF name -> W + (alpha / r) B A, float32
-# HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32
-AdapterFactors = dict[str, tuple[str, np.ndarray, np.ndarray]]
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by torch's names
 
 
@@ -60,8 +57,10 @@ class ShardedAdapters:
         """Returns True if this rank is the first of those that share the layer."""
         return layer.tp_size == 1 or self.place.tp_rank == 0
 
-    def merged_weights(self, number: int) -> Merged:
-        """Returns those of layer `number` of this stage; nothing after its last one."""
+    def merged_weights(self, number: int) -> dict[str, np.ndarray]:
+        """HF name -> W + (alpha / r) B A, float32, of layer `number` of this stage; nothing after
+        its last one.
+        """
         merged = {}
         place = f"decoder.layers.{number}."
         for mapping, layer in self.owned:
@@ -74,8 +73,10 @@ class ShardedAdapters:
         return merged
 
     @torch.no_grad()
-    def factors(self) -> AdapterFactors:
-        """Returns what the proof of a sync compares with."""
+    def factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
+        """HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32: the proof of a sync uses
+        them.
+        """
         factors = {}
         for mapping, layer in self.owned:
             a = self.whole(mapping, layer, layer.lora_A, layer.lora_A)

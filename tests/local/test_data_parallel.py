@@ -86,7 +86,9 @@ def options_rank(start, config, layouts, folder):
     faulthandler.dump_traceback_later(300, exit=True)  # ranks that wait for each other for ever
     trainer = start(config)
     gradients = []
-    for number, (_, layer) in enumerate(trainer.layers):  # B away from 0, so that A has a gradient
+    for number, (_, layer) in enumerate(
+        trainer.adapters.layers
+    ):  # B away from 0, so that A has a gradient
         layer.lora_B.data.normal_(std=0.02, generator=torch.Generator().manual_seed(number))
     if layouts[0] == ONE:
         np.save(f"{folder}/logprobs.npy", trainer.logprobs(batch_of_two_updates()))

@@ -414,7 +414,7 @@ def test_a_run_that_resumes_goes_on_from_the_position_of_its_checkpoint(tmp_path
     engine = loop()
     engine.observer.run.checkpoints_dir = tmp_path
     assert engine.restore() == 5
-    assert engine.processes.calls == [(TrainRank.resume, f"{tmp_path}/iter_0000005", 10, 5)]
+    assert engine.processes.calls == [(TrainRank.restore, f"{tmp_path}/iter_0000005", 10, 5)]
     unbroken = PromptOrder(4, seed=5)
     unbroken.take(23)
     assert engine.order.take(4) == unbroken.take(4) and engine.updates == 10

@@ -106,19 +106,21 @@ def exported(trainer):
     }
     whole = {
         name: trainer.place.whole(parameters[name].detach(), mapping.shared)
-        for name, mapping in trainer.table.items()
+        for name, mapping in trainer.adapters.table.items()
     }
     return {
         hf: part.clone()
         for name, value in whole.items()
         if value is not None
-        for hf, part in zip(trainer.table[name].hf, trainer.table[name].split(value))
+        for hf, part in zip(
+            trainer.adapters.table[name].hf, trainer.adapters.table[name].split(value)
+        )
     }
 
 
 def move_b(trainer):
     """B away from zero, so that A has a gradient as well; the same in each layout."""
-    for mapping, layer in trainer.layers:
+    for mapping, layer in trainer.adapters.layers:
         generator = torch.Generator().manual_seed(zlib.crc32("".join(mapping.hf).encode()))
         shape = (layer.base_layer.output_size, len(layer.lora_A))
         b = 0.02 * torch.randn(shape, generator=generator)
@@ -129,9 +131,9 @@ def move_b(trainer):
 
 def whole_gradients(trainer):
     """(mapping, gradients of A and B) of the layers that this rank hands over."""
-    for mapping, layer in trainer.owned:
-        a = trainer.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
-        b = trainer.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
+    for mapping, layer in trainer.adapters.owned:
+        a = trainer.adapters.whole(mapping, layer, layer.lora_A, layer.lora_A.grad)
+        b = trainer.adapters.whole(mapping, layer, layer.lora_B, layer.lora_B.grad)
         if a is not None:
             yield mapping, (a, b)
 
@@ -175,7 +177,7 @@ def train_rank(start, configs, folder):
             for number in range(2)
             for name, weight in trainer.merged_weights(number).items()
         }
-        result["factors"] = trainer.factors()
+        result["factors"] = trainer.adapter_factors()
         result["trained_logprobs"] = trainer.logprobs(shard)
         result["reference_logprobs"] = trainer.logprobs(shard, reference=True)
         results[family] = result
@@ -187,10 +189,10 @@ def train_rank(start, configs, folder):
 def resume_rank(start, config, saved):
     """The iterations after a checkpoint, by ranks that know of nothing else."""
     trainer = start(config)
-    trainer.resume(saved, SAVED, SAVED)
+    trainer.restore(saved, SAVED, SAVED)
     return {
         "metrics": [trainer.train(random_batch()) for _ in range(STEPS - SAVED)],
-        "factors": trainer.factors(),
+        "factors": trainer.adapter_factors(),
     }
 
 
@@ -422,7 +424,7 @@ def bfloat16_rank(start, config):
     move_b(trainer)
     trainer.train(random_batch())
     trainer.train(random_batch())
-    weights, factors = {}, trainer.factors()
+    weights, factors = {}, trainer.adapter_factors()
     for number in range(2):
         weights |= trainer.merged_weights(number)
     logprobs = trainer.logprobs(shard)

@@ -147,7 +147,7 @@ def replay_rank(start, config):
     trainer = start(config)
     rows, shard = share_of(trainer, batch)
     move_b(trainer)
-    factors = deepcopy(trainer.factors())  # training changes what it names
+    factors = deepcopy(trainer.adapter_factors())  # training changes what it names
     result = {
         "rows": rows if parallel_state.is_pipeline_last_stage() else [],
         "factors": factors,
