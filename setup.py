@@ -52,7 +52,7 @@ setup(
         "mindspeed_qerl.configs": ["**/*.yaml"],
         "mindspeed_qerl.families": ["megatron.yaml", "models.yaml"],
         "mindspeed_qerl.layout": ["launches.yaml"],
-        "mindspeed_qerl.recipe": ["keys.yaml"],
+        "mindspeed_qerl.recipe": ["keys.yaml", "synonyms.yaml"],
         "mindspeed_qerl.runs": ["plots.yaml", "plots.mplstyle"],
         "mindspeed_qerl.emulation": [
             "stand_ins/**/*"

@@ -7,6 +7,7 @@ import re
 import sys
 from functools import partial
 
+from mindspeed_qerl.ascend.contract import DISTRIBUTIONS
 from mindspeed_qerl.ascend.imports import PROBE, way_out
 from mindspeed_qerl.ascend.limits import worker_environment
 from mindspeed_qerl.emulation import CANN_VERSIONS
@@ -27,18 +28,7 @@ COMPILERS = (
     "python3-config --extension-suffix",
     "ninja --version",
 )
-# Pinned versions of distributions, and those of them that upstream goes with alone.
-PINS = {
-    "torch": "2.7.1",
-    "torch_npu": "2.7.1",
-    "vllm": "0.11.0",
-    "ray": "2.53.0",
-    "transformers": "4.57.1",
-    "numpy": "1.26.4",
-    "peft": "0.7.1",
-    "tensordict": "0.8.1",
-    "hydra-core": "1.3.2",
-}
+# Distributions that upstream goes with in their pinned version alone.
 EXACT = ("torch", "torch_npu", "vllm")
 LIMIT = 120  # seconds of a worker's imports; emulated they take 20, from a cold disk longer
 
@@ -135,7 +125,7 @@ def version(case: Case, name: str) -> Check:
     """A distribution in its pinned version, 2.7.1.post1 and 0.11.0+empty too. Another one is a
     warning, and fails where upstream does not go with it.
     """
-    pin = PINS[name]
+    pin = DISTRIBUTIONS[name]
     fix = f"pip install {name}=={pin}    # docs/ascend.md, Install"
     installed = case.machine.version(name)
     if installed is None:
@@ -202,7 +192,7 @@ CANN = [
     ),
 ]
 CHECKS = [
-    *(Question(name, partial(version, name=name)) for name in PINS),
+    *(Question(name, partial(version, name=name)) for name in DISTRIBUTIONS),
     Question(
         "imports of a worker",
         imports,

@@ -20,24 +20,8 @@ Config = Mapping[str, Any]  # as YAML gives it, resolved
 Overrides = Iterable[str]  # as they are typed, key=value
 Folder = str | None  # --config-dir
 
-# What TRL (grpo_config.py) and verl (trainer/config/ppo_trainer.yaml) call it, where spelling does
-# not lead here.
-SYNONYMS = {
-    "learning_rate": "lr",
-    "max_grad_norm": "clip_grad",
-    "num_generations": "n_samples_per_prompt",
-    "beta": "init_kl_coef",
-    "epsilon": "clip_ratio",
-    "num_iterations": "epochs",
-    "train_batch_size": "global_batch_size",
-    "max_steps": "train_iters",
-    "save_steps": "save_interval",
-    "eval_steps": "every",
-    "max_completion_length": "max_tokens",
-    "reward_funcs": "verifier_function",
-    "model_name_or_path": "tokenizer_name_or_path",
-    "lora_rank": "lora_r",
-}
+# another library's key -> ours, where spelling does not lead here
+SYNONYMS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text())
 
 # The last parts of the keys whose values are paths, in every section.
 PATHS = {

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mindspeed_qerl.ascend import contract
-from mindspeed_qerl.preflight.software import PINS
+from mindspeed_qerl.ascend.contract import DISTRIBUTIONS
 from tests import ROOT
 from tests.fake_box.npu_smi import table
 
@@ -186,7 +186,7 @@ def _make(box, folder):
         shutil.rmtree(folder / part, ignore_errors=True)
         (folder / part).mkdir()
     _ascend(box, folder / "Ascend")
-    distributions = dict(PINS)
+    distributions = dict(DISTRIBUTIONS)
     if box.installed:
         distributions["vllm_ascend"] = "0.11.0"
     for name, version in distributions.items():

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed_qerl.ascend.contract import DISTRIBUTIONS
 from mindspeed_qerl.preflight import CHECKS, FAILED, PASSED, QUESTIONS, preflight
 from mindspeed_qerl.preflight.machine import LateError, ProbeError
-from mindspeed_qerl.preflight.software import PINS
 from mindspeed_qerl.recipe.compose import compose
 from tests.fake_box.npu_smi import table
 from tests.fake_box.prepared import prepare
 
 NAME = "grpo_qwen3_30b_a3b_gsm8k_16npu"
-PACKAGES = PINS | {"torch_npu": "2.7.1.post1", "vllm": "0.11.0+empty"}
+PACKAGES = DISTRIBUTIONS | {"torch_npu": "2.7.1.post1", "vllm": "0.11.0+empty"}
 CANN, ATB = "/usr/local/Ascend/cann", "/usr/local/Ascend/nnal/atb/latest/atb/cxx_abi_1"
 INSTALLED = f"{CANN}/x/ascend_toolkit_install.info"
 DRIVER = "/usr/local/Ascend/driver/version.info"
