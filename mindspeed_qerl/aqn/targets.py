@@ -151,13 +151,18 @@ def select_targets(
         # (AscendRMSNorm)
         if any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__):
             norms[name] = module
+    is_mixture = is_mixture_of_experts(model)
     try:
-        selected = _choose(norms, is_mixture_of_experts(model), targets, exclude)
+        wanted = _matching(norms, is_mixture, targets, "target")
+        unwanted = _matching(norms, is_mixture, exclude, "exclude")
+        selected = {name: norm for name, norm in norms.items() if name in wanted - unwanted}
+        if not selected:
+            raise ValueError(f"AQN targets {targets} without {exclude} leave no norm.")
     except ValueError as error:
         raise ValueError(f"{error} {_norms_seen(model)}") from None
-    for name in selected:
-        _check_weight(name, norms[name])
-    return {name: norms[name] for name in selected}
+    for name, norm in selected.items():
+        _check_weight(name, norm)
+    return selected
 
 
 def is_mixture_of_experts(model: "Module") -> bool:
@@ -199,21 +204,10 @@ def _holds_experts(name: str, module: "Module") -> bool:
     return stacked and "Experts " in classes
 
 
-def _choose(
-    norms: Iterable[str], is_mixture: bool, targets: list[str], exclude: list[str]
-) -> list[str]:
-    """The norms that `targets` select and `exclude` does not. ValueError for an item that selects
-    nothing, a typo or a wrong model, and where none are left.
-    """
-    wanted = _matching(norms, is_mixture, targets, "target")
-    unwanted = _matching(norms, is_mixture, exclude, "exclude")
-    selected = [norm for norm in norms if norm in wanted - unwanted]
-    if not selected:
-        raise ValueError(f"AQN targets {targets} without {exclude} leave no norm.")
-    return selected
-
-
 def _matching(norms: Iterable[str], is_mixture: bool, items: list[str], what: str) -> set[str]:
+    """The norms that `items` select; ValueError for one that selects nothing, a typo or a wrong
+    model. what: a word for them.
+    """
     names = set()
     for item in items:
         target = item
