@@ -77,18 +77,20 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
     return checked
 
 
-def multipliers_of(norms: Collection[str], multipliers: Iterable[tuple[str, float]]) -> list[float]:
+def multipliers_of(
+    norms: Collection[str], multipliers: Iterable[tuple[str, float]]
+) -> dict[str, float]:
     """Returns what sigma is multiplied with for each of `norms`, paths in a model: the product over
     all selectors that select it. ValueError for a selector that selects none.
     """
-    factors = [1.0] * len(norms)
+    factors = dict.fromkeys(norms, 1.0)
     for selector, factor in multipliers:
         target, layers = _parse_selector(selector)
         is_selected = False
-        for i, norm in enumerate(norms):
+        for norm in norms:
             in_layers = layers is None or layer_of(norm) in layers
             if in_layers and answers_to(norm, target):
-                factors[i] *= factor
+                factors[norm] *= factor
                 is_selected = True
         if not is_selected:
             names = ", ".join(list(norms)[:4])
@@ -143,6 +145,8 @@ def select_targets(
             (the message lists the norm classes that were seen); nothing left after `exclude`; a
             selected norm without a 1-D float weight parameter.
     """
+    from torch.nn import Parameter
+
     targets = check_targets(targets)
     exclude = check_targets(exclude)
     norms = {}
@@ -161,7 +165,13 @@ def select_targets(
     except ValueError as error:
         raise ValueError(f"{error} {_norms_seen(model)}") from None
     for name, norm in selected.items():
-        _check_weight(name, norm)
+        weight = getattr(norm, "weight", None)
+        if isinstance(weight, Parameter) and weight.dim() == 1 and weight.is_floating_point():
+            continue
+        raise ValueError(
+            f"AQN target {name} ({type(norm).__name__}) has no 1-D float weight parameter; "
+            f"add {name!r} to aqn.exclude"
+        )
     return selected
 
 
@@ -231,16 +241,4 @@ def _norms_seen(model: "Module") -> str:
     return (
         f"Norms seen: {seen or 'none; is this the rollout model?'}. Set aqn.targets to one of "
         f"{', '.join(TARGET_NAMES)} or to patterns on names of RMSNorms."
-    )
-
-
-def _check_weight(name: str, norm: "Module") -> None:
-    from torch.nn import Parameter
-
-    weight = getattr(norm, "weight", None)
-    if isinstance(weight, Parameter) and weight.dim() == 1 and weight.is_floating_point():
-        return
-    raise ValueError(
-        f"AQN target {name} ({type(norm).__name__}) has no 1-D float weight parameter; "
-        f"add {name!r} to aqn.exclude"
     )
