@@ -24,9 +24,9 @@ def overlong_penalty(lengths: np.ndarray, selection: Selection) -> np.ndarray:
     >>> overlong_penalty(np.array([60, 85, 100]), selection)
     array([ 0.  , -0.25, -1.  ])
     """
-    buffer = selection.overlong_buffer
-    beyond = np.clip(lengths - (selection.rollout_max_tokens - buffer), 0, buffer)
-    return 0.0 - beyond / buffer * selection.overlong_buffer_penalty_factor
+    most = selection.rollout_max_tokens
+    nears = most - selection.overlong_buffer
+    return np.interp(lengths, (nears, most), (0.0, -selection.overlong_buffer_penalty_factor))
 
 
 def rewards_less_kl(

@@ -53,7 +53,7 @@ def standard_normal(seed: int, step: int, name: str, shape: Sequence[int]) -> Te
     """
     digest = hashlib.sha256(f"{seed}/{step}/{name}".encode()).digest()
     # it keeps 32 bits of a seed
-    generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
@@ -90,10 +90,9 @@ class NoiseInjector:
         # (path, norm, what sigma is multiplied with)
         self.targets: list[tuple[str, torch.nn.Module, float]] = []
         names = []
-        factors = multipliers_of(selected, multipliers)
-        for (name, norm), factor in zip(selected.items(), factors):
+        for name, factor in multipliers_of(selected, multipliers).items():
             if factor:
-                self.targets.append((name, norm, factor))
+                self.targets.append((name, selected[name], factor))
                 names.append(name if factor == 1 else f"{name} (x {factor:g})")
         if not names:
             raise ValueError(

@@ -110,10 +110,8 @@ class NoiseSchedule:
                 "an exponential schedule never reaches sigma_end = 0; use a small number, or "
                 "schedule 'linear'"
             )
-        if self.schedule == "target":
-            self._check_target()
-
-    def _check_target(self) -> None:
+        if self.schedule != "target":
+            return
         for name in ("target_start", "target_end"):
             target = getattr(self, name)
             if not 0 < target < math.inf:
@@ -140,32 +138,28 @@ class NoiseSchedule:
 
     def sigma(self, step: int) -> float:
         """Standard deviation of the noise at `step`; 0.0 in stage 0."""
-        stage = self.stage(step)
-        if stage == 0:
-            return 0.0
-        start = self.sigma_start
-        end = self.sigma_end
-        fraction = self._fraction(stage)
-        if self.schedule == "exponential":
-            return start * (end / start) ** fraction
-        if self.schedule == "linear":
-            return start + (end - start) * fraction
-        if self.schedule == "cosine":
-            return end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
-        return start
+        return self.level(step).sigma
 
     def level(self, step: int) -> NoiseLevel:
         """The noise of `step`, whatever the steps before have shown."""
         stage = self.stage(step)
-        sigma = self.sigma(step)
-        if self.schedule != "target" or not sigma:
-            return NoiseLevel(step, stage, sigma)
-        decay = (self.target_end / self.target_start) ** self._fraction(stage)
-        return NoiseLevel(step, stage, sigma, self.target_start * decay)
-
-    def _fraction(self, stage: int) -> float:
-        """Returns which fraction of the way from start to end is behind."""
-        return (stage - 1) / (self.num_stages - 2) if self.num_stages > 2 else 0.0
+        if stage == 0:
+            return NoiseLevel(step, stage, 0.0)
+        # of the way from start to end
+        fraction = (stage - 1) / (self.num_stages - 2) if self.num_stages > 2 else 0.0
+        start = self.sigma_start
+        end = self.sigma_end
+        sigma = start
+        target = None
+        if self.schedule == "exponential":
+            sigma = start * (end / start) ** fraction
+        elif self.schedule == "linear":
+            sigma = start + (end - start) * fraction
+        elif self.schedule == "cosine":
+            sigma = end + (start - end) * (1 + math.cos(math.pi * fraction)) / 2
+        elif self.schedule == "target":
+            target = self.target_start * (self.target_end / self.target_start) ** fraction
+        return NoiseLevel(step, stage, sigma, target)
 
     def sigmas(self) -> list[float]:
         """`sigma` of every step of the run."""

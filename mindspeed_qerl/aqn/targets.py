@@ -77,18 +77,20 @@ def check_multipliers(given: Mapping[str | int, float]) -> list[tuple[str, float
     return checked
 
 
-def multipliers_of(norms: Collection[str], multipliers: Iterable[tuple[str, float]]) -> list[float]:
+def multipliers_of(
+    norms: Collection[str], multipliers: Iterable[tuple[str, float]]
+) -> dict[str, float]:
     """Returns what sigma is multiplied with for each of `norms`, paths in a model: the product over
     all selectors that select it. ValueError for a selector that selects none.
     """
-    factors = [1.0] * len(norms)
+    factors = dict.fromkeys(norms, 1.0)
     for selector, factor in multipliers:
         target, layers = _parse_selector(selector)
         is_selected = False
-        for i, norm in enumerate(norms):
+        for norm in norms:
             in_layers = layers is None or layer_of(norm) in layers
             if in_layers and answers_to(norm, target):
-                factors[i] *= factor
+                factors[norm] *= factor
                 is_selected = True
         if not is_selected:
             names = ", ".join(list(norms)[:4])
@@ -143,6 +145,8 @@ def select_targets(
             (the message lists the norm classes that were seen); nothing left after `exclude`; a
             selected norm without a 1-D float weight parameter.
     """
+    from torch.nn import Parameter
+
     targets = check_targets(targets)
     exclude = check_targets(exclude)
     norms = {}
@@ -151,13 +155,24 @@ def select_targets(
         # (AscendRMSNorm)
         if any("rmsnorm" in cls.__name__.lower() for cls in type(module).__mro__):
             norms[name] = module
+    is_mixture = is_mixture_of_experts(model)
     try:
-        selected = _choose(norms, is_mixture_of_experts(model), targets, exclude)
+        wanted = _matching(norms, is_mixture, targets, "target")
+        unwanted = _matching(norms, is_mixture, exclude, "exclude")
+        selected = {name: norm for name, norm in norms.items() if name in wanted - unwanted}
+        if not selected:
+            raise ValueError(f"AQN targets {targets} without {exclude} leave no norm.")
     except ValueError as error:
         raise ValueError(f"{error} {_norms_seen(model)}") from None
-    for name in selected:
-        _check_weight(name, norms[name])
-    return {name: norms[name] for name in selected}
+    for name, norm in selected.items():
+        weight = getattr(norm, "weight", None)
+        if isinstance(weight, Parameter) and weight.dim() == 1 and weight.is_floating_point():
+            continue
+        raise ValueError(
+            f"AQN target {name} ({type(norm).__name__}) has no 1-D float weight parameter; "
+            f"add {name!r} to aqn.exclude"
+        )
+    return selected
 
 
 def is_mixture_of_experts(model: "Module") -> bool:
@@ -199,21 +214,10 @@ def _holds_experts(name: str, module: "Module") -> bool:
     return stacked and "Experts " in classes
 
 
-def _choose(
-    norms: Iterable[str], is_mixture: bool, targets: list[str], exclude: list[str]
-) -> list[str]:
-    """The norms that `targets` select and `exclude` does not. ValueError for an item that selects
-    nothing, a typo or a wrong model, and where none are left.
-    """
-    wanted = _matching(norms, is_mixture, targets, "target")
-    unwanted = _matching(norms, is_mixture, exclude, "exclude")
-    selected = [norm for norm in norms if norm in wanted - unwanted]
-    if not selected:
-        raise ValueError(f"AQN targets {targets} without {exclude} leave no norm.")
-    return selected
-
-
 def _matching(norms: Iterable[str], is_mixture: bool, items: list[str], what: str) -> set[str]:
+    """The norms that `items` select; ValueError for one that selects nothing, a typo or a wrong
+    model. what: a word for them.
+    """
     names = set()
     for item in items:
         target = item
@@ -237,16 +241,4 @@ def _norms_seen(model: "Module") -> str:
     return (
         f"Norms seen: {seen or 'none; is this the rollout model?'}. Set aqn.targets to one of "
         f"{', '.join(TARGET_NAMES)} or to patterns on names of RMSNorms."
-    )
-
-
-def _check_weight(name: str, norm: "Module") -> None:
-    from torch.nn import Parameter
-
-    weight = getattr(norm, "weight", None)
-    if isinstance(weight, Parameter) and weight.dim() == 1 and weight.is_floating_point():
-        return
-    raise ValueError(
-        f"AQN target {name} ({type(norm).__name__}) has no 1-D float weight parameter; "
-        f"add {name!r} to aqn.exclude"
     )

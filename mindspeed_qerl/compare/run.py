@@ -40,17 +40,6 @@ PACKAGES = (
     "mindspeed-rl",
     "transformers",
 )
-EVALUATION_SETTINGS = (  # of summary.json
-    "verifier",
-    "samples",
-    "temperature",
-    "max_tokens",
-    "dtype",
-    "prompt",
-    "chat_template_kwargs",
-    "hardware_error",
-    "quantization",
-)
 
 Scores = dict[int, dict[str, float]]  # by step and question, the mean over its answers
 Config = dict[str, Any]  # by dotted key
@@ -140,14 +129,17 @@ def _read_run(run: RunDirectory, evaluation: str | None) -> ComparedRun:
 
 def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dict[str, Any]]:
     """`scores` and `evaluation` of a ComparedRun."""
+    recipe, _ = read(run.config())
+    # how it evaluates while it trains, as the summary.json of tools/evaluate.py has it
+    settings = json.loads(json.dumps(evaluation_settings(recipe), default=asdict))
+    settings["chat_template_kwargs"] = None
     if evaluation is None:
         answers = read_jsonl(run.eval_answers_file)
-        made = _evaluation_of(run)
     else:
         folder = f"evaluations/{evaluation}"
         answers = read_jsonl(run.path / folder / "answers.jsonl")
         made = run.read_json(f"{folder}/summary.json") if answers else {}
-    settings = {name: made.get(name) for name in EVALUATION_SETTINGS if made}
+        settings = {name: made.get(name) for name in settings if made}
     scores: Scores = {}
     for row in answers:
         by_question = scores.setdefault(row["step"], {})
@@ -161,14 +153,6 @@ def _read_scores(run: RunDirectory, evaluation: str | None) -> tuple[Scores, dic
         digest = hashlib.sha256(questions.encode()).hexdigest()[:6]
         settings |= {"last step": last, "questions": f"{len(scores[last])} ({digest})"}
     return scores, settings
-
-
-def _evaluation_of(run: RunDirectory) -> dict[str, Any]:
-    """Returns how a run evaluates while it trains, by its config, as the summary.json of
-    tools/evaluate.py has it.
-    """
-    recipe, _ = read(run.config())
-    return json.loads(json.dumps(evaluation_settings(recipe), default=asdict))
 
 
 def _faults(

@@ -80,16 +80,6 @@ DEEP = ModelRecipe(
 )
 
 
-def make_tiny_model(output_dir: str | Path, recipe: ModelRecipe) -> dict:
-    """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
-
-    Anything in the way is left alone and raises FileExistsError. Work happens in a hidden sibling
-    that is renamed at the end, so that `output_dir` is never half made.
-    """
-    with new_directory(Path(output_dir)) as making:
-        return _make(making, recipe)
-
-
 def build_tokenizer(world=word_problems):
     """A word-level tokenizer of transformers over the words of the word problems, digits and
     punctuation: `decode(encode(text)) == text` for every generated text; any other word becomes
@@ -147,7 +137,7 @@ def train_supervised(
     """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every
     step, nats per token of the answer and its eos.
     """
-    from .supervised import fit
+    from .supervised import fit, padded
 
     rng = random.Random(f"supervised {recipe.seed}")
     world = WORLDS[recipe.shape]
@@ -159,55 +149,53 @@ def train_supervised(
             answers = [
                 world.mixed_answer(problem, allowed, world.MIXTURE, rng) for problem in problems
             ]
-            yield _batch(tokenizer, problems, answers)
+            prompts = [plain_prompt(problem.question) for problem in problems]
+            yield padded(
+                tokenizer(prompts)["input_ids"],
+                tokenizer([answer + EOS for answer in answers])["input_ids"],
+                tokenizer.pad_token_id,
+            )
 
     return fit(model, batches(), recipe.steps, recipe.learning_rate)
 
 
-def _make(directory: Path, recipe: ModelRecipe) -> dict:
-    """Fill `directory` and return the report written to its recipe.json."""
+def make_tiny_model(output_dir: str | Path, recipe: ModelRecipe) -> dict:
+    """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
+
+    Anything in the way is left alone and raises FileExistsError. Work happens in a hidden sibling
+    that is renamed at the end, so that `output_dir` is never half made.
+    """
     import torch
 
     from mindspeed_qerl.tasks.gsm8k.convert import convert
 
-    threads = torch.get_num_threads()
-    # nearly as fast as two for so small a model, and four times as fast when another process wants
-    # a core
-    torch.set_num_threads(1)
-    training_pairs, held_out_pairs = word_problems.split_pairs(recipe.held_out, recipe.seed)
-    world = WORLDS[recipe.shape]
-    raw = directory / "data" / "raw"
-    raw.mkdir(parents=True)
-    for name, pairs, count in (
-        ("train", training_pairs, recipe.train_problems),
-        ("test", held_out_pairs, recipe.test_problems),
-    ):
-        seed = f"{name} {recipe.seed}"
-        problems = word_problems.make_problems(pairs, count, seed, world.random_problem)
-        word_problems.write_problems(raw / f"{name}.jsonl", problems)
-    convert(raw, directory / "data")
+    with new_directory(Path(output_dir)) as directory:
+        threads = torch.get_num_threads()
+        # nearly as fast as two for so small a model, and four times as fast when another process
+        # wants a core
+        torch.set_num_threads(1)
+        training_pairs, held_out_pairs = word_problems.split_pairs(recipe.held_out, recipe.seed)
+        world = WORLDS[recipe.shape]
+        raw = directory / "data" / "raw"
+        raw.mkdir(parents=True)
+        for name, pairs, count in (
+            ("train", training_pairs, recipe.train_problems),
+            ("test", held_out_pairs, recipe.test_problems),
+        ):
+            seed = f"{name} {recipe.seed}"
+            problems = word_problems.make_problems(pairs, count, seed, world.random_problem)
+            word_problems.write_problems(raw / f"{name}.jsonl", problems)
+        convert(raw, directory / "data")
 
-    tokenizer = build_tokenizer(world)
-    with torch.random.fork_rng():
-        torch.manual_seed(recipe.seed)
-        model = build_model(tokenizer, recipe.shape)
-        train_supervised(model, tokenizer, training_pairs, recipe)
-    torch.set_num_threads(threads)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+        tokenizer = build_tokenizer(world)
+        with torch.random.fork_rng():
+            torch.manual_seed(recipe.seed)
+            model = build_model(tokenizer, recipe.shape)
+            train_supervised(model, tokenizer, training_pairs, recipe)
+        torch.set_num_threads(threads)
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
-    report = {"recipe": asdict(recipe), "parameters": model.num_parameters()}
-    (directory / "recipe.json").write_text(json_text(report), encoding="utf-8")
-    return report
-
-
-def _batch(tokenizer, problems: list, answers: list[str]):
-    """`supervised.padded` of plain prompts and answers."""
-    from .supervised import padded
-
-    prompts = tokenizer([plain_prompt(problem.question) for problem in problems])["input_ids"]
-    return padded(
-        prompts,
-        tokenizer([answer + EOS for answer in answers])["input_ids"],
-        tokenizer.pad_token_id,
-    )
+        report = {"recipe": asdict(recipe), "parameters": model.num_parameters()}
+        (directory / "recipe.json").write_text(json_text(report), encoding="utf-8")
+        return report

@@ -83,7 +83,19 @@ def load_adapters(
             file is missing, the files belong to several layouts, copies of a tensor differ, there
             are no adapters, or some have no name in a Hugging Face model.
     """
-    directory, iteration = _find_iteration(checkpoint_dir, iteration)
+    there = whole_checkpoints(checkpoint_dir)
+    if not there:
+        raise FileNotFoundError(
+            f"{checkpoint_dir} holds no whole iter_0000001 or the like: give `checkpoints` of the "
+            "run directory"
+        )
+    if iteration is None:
+        iteration = there[-1]
+    if iteration not in there:
+        raise FileNotFoundError(
+            f"{checkpoint_dir} has no iteration {iteration}; there are: {', '.join(map(str, there))}"
+        )
+    directory = checkpoint_dir / f"iter_{iteration:07d}"
     args, stages = _read_ranks(directory)
     weights: Pairs = {}
     layers_before = 0
@@ -193,22 +205,6 @@ def replicated(copies: Sequence[Tensor], name: str) -> Tensor:
             "one is right"
         )
     return copies[0]
-
-
-def _find_iteration(checkpoint_dir: Path, iteration: int | None) -> tuple[Path, int]:
-    there = whole_checkpoints(checkpoint_dir)
-    if not there:
-        raise FileNotFoundError(
-            f"{checkpoint_dir} holds no whole iter_0000001 or the like: give `checkpoints` of the "
-            "run directory"
-        )
-    if iteration is None:
-        iteration = there[-1]
-    if iteration not in there:
-        raise FileNotFoundError(
-            f"{checkpoint_dir} has no iteration {iteration}; there are: {', '.join(map(str, there))}"
-        )
-    return checkpoint_dir / f"iter_{iteration:07d}", iteration
 
 
 def _read_ranks(directory: Path) -> tuple[Namespace, list[Shards]]:

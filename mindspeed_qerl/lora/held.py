@@ -66,20 +66,19 @@ def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Itera
     """Takes apart what is fused or stacked in `tensors`, which have the names and shapes of
     parameters of vLLM's `model`.
     """
-    packing = _packing(model)
     for parameter, tensor in tensors:
         path, _, kind = parameter.rpartition(".")
         module = model.get_submodule(path)
         name = path.replace(".base_layer", "")  # of a module with adapters beside it
-        leaves = _leaves(packing, name)
-        reason = _unreadable(module, leaves)
-        if reason and not (reason is PACKED and leaves[0] in FUSED):
+        names = _names_of(model, name)
+        reason = _unreadable(module, names)
+        if reason and not (reason is PACKED and names[0].rpartition(".")[2] in FUSED):
             continue
         parts: Iterable[Part]
         if kind in EXPERT_PARTS:
             parts = _experts(name.removesuffix(".routed_experts"), module, kind, tensor)
         elif hasattr(module, "output_size"):  # a linear layer
-            parts = _linear(name, module, kind, tensor, leaves)
+            parts = _linear(module, kind, tensor, names)
         elif vocabulary := getattr(module, "shard_indices", None):
             first = vocabulary.org_vocab_start_index
             rows = tensor[: vocabulary.org_vocab_end_index - first]  # without the padding
@@ -94,17 +93,15 @@ def not_compared(model: nn.Module) -> dict[str, str]:
     """Returns why a worker cannot say anything, or not of all, about tensors of the Hugging Face
     model, by the beginning of their names.
     """
-    packing = _packing(model)
     reasons = {}
     for path, module in model.named_modules():
         name = path.replace(".base_layer", "").removesuffix(".routed_experts")
         if type(module).__name__ == "PPMissingLayer":
             reasons[f"{name}."] = ELSEWHERE
             continue
-        leaves = _leaves(packing, name)
-        if reason := _unreadable(module, leaves):
-            parent = name[: name.rfind(".") + 1]
-            reasons |= {f"{parent}{leaf}.": reason for leaf in leaves}
+        names = _names_of(model, name)
+        if reason := _unreadable(module, names):
+            reasons |= {f"{each}.": reason for each in names}
     return reasons
 
 
@@ -112,35 +109,30 @@ def held_adapters(model: nn.Module, slot: int) -> Iterator[Held]:
     """The adapters beside the weights, in vLLM's `slot`, as "...lora_A.weight" [r, in] and
     "...lora_B.weight" [out, r], which has the scaling in it; those of linear layers.
     """
-    packing = _packing(model)
     for name, module in model.named_modules():
         if not isinstance(getattr(module, "lora_a_stacked", None), tuple):
             continue
-        parent = name.rpartition(".")[0]
-        leaves = _leaves(packing, name)
-        sizes = getattr(module.base_layer, "output_partition_sizes", leaves)
-        if not len(leaves) == len(sizes) == len(module.lora_b_stacked):
+        names = _names_of(model, name)
+        sizes = getattr(module.base_layer, "output_partition_sizes", names)
+        if not len(names) == len(sizes) == len(module.lora_b_stacked):
             continue
-        shards = zip(leaves, module.lora_a_stacked, module.lora_b_stacked, strict=True)
-        for shard, (leaf, a, b) in enumerate(shards):
+        shards = zip(names, module.lora_a_stacked, module.lora_b_stacked, strict=True)
+        for shard, (part, a, b) in enumerate(shards):
             a = a[slot, 0]
             b = b[slot, 0]
             row, column, _ = _place(module.base_layer, shard, b.shape[0], a.shape[1])
-            yield Held(f"{parent}.{leaf}.lora_A.weight", a, (0, column))
-            yield Held(f"{parent}.{leaf}.lora_B.weight", b, (row, 0))
+            yield Held(f"{part}.lora_A.weight", a, (0, column))
+            yield Held(f"{part}.lora_B.weight", b, (row, 0))
 
 
-def _packing(model: nn.Module) -> dict[str, list[str]]:
-    return FUSED | getattr(model, "packed_modules_mapping", {})
+def _names_of(model: nn.Module, name: str) -> list[str]:
+    """Returns the names that the module `name` has in the files."""
+    packing = FUSED | getattr(model, "packed_modules_mapping", {})
+    parent, dot, leaf = name.rpartition(".")
+    return [parent + dot + part for part in packing.get(leaf, [leaf])]
 
 
-def _leaves(packing: dict[str, list[str]], name: str) -> list[str]:
-    """Returns the last parts of the names that the module `name` has in the files."""
-    leaf = name.rpartition(".")[2]
-    return packing.get(leaf, [leaf])
-
-
-def _unreadable(module: nn.Module, leaves: list[str]) -> str | None:
+def _unreadable(module: nn.Module, names: list[str]) -> str | None:
     """Returns why the weights of vLLM's linear layer, vocabulary or experts are not known as such,
     None if they are.
     """
@@ -154,21 +146,18 @@ def _unreadable(module: nn.Module, leaves: list[str]) -> str | None:
     backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
     if getattr(backend, "name", None) in OWN_LAYOUT:
         return SHUFFLED
-    shards = len(getattr(module, "output_partition_sizes", leaves))
-    return PACKED if is_linear and shards != len(leaves) else None
+    shards = len(getattr(module, "output_partition_sizes", names))
+    return PACKED if is_linear and shards != len(names) else None
 
 
-def _linear(
-    name: str, module: nn.Module, kind: str, tensor: Tensor, leaves: list[str]
-) -> Iterator[Part]:
-    parent = name[: name.rfind(".") + 1]
+def _linear(module: nn.Module, kind: str, tensor: Tensor, names: list[str]) -> Iterator[Part]:
     first = 0  # row of the shard in a tensor that is fused in the files, too
     sizes = getattr(module, "output_partition_sizes", [len(tensor)])
     for shard, part in enumerate(tensor.split(sizes)):
         row, column, whole = _place(module, shard, part.shape[0], part.shape[-1])
         start = (first + row, column)
-        yield f"{parent}{leaves[shard % len(leaves)]}.{kind}", part, start[: part.dim()]
-        first += whole if len(leaves) == 1 else 0
+        yield f"{names[shard % len(names)]}.{kind}", part, start[: part.dim()]
+        first += whole if len(names) == 1 else 0
 
 
 def _place(module: nn.Module, shard: int, rows: int, columns: int) -> tuple[int, int, int]:

@@ -110,7 +110,7 @@ def arrival_metrics(movement: Movement) -> dict[str, float]:
     if not arrived:
         return {}
     metrics = {"sync/arrived": min(entry["arrived"] for entry in arrived.values())}
-    for name in ("arrived", "arrived_error"):
+    for name in SHARE:
         for target, entry in arrived.items():
             metrics[f"sync/{name}/{target}"] = entry[name]
     return metrics

@@ -97,13 +97,14 @@ def own_versions() -> Content:
     """Returns what the run ran on: Python, machine, every installed distribution (read, not
     imported), the source's git state and the digest of what trains.
     """
+    source = Path(mindspeed_qerl.__file__).resolve().parent
     packages: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
         packages.setdefault(distribution.name, distribution.version)
     return {
         "mindspeed_qerl": mindspeed_qerl.__version__,
-        "code": code_digest(Path(mindspeed_qerl.__file__).parent),
-        "git": git_state(Path(mindspeed_qerl.__file__).resolve().parent.parent),
+        "code": code_digest(source),
+        "git": git_state(source.parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),

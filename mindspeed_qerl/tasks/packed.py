@@ -31,7 +31,7 @@ every problem, in the order of the source:
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -95,10 +95,8 @@ def convert_packed(
     packed = []
     for split, columns in read_splits(source, max_steps).items():
         rows = [row_of(row, split) for row in columns]
-        labels = [row.answer for row in rows]
-        packed.append(
-            _pack(rows, labels, Path(output, f"gsm8k_{split}"), tokenizer, template_kwargs)
-        )
+        data_path = Path(output, f"gsm8k_{split}")
+        packed.append(pack_rows(rows, data_path, tokenizer, template_kwargs, counted=False))
     return packed
 
 
@@ -107,37 +105,27 @@ def pack_rows(
     data_path: AnyPath,
     tokenizer: AnyPath,
     template_kwargs: Variables | None = None,
+    counted: bool = True,
 ) -> PackedSplit:
-    """Write the rows of a task for `data_path`:
+    """Write the rows of a task for `data_path`, all files or none:
     {data_path}_packed_{input_ids,labels}_document.{bin,idx} and {data_path}_rows.jsonl, the columns
-    of each row, which the labels count. Earlier ones are replaced; errors, and what happens then,
-    as `convert_packed`; TypeError for a column that JSON cannot hold.
+    of each row, which the labels count; unless `counted`, the labels are the answers, and columns
+    are not written. Earlier ones are replaced; errors, and what happens then, as `convert_packed`;
+    TypeError for a column that JSON cannot hold.
     """
-    lines = [json.dumps(row.columns) + "\n" for row in rows]
-    numbers = list(map(str, range(len(rows))))
-    counted = {"_rows.jsonl": "".join(lines).encode()}
-    return _pack(rows, numbers, Path(data_path), tokenizer, template_kwargs, counted)
-
-
-def _pack(
-    rows: Rows,
-    labels: Sequence[str],
-    data_path: Path,
-    tokenizer_dir: AnyPath,
-    template_kwargs: Variables | None,
-    others: Mapping[str, bytes] = {},
-) -> PackedSplit:
-    """Write rows with the label of each, and the files {ending: content} of `others`, all of them
-    or none.
-    """
-    data_path = data_path.absolute()
+    data_path = Path(data_path).absolute()
     name = data_path.name
+    labels = [row.answer for row in rows]
+    contents = {}
+    if counted:
+        labels = list(map(str, range(len(rows))))
+        lines = [json.dumps(row.columns) + "\n" for row in rows]
+        contents[f"{name}_rows.jsonl"] = "".join(lines).encode()
     check_data_path(data_path)
-    tokenizer = load_tokenizer(tokenizer_dir)
+    loaded = load_tokenizer(tokenizer)
     now = datetime.now()  # one date for all rows
-    prompts = token_ids(tokenizer, rows, "chat", now, template_kwargs)
-    contents = {f"{name}{ending}": content for ending, content in others.items()}
-    for field, ids in (("input_ids", prompts), ("labels", _label_ids(tokenizer, labels))):
+    prompts = token_ids(loaded, rows, "chat", now, template_kwargs)
+    for field, ids in (("input_ids", prompts), ("labels", _label_ids(loaded, labels))):
         file = f"{name}_packed_{field}_document"
         contents[f"{file}.bin"], contents[f"{file}.idx"] = indexed_format(ids)
     if template_kwargs:

@@ -273,8 +273,8 @@ def test_multipliers_by_layer_target_and_both():
         "model.layers.2.post_attention_layernorm": 2.5,
         "model.norm": 0,
     }
-    assert dict(zip(norms, multipliers_of(norms, given))) == expected
-    assert multipliers_of(norms, []) == [1.0] * 7
+    assert multipliers_of(norms, given) == expected
+    assert multipliers_of(norms, []) == dict.fromkeys(norms, 1.0)
     assert [*map(layer_of, norms)] == [0, 0, 1, 1, 2, 2, None]
 
 

@@ -135,14 +135,19 @@ def test_a_making_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_loss_is_on_the_completion_only():
+def test_loss_is_on_the_completion_only(monkeypatch):
     tokenizer = tiny_model.build_tokenizer()
     question = "Tom has 3 apples and Ben has 4. How many apples do they have together?"
     problem = Problem(question, 3, (("+", 4),))
-    input_ids, labels = tiny_model._batch(
-        tokenizer, [problem, problem], ["3+4=7\n#### 7", "The answer is 7"]
-    )
-    for ids, label, answer in zip(input_ids, labels, ("3+4=7\n#### 7", "The answer is 7")):
+    answers = ["3+4=7\n#### 7", "The answer is 7"]
+    monkeypatch.setattr(word_problems, "random_problem", lambda *_: problem)
+    monkeypatch.setattr(word_problems, "mixed_answer", lambda *_: next(given))
+    fit = "mindspeed_qerl.demo.supervised.fit"
+    monkeypatch.setattr(fit, lambda model, batches, *_: next(batches))
+    given = iter(answers)
+    recipe = replace(QUICK, batch_size=2)
+    input_ids, labels = tiny_model.train_supervised(None, tokenizer, [], recipe)
+    for ids, label, answer in zip(input_ids, labels, answers):
         assert tokenizer.decode(label[label != -100]) == answer + "<eos>"
         assert tokenizer.decode(ids, skip_special_tokens=True) == problem.question + "\n" + answer
         assert (label == ids)[label != -100].all()
