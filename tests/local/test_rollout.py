@@ -264,26 +264,28 @@ def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, m
 @pytest.fixture
 def crowded(engine, monkeypatch):
     """Makes an injector with draws of its own the engine's, and the engine a crowded one: prompts
-    come in chunks of 16 tokens, keys and values of five blocks of 32 are there, so that requests
-    are preempted. Returns lists: of preempted requests, of passes' tokens.
+    come in chunks of 16 tokens, keys and values of five blocks of 32 are there, or of as many as
+    are said, so that requests are preempted. Returns lists: of preempted requests, of passes'
+    tokens.
     """
     runner = model_runner(engine.llm)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    taken, preempted, computed = [], [], []
+    taken, preempted, computed, left = [], [], [], [5]
 
     def reset():
         pool.free_blocks(taken)
         taken.clear()
         done = type(engine.llm).reset_prefix_cache(engine.llm)
-        taken.extend(pool.get_new_blocks(pool.get_num_free_blocks() - 5))
+        taken.extend(pool.get_new_blocks(pool.get_num_free_blocks() - left[0]))
         return done
 
     def preempt(request, *arguments, **more):
         preempted.append(request.request_id)
         return type(scheduler)._preempt_request(scheduler, request, *arguments, **more)
 
-    def crowd(draws):
+    def crowd(draws, blocks=5):
+        left[0] = blocks
         injector = NoiseInjector(engine.model, seed=3, draws=draws, runner=runner)
         monkeypatch.setattr(engine, "injector", injector)
         return preempted, computed
@@ -330,9 +332,9 @@ def apart_from_own_draw(model_dir, answers, numbers):
     return apart
 
 
-@pytest.mark.parametrize("draws", ["answer", "group"])
-def test_each_answer_is_of_its_own_draw(engine, model_dir, crowded, draws):
-    preempted, computed = crowded(draws)
+@pytest.mark.parametrize("draws, blocks", [("answer", 5), ("group", 5), ("answer", 16)])
+def test_each_answer_is_of_its_own_draw(engine, model_dir, crowded, draws, blocks):
+    preempted, computed = crowded(draws, blocks)
     sync(engine, changed_weights(model_dir))
     clean = sample(engine, PROMPTS, 1, seed=4)[0]
     computed.clear()
@@ -341,7 +343,9 @@ def test_each_answer_is_of_its_own_draw(engine, model_dir, crowded, draws):
     # of another draw they are not
     other = [*numbers[2:], *numbers[:2]]
     assert min(apart_from_own_draw(model_dir, answers, other)) > 0.01
-    assert preempted and max(computed) <= 16
+    assert max(computed) <= 16
+    # all eight decode at once, or some are preempted
+    assert (computed.count(8) > 9, bool(preempted)) == (blocks > 5, blocks == 5)
     # of answers each token is computed, of groups what is shared once
     tokens = sum(len(answer.prompt) + 20 - 1 for answer in answers)
     assert (sum(computed) < tokens) == (draws == "group")

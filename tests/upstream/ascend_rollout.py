@@ -32,6 +32,7 @@ class Case:
     formats: tuple[str, ...] = ()  # of quantized_ranks.py
     graphs: tuple[int, ...] = ()  # sizes of decode graphs
     variables: dict[str, str] = field(default_factory=dict)
+    draws: str = "answer"  # of draws_ranks.py
 
     def __str__(self) -> str:
         return "-".join(map(str, asdict(self).values()))

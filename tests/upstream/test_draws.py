@@ -1,5 +1,5 @@
-"""A draw of the noise for each answer in the real vllm-ascend on emulated NPUs: log-probs beside
-transformers with that answer's own draw, of eight answers of which four are served at a time.
+"""A draw of the noise for each answer or group in the real vllm-ascend on emulated NPUs: log-probs
+beside transformers with each answer's own draw, of eight answers, four served at a time.
 """
 
 import pytest
@@ -18,6 +18,7 @@ CASES = [
     Case("qwen3_moe", dp=2, cann="8.3.RC1", graphs=SIZES),
     Case("qwen3_moe", tp=2, soc="910B", cann="8.3.RC1", chunked=True),
     Case("qwen2", "bfloat16", tp=2, cann="8.3.RC1", graphs=SIZES),
+    Case("qwen3", cann="8.3.RC1", graphs=SIZES, draws="group"),
 ]
 
 
@@ -27,6 +28,8 @@ def test_each_answer_is_of_its_own_draw(case, upstream, models):
     for number, rank in enumerate(ranks):
         assert rank["off"] and rank["again"] and rank["off again"]
         assert rank["preempted"]
+        # of groups what is shared is computed once
+        assert bool(rank["cached"]) == (case.draws == "group")
         assert len(rank["apart"]) == (6 if number // case.tp % 2 else 8)
         for worst, own in rank["apart"]:
             assert worst < (FLOAT32 if case.dtype == "float32" else 3 * own)

@@ -4,6 +4,7 @@ upstream's own flow does.
 """
 
 import json
+from itertools import chain
 
 import pytest
 from ascend_rollout import Case, make, run_case
@@ -88,7 +89,7 @@ RUNS = [
     ("qwen3", dict(npus=2, infer_tp=2), CACHED | {"aqn.draws": "answer"}),
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, infer_tp=2, infer_ep=2), REPLAYED | NVFP4 | PACKED),
-    ("qwen2_moe", dict(npus=4, ep=4, infer_ep=4), {}),
+    ("qwen2_moe", dict(npus=4, ep=4, infer_ep=4), {"aqn.draws": "answer"}),
 ]
 
 
@@ -129,6 +130,11 @@ def test_a_run_samples_with_the_weights_and_the_noise_of_its_step(
             assert line["same"] and all(line["routes"]), line
             assert line["replayed"] > 5 and line["resets"] == 1
         assert bool(ranks[0][1]["routes"]) == ("algorithm" in changes)
+    engines = ranks[:: layout.get("infer_tp", 1)]
+    for lines in zip(*engines, strict=True):
+        own = "aqn.draws" in changes and lines[0]["sigma"]
+        draws = sorted(chain(*(line["draws"] for line in lines)))
+        assert draws == (list(range(1, 17)) if own else [])
 
 
 @pytest.mark.parametrize("fault", ["repointed_weight", "stale_graph"])
