@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
+from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.common.errors import ConfigError
@@ -24,6 +24,7 @@ from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
 from mindspeed_qerl.local.serving import check_built, model_runner
 from mindspeed_qerl.lora.rounding import dither_of, rounded
+from tests.answers import scored_by_draws
 
 from .conftest import (
     FAMILIES,
@@ -318,18 +319,10 @@ def sample_with_draws(engine, draws):
 def apart_from_own_draw(model_dir, answers, numbers):
     """By how much each answer's log-probs differ from transformers' with the noise of its draw."""
     model = reference_model(model_dir, changed_weights(model_dir))
-    norms = select_targets(model)
-    clean = {name: norm.weight.detach().clone() for name, norm in norms.items()}
-    apart = []
-    for answer, draw in zip(answers, numbers, strict=True):
-        with torch.no_grad():
-            for name, norm in norms.items():
-                key = f"{name}.weight/{draw}"
-                noise = standard_normal(3, NOISE.step, key, norm.weight.shape)
-                norm.weight.copy_(clean[name] + NOISE.sigma * noise)
-            own = logprobs_of(model, torch.tensor([answer.prompt + answer.token_ids]))[0]
-        apart.append(furthest(answer.logprobs, own[len(answer.prompt) - 1 :].numpy()))
-    return apart
+    clean = {name: norm.weight.detach().clone() for name, norm in select_targets(model).items()}
+    asked = [(answer.prompt, answer.token_ids) for answer in answers]
+    own = scored_by_draws(model, clean, 3, NOISE, asked, numbers)
+    return [furthest(answer.logprobs, expected.numpy()) for answer, expected in zip(answers, own)]
 
 
 @pytest.mark.parametrize("draws, blocks", [("answer", 5), ("group", 5), ("answer", 16)])

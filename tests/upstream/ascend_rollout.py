@@ -154,7 +154,7 @@ class Served:
         """Token ids and their log-probs for each prompt; and how many tokens of a prompt were
         cached, at most.
         """
-        from reference import drawn
+        from tests.answers import drawn
 
         outputs = self.generate(self.prompts, temperature=0.0, logprobs=0)
         cached = max(output.num_cached_tokens for output in outputs)
@@ -166,15 +166,12 @@ class Served:
         """
         import torch
 
+        from tests.answers import scored
+
         scores = [torch.tensor([score for _, scores in answers for score in scores])]
         for twin in twins:
-            rows = []
-            for ids, (tokens, _) in zip(self.prompts, answers, strict=True):
-                with torch.no_grad():
-                    logits = twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
-                logprobs = logits.float().log_softmax(-1)
-                rows.append(logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0])
-            scores.append(torch.cat(rows))
+            pairs = zip(self.prompts, answers, strict=True)
+            scores.append(torch.cat([scored(twin, ids, tokens) for ids, (tokens, _) in pairs]))
         return (scores[-2] - scores[-1]).abs()
 
     @cached_property

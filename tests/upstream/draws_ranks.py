@@ -7,14 +7,14 @@ from collections import Counter
 
 import torch
 from ascend_rollout import ANSWER, SIGMA, Case, Served, random_ids
-from reference import drawn
 from vllm import SamplingParams
 
-from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
+from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
 from mindspeed_qerl.ascend import graphs as ours
 from mindspeed_qerl.ascend import rollout
 from mindspeed_qerl.emulation.counts import VARIABLE, counting, place
+from tests.answers import drawn, scored_by_draws
 
 LEVEL = NoiseLevel(step=2, stage=1, sigma=SIGMA)
 BLOCK = 128
@@ -66,28 +66,19 @@ class Drawn:
         self.cached = max(output.num_cached_tokens for output in outputs)
         return [drawn(answer) for output in outputs for answer in output.outputs]
 
-    @torch.no_grad()
     def apart(self, injector: NoiseInjector, answers: list, draws: list[int]) -> list[list[float]]:
         """For each answer the largest distance of its log-probs from transformers in float32 with
         the norms of a draw; and that of its bfloat16.
         """
-        exact, rounded = self.served.twins
         clean = {name: norm.weight.cpu() for name, norm, _ in injector.targets}
         sequences = [ids for ids in self.prompts for _ in range(2)]
+        asked = [(ids, tokens) for ids, (tokens, _) in zip(sequences, answers, strict=True)]
+        by_twin = [
+            scored_by_draws(twin, clean, 1, LEVEL, asked, draws) for twin in self.served.twins
+        ]
         found = []
-        for (tokens, scores), ids, draw in zip(answers, sequences, draws, strict=True):
-            logprobs = []
-            for twin in (exact, rounded):
-                for name, weight in clean.items():
-                    noise = standard_normal(1, LEVEL.step, f"{name}.weight/{draw}", weight.shape)
-                    noisy = (weight + SIGMA * noise).to(weight.dtype)
-                    twin.get_parameter(f"{name}.weight").data.copy_(noisy)
-                logits = twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float()
-                logprobs.append(
-                    logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-                )
-            exactly, rounding = logprobs
-            pair = (torch.tensor(scores) - exactly, rounding - exactly)
+        for (_, scores), exact, rounded in zip(answers, *by_twin):
+            pair = (torch.tensor(scores) - exact, rounded - exact)
             found.append([each.abs().max().item() for each in pair])
         return found
 

@@ -281,12 +281,6 @@ def unpacked(row: torch.Tensor) -> np.ndarray:
     return content[: row[:3].prod()].reshape(*row[:3])
 
 
-def drawn(answer) -> tuple[list[int], list[float]]:
-    """Token ids of an answer of vLLM's, and the log-probs that they were drawn by."""
-    pairs = zip(answer.token_ids, answer.logprobs, strict=True)
-    return list(answer.token_ids), [of_token[token].logprob for token, of_token in pairs]
-
-
 def expert_name(name: str) -> tuple[str, int | None]:
     """The full tensor that a layer of the local engine is in, and which expert it is there, if it
     is one.
