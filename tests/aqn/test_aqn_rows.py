@@ -115,3 +115,10 @@ def test_a_request_without_a_draw_is_refused(served):
     injector.apply(ON)
     with pytest.raises(RuntimeError, match=f"request evaluation names none .{TAG} in extra_args"):
         runner.step(a=1, evaluation=1)
+
+
+def test_a_name_of_no_norm_is_refused_before_anything_is_attached(served):
+    runner, _, clean = served
+    with pytest.raises(ValueError, match="matches no norm"):
+        NoiseInjector(runner.model, "q*", seed=7, draws="answer", runner=runner, stays=True)
+    assert torch.equal(runner.step(a=1)[0], clean) and not runner.model[0]._forward_hooks

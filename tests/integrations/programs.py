@@ -79,7 +79,7 @@ def check_log_probs(llm, twin, noisy: dict, ids: list[int], lora=None) -> None:
     import torch
     from vllm import SamplingParams
 
-    from tests.answers import drawn, scored
+    from tests.upstream.reference import drawn, scored
 
     sampling = SamplingParams(max_tokens=6, seed=0, logprobs=0, ignore_eos=True)
     prompt = {"prompt_token_ids": ids}

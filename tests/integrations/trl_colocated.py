@@ -25,8 +25,8 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.trl import add_noise
-from tests.answers import drawn, scored_by_draws
 from tests.integrations.programs import FLOAT32, check_log_probs, norms_of
+from tests.upstream.reference import drawn, scored_by_draws
 
 LOGGED = (
     "loss",

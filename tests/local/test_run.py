@@ -160,6 +160,7 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1][
         "aqn/measured_std"
     ] == pytest.approx(sigmas[-1], rel=0.2)
+    assert [row["step"] for row in rows if "aqn/explained_by_draws" in row] == [4, 6]
     assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6]
     assert {path.name for path in unbroken.plots_dir.iterdir()} >= {
         "learning.png",

@@ -154,7 +154,7 @@ class Served:
         """Token ids and their log-probs for each prompt; and how many tokens of a prompt were
         cached, at most.
         """
-        from tests.answers import drawn
+        from reference import drawn
 
         outputs = self.generate(self.prompts, temperature=0.0, logprobs=0)
         cached = max(output.num_cached_tokens for output in outputs)
@@ -165,8 +165,7 @@ class Served:
         models; or, of two, the first twin's are. A number for each token.
         """
         import torch
-
-        from tests.answers import scored
+        from reference import scored
 
         scores = [torch.tensor([score for _, scores in answers for score in scores])]
         for twin in twins:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import torch
 from ascend_rollout import ANSWER, SIGMA, Case, Served, random_ids
+from reference import drawn, scored_by_draws
 from vllm import SamplingParams
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
@@ -14,7 +15,6 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
 from mindspeed_qerl.ascend import graphs as ours
 from mindspeed_qerl.ascend import rollout
 from mindspeed_qerl.emulation.counts import VARIABLE, counting, place
-from tests.answers import drawn, scored_by_draws
 
 LEVEL = NoiseLevel(step=2, stage=1, sigma=SIGMA)
 BLOCK = 128

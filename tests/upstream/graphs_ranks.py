@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from ascend_rollout import Case, Served, random_ids
+from reference import drawn
 from torch.nn import Parameter
 from vllm import SamplingParams, TokensPrompt
 from vllm.config import CUDAGraphMode
@@ -20,7 +21,6 @@ from vllm_ascend.worker import model_runner_v1
 
 from mindspeed_qerl.ascend import graphs as ours
 from mindspeed_qerl.emulation import graphs as emulated
-from tests.answers import drawn
 
 # step of the noise schedule, None: no noise
 NOISE = {"clean": None, "noisy": 3, "other noise": 2, "clean again": None}

@@ -10,9 +10,8 @@ from unittest.mock import patch
 
 import driven
 from driven import FAULT, Trainer  # noqa: F401
+from reference import drawn
 from vllm.config import CUDAGraphMode
-
-from tests.answers import drawn
 
 
 def repointed_weight(rollout):

@@ -10,10 +10,9 @@ transfer dock's content at the end of the iteration.
 import driven
 import torch
 from driven import FOLDER
-from reference import Place, shard
+from reference import Place, drawn, shard
 
 from mindspeed_qerl.ascend.rollout import RolloutState
-from tests.answers import drawn
 
 
 def copied(tensors):
