@@ -117,8 +117,6 @@ def test_a_request_without_a_draw_is_refused(served):
         runner.step(a=1, evaluation=1)
 
 
-def test_a_name_of_no_norm_is_refused_before_anything_is_attached(served):
-    runner, _, clean = served
+def test_a_name_of_no_norm_is_refused(served):
     with pytest.raises(ValueError, match="matches no norm"):
-        NoiseInjector(runner.model, "q*", seed=7, draws="answer", runner=runner, stays=True)
-    assert torch.equal(runner.step(a=1)[0], clean) and not runner.model[0]._forward_hooks
+        NoiseInjector(served[0].model, "q*", seed=7, draws="answer", runner=served[0])

@@ -71,12 +71,13 @@ def make(case: Case, folder: Path) -> Path:
     return model if model.is_dir() else make_model(case.family, model, **changes)
 
 
-def run_case(case: Case, model: Path, upstream: Path, module: str) -> list[dict]:
-    """What `main` of a module of this folder returns for `model` on each rank, with the checkouts in
-    `upstream`.
+def run_case(case: Case, models: Path, upstream: Path, module: str) -> list[dict]:
+    """What `main` of a module of this folder returns on each rank for the model of `case`, which is
+    made below `models`, with the checkouts in `upstream`.
     """
     from rehearsal import emulated, run_python
 
+    model = make(case, models)
     world = case.tp * case.dp
     variables = {
         **emulated(upstream, world, case.soc, case.cann),
@@ -215,8 +216,8 @@ class Served:
     def noise_twins(self) -> None:
         """Give the twins the norms of the model."""
         for twin in self.twins:
-            for target in self.injector.targets:
-                twin.get_parameter(f"{target.name}.weight").data.copy_(target.module.weight)
+            for name, norm, _ in self.injector.targets:
+                twin.get_parameter(f"{name}.weight").data.copy_(norm.weight)
 
 
 def random_ids(seed: int, *counts: int) -> list[list[int]]:

@@ -30,8 +30,6 @@ class Drawn:
         self.scheduler = served.engine.llm_engine.engine_core.engine_core.scheduler
         self.scheduler.scheduler_config.watermark = 0.0  # a share of all blocks, kept free
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        # requests by the last `answers`; tokens of a prompt, at most
-        self.preempted = self.cached = 0
         lengths = [BLOCK - 3, 9, BLOCK + 12, BLOCK + 19][: 4 - served.replica % 2]
         [row, *_] = random_ids(5, BLOCK + 19)
         # beginning alike, so that a prefix cache that draws shared would be hit
@@ -49,7 +47,7 @@ class Drawn:
 
     def answers(self, draws: bool = True) -> list:
         """Token ids and log-probs of two answers to each prompt."""
-        self.preempted = 0
+        self.preempted = 0  # requests
         self.served.engine.reset_prefix_cache()
         taken = self.pool.get_new_blocks(self.pool.get_num_free_blocks() - 5)
         # chunks set a seed back, which a CPU cannot (model_runner_v1.py:2072)
@@ -63,7 +61,7 @@ class Drawn:
             asked, each = rollout.requests_of_answers(asked, each, self.numbers)
         outputs = self.served.engine.generate(asked, each, use_tqdm=False)
         self.pool.free_blocks(taken)
-        self.cached = max(output.num_cached_tokens for output in outputs)
+        self.cached = max(output.num_cached_tokens for output in outputs)  # of a prompt
         return [drawn(answer) for output in outputs for answer in output.outputs]
 
     def apart(self, injector: NoiseInjector, answers: list, draws: list[int]) -> list[list[float]]:

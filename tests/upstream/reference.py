@@ -12,6 +12,7 @@ B [out, r]) and, for experts, delta = scaling A B per expert (A [E, in, r], B [E
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -264,15 +265,12 @@ def log_probs(
     """Log-probabilities of the response's tokens by transformers in float32 with `weights` (Hugging
     Face names), by the experts in `routes` if there are some.
     """
-    ids = torch.tensor([prompt + response])
     everything = {**weights, **dict(model.named_buffers())}
+    weighted = partial(
+        torch.func.functional_call, model, everything, strict=True, tie_weights=False
+    )
     with nullcontext() if routes is None else ForcedExperts(routes):
-        logits = torch.func.functional_call(
-            model, everything, (ids,), strict=True, tie_weights=False
-        ).logits[0]
-    return torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1].gather(
-        1, ids[0, len(prompt) :, None]
-    )[:, 0]
+        return scored(weighted, prompt, response)
 
 
 def unpacked(row: torch.Tensor) -> np.ndarray:
@@ -289,7 +287,6 @@ def drawn(answer) -> tuple[list[int], list[float]]:
     return list(answer.token_ids), [of_token[token].logprob for token, of_token in pairs]
 
 
-@torch.no_grad()
 def scored(twin, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """Log-probs of an answer's tokens by transformers' model."""
     logits = twin(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()

@@ -3,7 +3,7 @@ beside transformers with each answer's own draw, of eight answers, four served a
 """
 
 import pytest
-from ascend_rollout import Case, make, run_case
+from ascend_rollout import Case, run_case
 from test_graphs import SIZES
 from test_vllm_ascend import FLOAT32
 
@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_answer_is_of_its_own_draw(case, upstream, models):
-    ranks = run_case(case, make(case, models), upstream, "draws_ranks")
+    ranks = run_case(case, models, upstream, "draws_ranks")
     for number, rank in enumerate(ranks):
         assert rank["off"] and rank["again"] and rank["off again"]
         assert rank["preempted"]
@@ -44,7 +44,7 @@ def test_each_answer_is_of_its_own_draw(case, upstream, models):
 def test_launches_of_a_decode_step(graphs, upstream, models):
     """Two products' worth a norm, in the graph where there is one, and one copy of the index."""
     case = Case("qwen3", cann="8.3.RC1", graphs=graphs, variables={VARIABLE: "1"})
-    [rank] = run_case(case, make(case, models), upstream, "draws_ranks")
+    [rank] = run_case(case, models, upstream, "draws_ranks")
     plain, drawn = rank["launches"]
     more = {name: drawn.get(name, 0) - plain.get(name, 0) for name in plain | drawn}
     more = {name: count for name, count in more.items() if count}
