@@ -170,7 +170,7 @@ def check_draws(outputs: list, twin, step: int) -> None:
     level = NoiseLevel(step, stage=1, sigma=0.05 if step < 4 else 0.0005)
     answers = [drawn(output.outputs[0]) for output in outputs]
     asked = [(output.prompt_token_ids, ids) for output, (ids, _) in zip(outputs, answers)]
-    draws = [1, 2, 3, 4, 5, 6, 7, 8]
+    draws = [*range(1, 9)]
     own = scored_by_draws(twin, clean, 1, level, asked, draws)
     others = scored_by_draws(twin, clean, 1, level, asked, draws[1:] + draws[:1])
     for (_, served), *both in zip(answers, own, others):
