@@ -149,6 +149,10 @@ def of_update(it, **settings):
     return parts(estimate(it, MemorySettings(**settings)), "update")
 
 
+def of_sync(it):
+    return parts(estimate(it, MemorySettings()), "weight sync")
+
+
 def test_what_users_report():
     """Boxes like this, EP 4, 2k tokens: base about 15 GB, LoRA 2 GB, activations and gradients
     20-25 GB a rank (without recomputation).
@@ -298,6 +302,19 @@ def test_hccl_buffers_count_the_groups_that_send():
     )
     assert found.bytes == 7 * 2 * 100 * 2**20
     assert communicators(plan(DENSE, 1)) == []
+
+
+def test_what_travels_in_a_weight_sync():
+    """A table is gathered, joined and cut, and the one before it is still there; experts are held
+    three times, by the base, by vLLM and on their way.
+    """
+    for name, hidden, copies in (("qwen25_1_5b", 1536, 2), ("qwen25_7b", 3584, 3)):
+        shape = NAMED_SHAPES[name]
+        table = of_sync(plan(shape, 8, tp=2))["embedding on its way"] * GB
+        assert table == copies * shape.vocab_size * hidden * 2
+    sync = of_sync(plan(QWEN3, 12, ep=4, infer_ep=4))
+    names = "frozen base, experts", "vLLM's weights, experts", "experts on their way"
+    assert len({sync[name] for name in names}) == 1
 
 
 def test_keys_and_values_are_divided_by_infer_tp():

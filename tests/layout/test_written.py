@@ -28,6 +28,7 @@ FEW = {  # those that every run of the tests writes
     ("qwen3_30b_a3b_2507", 16),
     ("qwen15_moe_a2_7b", 12),
     ("qwen3_14b", 8),
+    ("qwen25_7b", 64),
     ("qwen25_72b", 12),
 }
 
