@@ -171,9 +171,11 @@ def check_draws(outputs: list, twin, step: int) -> None:
     answers = [drawn(output.outputs[0]) for output in outputs]
     asked = [(output.prompt_token_ids, ids) for output, (ids, _) in zip(outputs, answers)]
     draws = [*range(1, 9)]
-    own = scored_by_draws(twin, clean, 1, level, asked, draws)
-    others = scored_by_draws(twin, clean, 1, level, asked, draws[1:] + draws[:1])
-    for (_, served), *both in zip(answers, own, others):
+    by_draws = [
+        scored_by_draws(twin, clean, 1, level, asked, numbers)
+        for numbers in (draws, draws[1:] + draws[:1])
+    ]
+    for (_, served), *both in zip(answers, *by_draws):
         apart, other = ((each - torch.tensor(served)).abs().max().item() for each in both)
         assert apart < FLOAT32 and (other > 10 * FLOAT32 or level.sigma < 0.05), (apart, other)
 
