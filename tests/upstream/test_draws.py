@@ -34,7 +34,7 @@ def test_each_answer_is_of_its_own_draw(case, upstream, models):
         for worst, own in rank["apart"]:
             assert worst < (FLOAT32 if case.dtype == "float32" else 3 * own)
         least = min(distance for distance, _ in rank["other"])
-        assert least > 10 * max(distance for distance, _ in rank["apart"])
+        assert least > max(0.01, 3 * max(distance for distance, _ in rank["apart"]))
         # ranks of one tensor parallel group have the same draws
         assert rank["tables"] == ranks[number - number % case.tp]["tables"]
         print(f"\n{case}: {max(rank['apart'])[0]:.1e} nats, preempted {rank['preempted']}")
