@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
-from mindspeed_qerl.families import NAMED_SHAPES, ModelShape, read_shape
+from mindspeed_qerl.families import NAMED_SHAPES, PUBLISHED, ModelShape, read_shape
 from mindspeed_qerl.recipe.types import Batch, Layout, Recipe
 
 NO_MODEL = "megatron_training.tokenizer_name_or_path = {!r}: no config.json there"
@@ -114,12 +114,13 @@ def beyond_positions(plan: Plan, directory: str | Path) -> list[Fault]:
 
 def shape_of_model(recipe: Recipe) -> ModelShape:
     """The shape in the model's own config.json, which vLLM goes by; while the model is not there,
-    the known one of that name. ConfigError if there is none.
+    the known one of its folder's name, or of its section's. ConfigError if there is none.
     """
     folder = Path(recipe.model.path)
-    name = str(recipe.model.arguments.get("model"))
     if (folder / "config.json").is_file():
         return read_shape(folder)
+    named = {directory: name for name, directory in PUBLISHED.items()}
+    name = named.get(folder.name, str(recipe.model.arguments.get("model")))
     if name not in NAMED_SHAPES:
         raise ConfigError(NO_MODEL.format(recipe.model.path))
     return NAMED_SHAPES[name]

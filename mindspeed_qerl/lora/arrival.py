@@ -242,6 +242,10 @@ class Arrival:
             is_like = other.shape == sample.shape
             if is_like and self._is(values, other.values[inside]):
                 return f"it is {name}"
+        if self._is(values, expected.bfloat16()):
+            return "it was rounded to bfloat16"
+        if factor := factor_of(values, expected):
+            return f"it is {factor:.3g} times what was sent"
         return f"{wrong.sum()} of {len(values)} sampled elements differ"
 
     def _is(self, values: Tensor, other: Tensor) -> bool:
@@ -275,6 +279,21 @@ def parts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     for expert, stacked in enumerate(tensor):
         for part_name, part in zip(leaves, stacked.chunk(len(leaves)), strict=True):
             yield f"{parent}.{expert}.{part_name}.weight", part
+
+
+def factor_of(values: Tensor, sent: Tensor) -> float | None:
+    """Returns what all of `sent` was multiplied by, where `values` are that and it is not nearly 1.
+
+    >>> factor_of(torch.tensor([2.0, 4.0]), torch.tensor([1.0, 2.0]))
+    2.0
+    """
+    epsilon = torch.finfo(values.dtype).eps
+    known = ~sent.isnan()
+    values = values[known].double()
+    sent = sent[known].double()
+    factor = (values @ sent / (sent @ sent)).item()
+    is_that = torch.allclose(values, factor * sent, rtol=2 * epsilon, atol=0.0)
+    return factor if is_that and abs(factor - 1) > 4 * epsilon else None
 
 
 def variance_of_rounding(weight: Tensor, update: Tensor, epsilon: float) -> Tensor:

@@ -9,7 +9,6 @@ from mindspeed_qerl.lora.arrival import PREFIX, parts_of
 
 FIRST = "model.layers.0.self_attn.q_proj.weight"  # loaded once in each sync of weights
 OLD = "it is still what the sync before had sent"
-DIFFER = "sampled elements differ"
 HEALTHY = 50  # syncs
 MISSED = 10  # step of TRL that gets no sync
 # of a tensor: the name under which it is loaded, or what is loaded in its place (None: nothing)
@@ -45,11 +44,11 @@ def faults_of(matrix: str, gate: str, up: str) -> dict[str, Fault]:
         "dropped": Fault({matrix: nothing}, OLD),
         "zero": Fault({matrix: zero}, "all of it is 0"),
         "stale": Fault({matrix: lambda sent, last: last[matrix]}, OLD),
-        "rounded": Fault({matrix: lambda sent, last: sent.bfloat16().to(sent.dtype)}, DIFFER),
+        "rounded": Fault({matrix: lambda sent, last: sent.bfloat16().to(sent.dtype)}, "rounded"),
         "another layer's": Fault({matrix: lambda sent, last: last[twin]}, f"it is {twin}"),
         "gate and up": Fault({gate: up, up: gate}),
-        "rows": Fault({matrix: lambda sent, last: sent.roll(len(sent) // 2, 0)}, DIFFER),
-        "scaled": Fault({matrix: lambda sent, last: 1.02 * sent}, DIFFER),
+        "rows": Fault({matrix: lambda sent, last: sent.roll(len(sent) // 2, 0)}, "elements differ"),
+        "scaled": Fault({matrix: lambda sent, last: 1.02 * sent}, "it is 1.02 times"),
         "NaN": Fault({matrix: lambda sent, last: torch.nan * sent}, "it has NaN"),
     }
 

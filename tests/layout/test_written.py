@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -54,12 +53,10 @@ def test_each_model_on_each_box(model, world, tmp_path):
     assert not found.faults
     plan = plan_of(recipe)
     shape = NAMED_SHAPES[model]
+    assert plan.shape == shape
     (arguments,) = config["model"].values()
-    rotary = {
-        "rope_theta": arguments["rotary_base"],
-        "max_position_embeddings": arguments["max_position_embeddings"],
-    }
-    assert replace(plan.shape, name=shape.name, **rotary) == shape
+    told = arguments["rotary_base"], arguments["max_position_embeddings"]
+    assert told == (shape.rope_theta, shape.max_position_embeddings)
     assert plan.layout.world == world and plan.layout.nodes == -(-world // 16)
     assert broken(plan) == [] and can_run(plan)
     memory = estimate(plan, settings_of(recipe))

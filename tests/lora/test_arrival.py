@@ -93,6 +93,16 @@ PLANTED = {
     "scaled twice": (
         lambda sent, before: {NAMES[0]: 2 * sent[NAMES[0]]},
         NAMES[:1],
+        "it is 2 times what was sent",
+    ),
+    "rounded": (
+        lambda sent, before: {NAMES[1]: sent[NAMES[1]].bfloat16().float()},
+        NAMES[1:2],
+        "it was rounded to bfloat16",
+    ),
+    "rows exchanged": (
+        lambda sent, before: {NAMES[0]: sent[NAMES[0]].roll(1, 0)},
+        NAMES[:1],
         "192 of 192 sampled elements differ",
     ),
 }
