@@ -5,6 +5,8 @@ cores, in one run.
     python benchmarks/step.py
     python benchmarks/step.py --size smollm2 --rounds 1    # needs `make real-model`
     python benchmarks/step.py --size large --prompts 32 --rounds 1
+    # ours alone, by who has a draw of the noise
+    python benchmarks/step.py --size large --draws
 
     tiny    the quickstart: 0.5M parameters, 32 prompts x 8 answers of 24 tokens
     large   10M parameters, 8 prompts x 8 answers of 256 tokens
@@ -152,8 +154,10 @@ def our_overrides(setting: Setting, model_dir: Path) -> list[str]:
     ]
 
 
-def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, float]]:
-    """The counted steps of `cli/train_grpo.py`, from its metrics.jsonl."""
+def run_ours(
+    setting: Setting, model_dir: Path, work: Path, draws: str = "step"
+) -> list[dict[str, float]]:
+    """The steps of `cli/train_grpo.py`, from its metrics.jsonl; draws: `aqn.draws`."""
     root = Path(tempfile.mkdtemp(prefix="ours_", dir=work))
     command = [
         sys.executable,
@@ -161,6 +165,7 @@ def run_ours(setting: Setting, model_dir: Path, work: Path) -> list[dict[str, fl
         "--config-name",
         "grpo_tiny_moe_cpu",
         *our_overrides(setting, model_dir),
+        f"aqn.draws={draws}",
         "eval.n_problems=1",
         "eval.samples_per_problem=1",
         "eval.every=1000",
@@ -355,6 +360,8 @@ SIDES = {
     "TRL": partial(run_trl_process, sampler="beside"),
     "TRL, merged": partial(run_trl_process, sampler="merged"),
     "TRL, vLLM": partial(run_trl_process, sampler="vllm"),
+    "draws=group": partial(run_ours, draws="group"),
+    "draws=answer": partial(run_ours, draws="answer"),
 }
 
 
@@ -395,7 +402,7 @@ def report(setting: Setting, parameters: int, runs: dict[str, list[Measured]], c
     for part in (*PARTS, "step"):
         ours = median("ours", part)
         ratios = [
-            f"{ours / theirs:.2f}" if part != "other" and (theirs := median(side, part)) else ""
+            f"{ours / theirs:.3f}" if part != "other" and (theirs := median(side, part)) else ""
             for side in others
         ]
         if part == "step":
@@ -449,6 +456,11 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, help=f"prompts a step, {GROUP} answers each (default: the size's)"
     )
+    parser.add_argument(
+        "--draws",
+        action="store_true",
+        help="ours with a draw of the noise for each step, for each group and for each answer",
+    )
     arguments = parser.parse_args()
     settings = [SIZES[size] for size in arguments.size]
     if arguments.prompts:
@@ -465,7 +477,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="step_") as folder:
             work = Path(folder)
             parameters = make_model(work / "model", setting.shape)
-            runs = {side: [] for side in SIDES if side != "TRL, vLLM" or setting.shape == "smollm2"}
+            left_out = "TRL" if arguments.draws else "draws"
+            runs = {side: [] for side in SIDES if not side.startswith(left_out)}
+            if setting.shape != "smollm2":
+                runs.pop("TRL, vLLM", None)
             for turn in range(arguments.rounds):
                 for side in list(runs):
                     with console.status(f"{setting.shape}, round {turn + 1}: {side}"):

@@ -115,3 +115,8 @@ def test_a_request_without_a_draw_is_refused(served):
     injector.apply(ON)
     with pytest.raises(RuntimeError, match=f"request evaluation names none .{TAG} in extra_args"):
         runner.step(a=1, evaluation=1)
+
+
+def test_a_name_of_no_norm_is_refused(served):
+    with pytest.raises(ValueError, match="matches no norm"):
+        NoiseInjector(served[0].model, "q*", seed=7, draws="answer", runner=served[0])

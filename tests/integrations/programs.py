@@ -79,28 +79,23 @@ def check_log_probs(llm, twin, noisy: dict, ids: list[int], lora=None) -> None:
     import torch
     from vllm import SamplingParams
 
+    from tests.upstream.reference import drawn, scored
+
     sampling = SamplingParams(max_tokens=6, seed=0, logprobs=0, ignore_eos=True)
     prompt = {"prompt_token_ids": ids}
-    answer = llm.generate(prompt, sampling, use_tqdm=False, lora_request=lora)[0].outputs[0]
-    tokens = list(answer.token_ids)
-    served = [entry[token].logprob for token, entry in zip(tokens, answer.logprobs)]
-    parameters = dict(twin.named_parameters())
+    outputs = llm.generate(prompt, sampling, use_tqdm=False, lora_request=lora)
+    tokens, served = drawn(outputs[0].outputs[0])
     clean = norms_of(twin)
 
     def distance() -> float:
-        with torch.no_grad():
-            logits = twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
-        scores = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        return (scores - torch.tensor(served)).abs().max().item()
+        return (scored(twin, ids, tokens) - torch.tensor(served)).abs().max().item()
 
     without = distance()
-    for name, weight in noisy.items():
-        parameters[name].data.copy_(weight)
+    twin.load_state_dict(noisy, strict=False)
     assert distance() < FLOAT32
     if not all(torch.equal(clean[name], weight) for name, weight in noisy.items()):
         assert without > FLOAT32
-    for name, weight in clean.items():
-        parameters[name].data.copy_(weight)
+    twin.load_state_dict(clean, strict=False)
 
 
 def assert_a_target_is_followed(rows: list[dict]) -> None:

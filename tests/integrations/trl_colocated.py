@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
-from mindspeed_qerl.aqn.injector import standard_normal
+from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.trl import add_noise
 from tests.integrations.programs import FLOAT32, check_log_probs, norms_of
-from tests.local.conftest import logprobs_of
+from tests.upstream.reference import drawn, scored_by_draws
 
 LOGGED = (
     "loss",
@@ -164,26 +164,20 @@ def check_noisy_answers(trainer: GRPOTrainer, served, model: str) -> None:
     check_log_probs(llm, twin, norms_of(served), [5, 6, 7, 8])
 
 
-@torch.no_grad()
 def check_draws(outputs: list, twin, step: int) -> None:
     """Each answer's log-probs are those of `twin` with the answer's own draw, in their order."""
-    norms = select_targets(twin)
-    clean = {name: norm.weight.clone() for name, norm in norms.items()}
-    sigma = 0.05 if step < 4 else 0.0005
-    assert len(outputs) == 8
-    for draw, output in enumerate(outputs, 1):
-        [answer] = output.outputs
-        served = [of[token].logprob for token, of in zip(answer.token_ids, answer.logprobs)]
-        ids = list(output.prompt_token_ids)
-        tokens = list(answer.token_ids)
-        apart = []
-        for number in (draw, draw % 8 + 1):
-            for name, norm in norms.items():
-                noise = standard_normal(1, step, f"{name}.weight/{number}", norm.weight.shape)
-                norm.weight.copy_(clean[name] + sigma * noise)
-            logprobs = logprobs_of(twin, torch.tensor([ids + tokens]))[0, len(ids) - 1 :]
-            apart.append((logprobs - torch.tensor(served)).abs().max().item())
-        assert apart[0] < FLOAT32 and (apart[1] > 10 * FLOAT32 or sigma < 0.05), (draw, apart)
+    clean = {name: norm.weight.detach().clone() for name, norm in select_targets(twin).items()}
+    level = NoiseLevel(step, stage=1, sigma=0.05 if step < 4 else 0.0005)
+    answers = [drawn(output.outputs[0]) for output in outputs]
+    asked = [(output.prompt_token_ids, ids) for output, (ids, _) in zip(outputs, answers)]
+    draws = [*range(1, 9)]
+    by_draws = [
+        scored_by_draws(twin, clean, 1, level, asked, numbers)
+        for numbers in (draws, draws[1:] + draws[:1])
+    ]
+    for (_, served), *both in zip(answers, *by_draws):
+        apart, other = ((each - torch.tensor(served)).abs().max().item() for each in both)
+        assert apart < FLOAT32 and (other > 10 * FLOAT32 or level.sigma < 0.05), (apart, other)
 
 
 if __name__ == "__main__":

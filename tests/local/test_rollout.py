@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_qerl.aqn.injector import NoiseInjector, standard_normal
+from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
 from mindspeed_qerl.aqn.targets import select_targets
 from mindspeed_qerl.common.errors import ConfigError
@@ -24,6 +24,7 @@ from mindspeed_qerl.local.packing import PackedLinear
 from mindspeed_qerl.local.rollout import RolloutEngine, RolloutRequest
 from mindspeed_qerl.local.serving import check_built, model_runner
 from mindspeed_qerl.lora.rounding import dither_of, rounded
+from tests.upstream.reference import scored_by_draws
 
 from .conftest import (
     FAMILIES,
@@ -78,7 +79,8 @@ def reference_model(model_dir, weights=None):
             {"format": "pt"},
         )
         shutil.copy(model_dir / "config.json", folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return model.requires_grad_(False)
 
 
 def test_the_kv_cache_holds_every_sequence_and_not_a_gibibyte(engine):
@@ -116,9 +118,7 @@ def sequences():
 
 
 def reference_logprobs(model):
-    tokens = torch.tensor(sequences())
-    with torch.no_grad():
-        return logprobs_of(model, tokens).numpy()
+    return logprobs_of(model, torch.tensor(sequences())).numpy()
 
 
 def changed_weights(model_dir, seed=0):
@@ -199,8 +199,7 @@ def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(en
     tokens = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(answer.prompt + answer.token_ids) for answer in answers], batch_first=True
     )
-    with torch.no_grad():
-        logprobs = logprobs_of(reference_model(model_dir, weights), tokens, temperature=2.0)[:, 7:]
+    logprobs = logprobs_of(reference_model(model_dir, weights), tokens, temperature=2.0)[:, 7:]
     for answer, expected in zip(answers, logprobs):
         expected = expected[: len(answer.token_ids)]
         np.testing.assert_allclose(answer.logprobs, expected.numpy(), atol=1e-5)
@@ -209,15 +208,25 @@ def test_an_answers_logprobs_are_at_its_temperature_and_it_ends_where_it_says(en
     assert {answer.is_truncated for answer in answers} == {True, False}
 
 
-def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(engine, model_dir):
-    """Logprobs of answers are transformers', whatever the call before had cached of the same
-    prompts: other weights, or the same with noise. Tokens are counted where they enter the model.
-    """
-    prompts, computed = np.random.default_rng(5).integers(3, 96, (3, 40)).tolist(), []
-    sampling = dict(max_tokens=6, temperature=1.0, ignore_eos=True)
+@pytest.fixture
+def computed(engine):
+    """Tokens of each pass, counted where they enter the model."""
+    passes = []
     hook = engine.model.model.embed_tokens.register_forward_hook(
-        lambda *call: computed.append(len(call[2]))
+        lambda *call: passes.append(len(call[2]))
     )
+    yield passes
+    hook.remove()
+
+
+def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(
+    engine, model_dir, computed
+):
+    """Logprobs of answers are transformers', whatever the call before had cached of the same
+    prompts: other weights, or the same with noise.
+    """
+    prompts = np.random.default_rng(5).integers(3, 96, (3, 40)).tolist()
+    sampling = dict(max_tokens=6, temperature=1.0, ignore_eos=True)
     for seed, noise in ((6, NOISE), (6, None), (7, None)):
         weights = changed_weights(model_dir, seed)
         sync(engine, weights)
@@ -228,14 +237,12 @@ def test_a_prompt_is_computed_once_for_its_answers_and_anew_by_other_weights(eng
         assert sum(computed) == 3 * (32 + 4 * (8 + 6 - 1))
         if noise is None:
             tokens = torch.tensor([answer.prompt + answer.token_ids for answer in answers])
-            with torch.no_grad():
-                logprobs = logprobs_of(reference_model(model_dir, weights), tokens)[:, 39:]
+            logprobs = logprobs_of(reference_model(model_dir, weights), tokens)[:, 39:]
             np.testing.assert_allclose([a.logprobs for a in answers], logprobs, atol=1e-5)
     computed.clear()
     sample(engine, prompts, 4, 1, sampling, hardware_error=dict(kinds=["gaussian"]))
     # on other hardware each answer has errors of its own
     assert sum(computed) == 3 * 4 * (40 + 6 - 1)
-    hook.remove()
 
 
 def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, model_dir):
@@ -265,37 +272,34 @@ def test_noise_free_sampling_is_bit_identical_to_an_engine_without_aqn(engine, m
 def crowded(engine, monkeypatch):
     """Makes an injector with draws of its own the engine's, and the engine a crowded one: prompts
     come in chunks of 16 tokens, keys and values of five blocks of 32 are there, so that requests
-    are preempted. Returns lists: of preempted requests, of passes' tokens.
+    are preempted; or with more room. Returns the list of preempted requests.
     """
     runner = model_runner(engine.llm)
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    taken, preempted, computed = [], [], []
+    taken, preempted = [], []
 
-    def reset():
+    def reset(blocks):
         pool.free_blocks(taken)
         taken.clear()
         done = type(engine.llm).reset_prefix_cache(engine.llm)
-        taken.extend(pool.get_new_blocks(pool.get_num_free_blocks() - 5))
+        taken.extend(pool.get_new_blocks(pool.get_num_free_blocks() - blocks))
         return done
 
     def preempt(request, *arguments, **more):
         preempted.append(request.request_id)
         return type(scheduler)._preempt_request(scheduler, request, *arguments, **more)
 
-    def crowd(draws):
+    def crowd(draws, blocks=5, tokens=16):
+        emptied = partial(reset, blocks)
+        monkeypatch.setattr(engine.llm, "reset_prefix_cache", emptied, raising=False)
+        monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", tokens)
         injector = NoiseInjector(engine.model, seed=3, draws=draws, runner=runner)
         monkeypatch.setattr(engine, "injector", injector)
-        return preempted, computed
+        return preempted
 
-    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 16)
-    monkeypatch.setattr(engine.llm, "reset_prefix_cache", reset, raising=False)
     monkeypatch.setattr(scheduler, "_preempt_request", preempt)
-    hook = engine.model.model.embed_tokens.register_forward_hook(
-        lambda *call: computed.append(len(call[2]))
-    )
     yield crowd
-    hook.remove()
     pool.free_blocks(taken)
 
 
@@ -316,23 +320,15 @@ def sample_with_draws(engine, draws):
 def apart_from_own_draw(model_dir, answers, numbers):
     """By how much each answer's log-probs differ from transformers' with the noise of its draw."""
     model = reference_model(model_dir, changed_weights(model_dir))
-    norms = select_targets(model)
-    clean = {name: norm.weight.detach().clone() for name, norm in norms.items()}
-    apart = []
-    for answer, draw in zip(answers, numbers, strict=True):
-        with torch.no_grad():
-            for name, norm in norms.items():
-                key = f"{name}.weight/{draw}"
-                noise = standard_normal(3, NOISE.step, key, norm.weight.shape)
-                norm.weight.copy_(clean[name] + NOISE.sigma * noise)
-            own = logprobs_of(model, torch.tensor([answer.prompt + answer.token_ids]))[0]
-        apart.append(furthest(answer.logprobs, own[len(answer.prompt) - 1 :].numpy()))
-    return apart
+    clean = {name: norm.weight.detach().clone() for name, norm in select_targets(model).items()}
+    asked = [(answer.prompt, answer.token_ids) for answer in answers]
+    own = scored_by_draws(model, clean, 3, NOISE, asked, numbers)
+    return [furthest(answer.logprobs, expected.numpy()) for answer, expected in zip(answers, own)]
 
 
-@pytest.mark.parametrize("draws", ["answer", "group"])
-def test_each_answer_is_of_its_own_draw(engine, model_dir, crowded, draws):
-    preempted, computed = crowded(draws)
+@pytest.mark.parametrize("draws, room", [("answer", ()), ("group", ()), ("answer", (16, 256))])
+def test_each_answer_is_of_its_own_draw(engine, model_dir, crowded, computed, draws, room):
+    preempted = crowded(draws, *room)
     sync(engine, changed_weights(model_dir))
     clean = sample(engine, PROMPTS, 1, seed=4)[0]
     computed.clear()
@@ -341,7 +337,10 @@ def test_each_answer_is_of_its_own_draw(engine, model_dir, crowded, draws):
     # of another draw they are not
     other = [*numbers[2:], *numbers[:2]]
     assert min(apart_from_own_draw(model_dir, answers, other)) > 0.01
-    assert preempted and max(computed) <= 16
+    if room:  # all eight at once
+        assert computed == [256] + 19 * [8] and not preempted
+    else:
+        assert preempted and max(computed) <= 16
     # of answers each token is computed, of groups what is shared once
     tokens = sum(len(answer.prompt) + 20 - 1 for answer in answers)
     assert (sum(computed) < tokens) == (draws == "group")

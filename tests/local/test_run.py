@@ -112,7 +112,7 @@ def assert_alike(run, other, last=6):
 # satisfy: the last number.
 SAVING = """
 megatron_training.train_iters=6 megatron_training.save_interval=3
-aqn.num_stages=3 aqn.schedule=target
+aqn.num_stages=3 aqn.schedule=target aqn.draws=answer aqn.repeat_every=2
 rl_config.verifier_function=[gsm8k] rl_config.n_samples_per_prompt=32 rl_config.init_kl_coef=0.01
 eval.n_problems=4 eval.every=3 eval.temperature=0 eval.samples_per_problem=1
 actor_config.lr=1e-3 actor_config.lr_decay_style=linear
@@ -160,6 +160,7 @@ def test_word_problems_train_the_adapters_and_prove_the_sync(unbroken):
     assert all(row["aqn/layers"] == 2 for row in rows) and rows[-1][
         "aqn/measured_std"
     ] == pytest.approx(sigmas[-1], rel=0.2)
+    assert [row["step"] for row in rows if "aqn/explained_by_draws" in row] == [4, 6]
     assert [row["step"] for row in read_jsonl(unbroken.eval_file)] == [0, 3, 6]
     assert {path.name for path in unbroken.plots_dir.iterdir()} >= {
         "learning.png",
@@ -278,6 +279,7 @@ def test_a_killed_sweep_started_again_ends_with_all_runs_whole(tiny_model, tmp_p
     sweep = [
         *SAVING,
         "aqn=off,qerl",
+        "aqn.draws=step",
         "seed=1,2",
         "hardware_error.training=gaussian",
         "hardware_error.rollout=gaussian",

@@ -32,6 +32,7 @@ class Case:
     formats: tuple[str, ...] = ()  # of quantized_ranks.py
     graphs: tuple[int, ...] = ()  # sizes of decode graphs
     variables: dict[str, str] = field(default_factory=dict)
+    draws: str = "answer"  # of draws_ranks.py
 
     def __str__(self) -> str:
         return "-".join(map(str, asdict(self).values()))
@@ -70,12 +71,13 @@ def make(case: Case, folder: Path) -> Path:
     return model if model.is_dir() else make_model(case.family, model, **changes)
 
 
-def run_case(case: Case, model: Path, upstream: Path, module: str) -> list[dict]:
-    """What `main` of a module of this folder returns for `model` on each rank, with the checkouts in
-    `upstream`.
+def run_case(case: Case, models: Path, upstream: Path, module: str) -> list[dict]:
+    """What `main` of a module of this folder returns on each rank for the model of `case`, which is
+    made below `models`, with the checkouts in `upstream`.
     """
     from rehearsal import emulated, run_python
 
+    model = make(case, models)
     world = case.tp * case.dp
     variables = {
         **emulated(upstream, world, case.soc, case.cann),
@@ -164,16 +166,12 @@ class Served:
         models; or, of two, the first twin's are. A number for each token.
         """
         import torch
+        from reference import scored
 
         scores = [torch.tensor([score for _, scores in answers for score in scores])]
         for twin in twins:
-            rows = []
-            for ids, (tokens, _) in zip(self.prompts, answers, strict=True):
-                with torch.no_grad():
-                    logits = twin(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1]
-                logprobs = logits.float().log_softmax(-1)
-                rows.append(logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0])
-            scores.append(torch.cat(rows))
+            pairs = zip(self.prompts, answers, strict=True)
+            scores.append(torch.cat([scored(twin, ids, tokens) for ids, (tokens, _) in pairs]))
         return (scores[-2] - scores[-1]).abs()
 
     @cached_property
@@ -218,8 +216,8 @@ class Served:
     def noise_twins(self) -> None:
         """Give the twins the norms of the model."""
         for twin in self.twins:
-            for target in self.injector.targets:
-                twin.get_parameter(f"{target.name}.weight").data.copy_(target.module.weight)
+            for name, norm, _ in self.injector.targets:
+                twin.get_parameter(f"{name}.weight").data.copy_(norm.weight)
 
 
 def random_ids(seed: int, *counts: int) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Decoding with graphs, each sample of a run once more without, or with a planted fault.
 
 FOLDER/rank{r}.jsonl has a line for each time that this rank asked vLLM: what for, at which step, by
-which noise, how many steps were replayed, and whether tokens, log-probs and routes are those of
-the same rollout without graphs. FAULT is one of FAULTS.
+which noise and draws, how many steps were replayed, and whether tokens, log-probs and routes are
+those of the same rollout without graphs. FAULT is one of FAULTS.
 """
 
 from itertools import chain
@@ -78,6 +78,7 @@ class Worker(driven.Worker):
                     "sigma": report.sigma if report else None,
                     "replayed": steps,
                     "resets": emptied,
+                    "draws": list(options.get("draws", ())),
                     "same": all(a == b for a, b in pairs),
                     "routes": [
                         bool((a.routes == b.routes).all())

@@ -12,10 +12,13 @@ B [out, r]) and, for experts, delta = scaling A B per expert (A [E, in, r], B [E
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+
+from mindspeed_qerl.aqn.injector import standard_normal
 
 R, ALPHA = 4, 8
 SCALING = ALPHA / R
@@ -262,15 +265,12 @@ def log_probs(
     """Log-probabilities of the response's tokens by transformers in float32 with `weights` (Hugging
     Face names), by the experts in `routes` if there are some.
     """
-    ids = torch.tensor([prompt + response])
     everything = {**weights, **dict(model.named_buffers())}
+    weighted = partial(
+        torch.func.functional_call, model, everything, strict=True, tie_weights=False
+    )
     with nullcontext() if routes is None else ForcedExperts(routes):
-        logits = torch.func.functional_call(
-            model, everything, (ids,), strict=True, tie_weights=False
-        ).logits[0]
-    return torch.log_softmax(logits.float(), -1)[len(prompt) - 1 : -1].gather(
-        1, ids[0, len(prompt) :, None]
-    )[:, 0]
+        return scored(weighted, prompt, response)
 
 
 def unpacked(row: torch.Tensor) -> np.ndarray:
@@ -285,6 +285,27 @@ def drawn(answer) -> tuple[list[int], list[float]]:
     """Token ids of an answer of vLLM's, and the log-probs that they were drawn by."""
     pairs = zip(answer.token_ids, answer.logprobs, strict=True)
     return list(answer.token_ids), [of_token[token].logprob for token, of_token in pairs]
+
+
+def scored(twin, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log-probs of an answer's tokens by transformers' model."""
+    logits = twin(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def scored_by_draws(twin, clean, seed, level, answers, draws) -> list[torch.Tensor]:
+    """Log-probs of `answers`, (prompt, tokens), with the noise of each one's draw on the norms of
+    `clean`, weights by module name.
+    """
+    found = []
+    for answer, draw in zip(answers, draws, strict=True):
+        for name, weight in clean.items():
+            noise = standard_normal(seed, level.step, f"{name}.weight/{draw}", weight.shape)
+            noisy = (weight + level.sigma * noise).to(weight.dtype)
+            twin.get_parameter(f"{name}.weight").copy_(noisy)
+        found.append(scored(twin, *answer))
+    return found
 
 
 def expert_name(name: str) -> tuple[str, int | None]:

@@ -4,9 +4,10 @@ upstream's own flow does.
 """
 
 import json
+from itertools import chain
 
 import pytest
-from ascend_rollout import Case, make, run_case
+from ascend_rollout import Case, run_case
 from rehearsal import PACKED, finished, make_config, run_module
 from test_vllm_ascend import FLOAT32
 
@@ -47,7 +48,7 @@ SAID = {
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_graphs_answer_as_the_same_steps_without_and_as_transformers(case, upstream, models):
     case = Case(**{**vars(case), "graphs": SIZES})
-    for rank in run_case(case, make(case, models), upstream, "graphs_ranks"):
+    for rank in run_case(case, models, upstream, "graphs_ranks"):
         answers = []
         for name, found in rank["noise"].items():
             distance, rounded = found["beside"]
@@ -88,7 +89,7 @@ RUNS = [
     ("qwen3", dict(npus=2, infer_tp=2), CACHED | {"aqn.draws": "answer"}),
     ("qwen3_moe", dict(npus=2, ep=2, infer_ep=2), REPLAYED),
     ("qwen3_moe", dict(npus=4, tp=2, infer_tp=2, infer_ep=2), REPLAYED | NVFP4 | PACKED),
-    ("qwen2_moe", dict(npus=4, ep=4, infer_ep=4), {}),
+    ("qwen2_moe", dict(npus=4, ep=4, infer_ep=4), {"aqn.draws": "answer"}),
 ]
 
 
@@ -129,6 +130,10 @@ def test_a_run_samples_with_the_weights_and_the_noise_of_its_step(
             assert line["same"] and all(line["routes"]), line
             assert line["replayed"] > 5 and line["resets"] == 1
         assert bool(ranks[0][1]["routes"]) == ("algorithm" in changes)
+    for lines in zip(*ranks, strict=True):
+        own = "aqn.draws" in changes and lines[0]["sigma"]
+        draws = set(chain(*(line["draws"] for line in lines)))
+        assert draws == set(range(1, 17 if own else 1))  # of sixteen answers
 
 
 @pytest.mark.parametrize("fault", ["repointed_weight", "stale_graph"])

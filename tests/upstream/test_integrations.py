@@ -3,7 +3,7 @@
 """
 
 import pytest
-from ascend_rollout import Case, make, run_case
+from ascend_rollout import Case, run_case
 
 CASES = [
     (Case("qwen3", tp=2, cann="8.3.RC1"), 5, 25),
@@ -14,7 +14,7 @@ CASES = [
 @pytest.mark.parametrize("case, norms, tensors", CASES, ids=["tp2", "tp2_ep2"])
 def test_three_syncs(case, norms, tensors, upstream, tmp_path):
     """Each rank has the noise of each step once, all of its tensors, and transformers' log-probs."""
-    ranks = run_case(case, make(case, tmp_path), upstream, "extension_ranks")
+    ranks = run_case(case, tmp_path, upstream, "extension_ranks")
     for number, rank in enumerate(ranks):
         assert max(rank["worst"]) < 2e-5 and all(rank["clean"])
         rows = [row for row in rank["rows"] if row["rank"] == number]

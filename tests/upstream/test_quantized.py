@@ -44,9 +44,8 @@ def relative_errors(weights, format: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_what_is_served_is_the_format_of_whole_tensors(case, upstream, models):
-    model = make(Case(case.family, case.dtype), models)
-    ranks = run_case(case, model, upstream, "quantized_ranks")
-    weights = load_file(model / "model.safetensors")
+    ranks = run_case(case, models, upstream, "quantized_ranks")
+    weights = load_file(make(case, models) / "model.safetensors")
     for format in case.formats:
         for rank in ranks:
             found = rank[format]

@@ -3,7 +3,7 @@ clean and with noise on the norms, on every path that its selectors choose.
 """
 
 import pytest
-from ascend_rollout import FLASHCOMM, PREFETCH, Case, make, run_case
+from ascend_rollout import FLASHCOMM, PREFETCH, Case, run_case
 
 CASES = [
     Case("qwen2", cann="8.3.RC1", nz=1),
@@ -31,7 +31,7 @@ EAGER = ["NPUModelRunner", False, 0]
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_logprobs_and_noise_are_those_of_transformers(case, upstream, models):
-    ranks = run_case(case, make(case, models), upstream, "noise_ranks")
+    ranks = run_case(case, models, upstream, "noise_ranks")
     for rank in ranks:
         assert rank["package"] == str(upstream / "vllm-ascend" / "vllm_ascend" / "__init__.py")
         assert "AscendRMSNorm" in rank["classes"] and "RMSNorm" not in rank["classes"]
@@ -81,5 +81,5 @@ def operators(case) -> set[str]:
 
 def test_the_parts_of_a_shared_expert_stay_apart_on_a_910c(upstream, models):
     """Why layout/rules.py refuses it; the day this fails, the rule goes."""
-    ranks = run_case(UNSUMMED, make(UNSUMMED, models), upstream, "noise_ranks")
+    ranks = run_case(UNSUMMED, models, upstream, "noise_ranks")
     assert min(rank["clean"][0] for rank in ranks) > 0.1
