@@ -7,6 +7,7 @@ packed in place.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def keep_linear_weights() -> None:
     """
     from vllm.model_executor.layers import utils
 
+    @wraps(utils.dispatch_cpu_unquantized_gemm)
     def dispatch(layer, remove_weight):
         layer.cpu_linear = PackedLinear()
 
