@@ -13,8 +13,7 @@ from tests.integrations.programs import packages, run_program, with_tokenizer
 pytest.importorskip("tensordict")
 TRAINED = """
 trainer.use_v1=false trainer.device=cpu trainer.logger=console trainer.n_gpus_per_node=1
-trainer.total_training_steps=2 trainer.save_freq=-1 trainer.test_freq=-1
-trainer.val_before_train=false
+trainer.total_training_steps=2 trainer.save_freq=-1 trainer.test_freq=1
 +ray_kwargs.ray_init.num_gpus=1 ray_kwargs.ray_init.num_cpus=8
 data.train_files=rows.parquet data.val_files=rows.parquet data.train_batch_size=4
 data.max_prompt_length=64 data.max_response_length=16 algorithm.adv_estimator=grpo
@@ -66,7 +65,8 @@ def test_ten_syncs(tmp_path, mode, tensors):
 @pytest.mark.full
 def test_two_steps_of_its_trainer(tmp_path):
     """verl.trainer.main_ppo in its own processes: FSDP, agent loop, vLLM's server; by verl's own
-    comparison of vLLM's probabilities with the trainer's, only the noisy step's are off.
+    comparison of vLLM's probabilities with the trainer's, only the noisy step's are off. The step is
+    verl's, and its three validations have no noise.
     """
     with_tokenizer("qwen3", tmp_path / "model")
     rows = [
@@ -87,15 +87,17 @@ def test_two_steps_of_its_trainer(tmp_path):
         "verl.trainer.main_ppo",
         *TRAINED.split(),
         PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
-        VERL_USE_EXTERNAL_MODULES="tests.integrations.verl_cpu",
+        VERL_USE_EXTERNAL_MODULES="tests.integrations.verl_cpu,mindspeed_qerl.integrations.verl_step",
         VERL_PLATFORM="cpu",
         VERL_ENGINE_DEVICE="cuda",
         MINDSPEED_QERL_ROLLOUT=json.dumps(settings),
     )
     lines = read_lines(tmp_path / "noise")
     assert faults(lines) == []
-    assert [line["tensors"] for line in lines if line["event"] == "arrival"] == [25, 25]
-    sigmas = [line["aqn/sigma"] for line in lines if line["event"] == "noise"]
-    assert sigmas == [0, 0.05]
+    assert [line["tensors"] for line in lines if line["event"] == "arrival"] == [25, 25, 25]
+    noise = [(line["step"], line["aqn/sigma"]) for line in lines if line["event"] == "noise"]
+    assert noise == [(0, 0), (1, 0.05)]
+    validations = [line["noise"] for line in lines if line["event"] == "evaluation"]
+    assert validations == [False, False, False]
     clean, noisy = map(float, re.findall(r"rollout_probs_diff_mean:([\d.e-]+)", printed))
     assert noisy > 3 * clean

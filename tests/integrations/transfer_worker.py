@@ -5,6 +5,7 @@
 The engine is vLLM's for NCCL but for the transport, a file. Every second sync leaves out the norms.
 """
 
+import os
 import sys
 
 import torch
@@ -75,18 +76,18 @@ def engine(model: str, backend="FileEngine", **words) -> LLM:
     keep_weights()
     return LLM(
         model,
-        dtype="float32",
         max_model_len=128,
         enforce_eager=True,
         weight_transfer_config=WeightTransferConfig(backend=backend),
-        **words,
+        **{"dtype": "float32", **words},
     )
 
 
 def transfer(llm: LLM, sent: dict[str, torch.Tensor]) -> None:
-    torch.save(sent, "weights.pt")
+    file = f"weights{os.getpid()}.pt"
+    torch.save(sent, file)
     llm.collective_rpc("start_weight_update")
-    llm.collective_rpc("update_weights", args=({"file": "weights.pt"},))
+    llm.collective_rpc("update_weights", args=({"file": file},))
     llm.collective_rpc("finish_weight_update")
     llm.reset_prefix_cache()
 
