@@ -69,17 +69,13 @@ def transfer(model: str, syncs: int, form=dict, **words) -> None:
 
 
 def replica(rank: int, model: str, syncs: int, port: int) -> None:
-    """One of two engines that share the experts; the second has no noise after the healthy syncs."""
+    """One of two engines, which share the experts."""
     os.environ |= {
         "VLLM_DP_SIZE": "2",
         "VLLM_DP_RANK": str(rank),
         "VLLM_DP_RANK_LOCAL": str(rank),
         "VLLM_DP_MASTER_PORT": str(port),
-        "VLLM_CPU_OMP_THREADS_BIND": str(rank),
     }
-    put_on = WorkerRollout._put_on
-    if rank:
-        WorkerRollout._put_on = lambda self: self.syncs > HEALTHY or put_on(self)
     torch.manual_seed(0)
     transfer(model, syncs)
 
@@ -154,6 +150,9 @@ STACKS |= {each.__name__: each for each in (trl, transfer_dp, path_adapters, ver
 def prepare(stack: str, family: str) -> int:
     """Plants the faults in this process; returns how many."""
     faults = faults_by_sync(stack, family)
+    put_on = WorkerRollout._put_on
+    if os.environ.get("VLLM_DP_RANK") == "1":  # has no noise after the healthy syncs
+        WorkerRollout._put_on = lambda self: self.syncs > HEALTHY or put_on(self)
     Loader(faults, rank=1 if stack == "transfer_tp" else None).install()
     return len(faults)
 

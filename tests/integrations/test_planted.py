@@ -81,7 +81,7 @@ def test_each_fault_is_named_and_no_healthy_sync_is(tmp_path, stack, family):
         with_tokenizer(family, tmp_path / "model"),
         PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_CPU_OMP_THREADS_BIND="0|1" if stack in ("transfer_tp", "transfer_pp") else "auto",
+        VLLM_CPU_OMP_THREADS_BIND="0|1" if "transfer_" in stack else "auto",
         VERL_RAY_JOB_ID="test",
         **variables,
     )
