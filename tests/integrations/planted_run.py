@@ -3,6 +3,7 @@
 python planted_run.py STACK FAMILY MODEL
 """
 
+import json
 import os
 import sys
 from functools import partial
@@ -59,12 +60,13 @@ def quantised(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return sent
 
 
-def transfer(model: str, syncs: int, form=dict, **words) -> None:
+def transfer(model: str, syncs: int, **words) -> None:
     twin = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     llm = transfer_worker.engine(model, **words)
     for _ in range(syncs):
         change(twin)
-        transfer_worker.transfer(llm, form(dict(twin.named_parameters())))
+        sent = dict(twin.named_parameters())
+        transfer_worker.transfer(llm, quantised(sent) if "hf_overrides" in words else sent)
         sample(llm)
 
 
@@ -123,26 +125,24 @@ def verl_adapters(model: str, syncs: int) -> None:
     verl(model, syncs, "adapters")
 
 
-INTEGERS = {"num_bits": 8, "type": "int", "symmetric": True}
-LAYERS = {
-    "targets": ["Linear"],
-    "weights": {**INTEGERS, "strategy": "channel", "dynamic": False},
-    "input_activations": {**INTEGERS, "strategy": "token", "dynamic": True},
-}
-INT8 = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "ignore": ["lm_head"],
-    "config_groups": {"group_0": LAYERS},
-}
-WORDS = {  # of vLLM's engine, which is synced by its transfer
+# of vLLM's engine, which is synced by its transfer; 8-bit integers as compressed-tensors has them
+WORDS = json.loads("""{
     "transfer": {},
     "transfer_tp": {"tensor_parallel_size": 2},
     "transfer_pp": {"pipeline_parallel_size": 2},
-    "int8": {"hf_overrides": {"quantization_config": INT8}, "form": quantised},
     "sparse": {"backend": "SparseFileEngine"},
     "m2n": {"backend": "M2NFileEngine"},
-}
+    "int8": {"hf_overrides": {"quantization_config": {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"},
+            "input_activations": {
+                "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true
+            }
+        }}
+    }}}
+}""")
 STACKS = {name: partial(transfer, **words) for name, words in WORDS.items()}
 STACKS |= {each.__name__: each for each in (trl, transfer_dp, path_adapters, verl, verl_adapters)}
 

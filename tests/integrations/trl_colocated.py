@@ -28,23 +28,19 @@ from mindspeed_qerl.integrations.trl import add_noise
 from tests.integrations.programs import FLOAT32, check_log_probs, norms_of
 from tests.local.conftest import logprobs_of
 
-LOGGED = (
-    "loss",
-    "reward",
-    "grad_norm",
-    "completions/mean_length",
-    "sampling/importance_sampling_ratio/mean",
-)
-TARGET = {"schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3}
-NEAREST = {"noise": None, "elements": 0, "stop": False}
-SETTINGS = {  # of AQN, by mode
+LOGGED = """
+loss reward grad_norm completions/mean_length sampling/importance_sampling_ratio/mean
+"""
+SETTINGS = json.loads("""{
     "noise": {"noise": {"num_stages": 3}},
     "answer": {"noise": {"num_stages": 3}, "draws": "answer"},
-    "target": {"noise": TARGET},
-    "off": {"noise": None},
-    "nearest": NEAREST,
-    "unbiased": NEAREST | {"rounding": "unbiased"},
-}
+    "target": {"noise": {
+        "schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3
+    }},
+    "off": {"noise": null},
+    "nearest": {"noise": null, "elements": 0, "stop": false},
+    "unbiased": {"noise": null, "elements": 0, "stop": false, "rounding": "unbiased"}
+}""")  # of AQN, by mode
 QUESTIONS = [{"prompt": f"tom has {i % 9 + 1} apples"} for i in range(64)]
 
 
@@ -136,7 +132,9 @@ def main(model: str, folder: Path, mode: str) -> None:
     if mode == "answer":
         assert noisy_steps == {2, 3, 4}
     history = [
-        {name: row[name] for name in LOGGED} for row in trainer.state.log_history if "loss" in row
+        {name: row[name] for name in LOGGED.split()}
+        for row in trainer.state.log_history
+        if "loss" in row
     ]
     adapters = {name: w for name, w in trainer.model.named_parameters() if "lora_" in name}
     sums = {name: w.double().sum().item() for name, w in adapters.items()}
