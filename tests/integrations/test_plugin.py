@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
 from tests import ROOT
-from tests.integrations.programs import run_program, with_tokenizer
+from tests.integrations.programs import packages, run_program, with_tokenizer
 
 PROGRAM = """
 import sys
@@ -46,19 +46,35 @@ def test_the_example_without_a_trainer_names_what_was_planted():
 
 
 @pytest.mark.full
-def test_ten_syncs_by_vllms_weight_transfer(tmp_path):
-    """As TRL's server syncs: the noise of one step is not there in the next, also where the norms
-    are not sent, and all that is sent arrives.
+@pytest.mark.parametrize(
+    "program, words, of, arrived",
+    [
+        ("transfer", (), "weights", [25, 16]),
+        ("verl", ("merged",), "weights", [25, 25]),
+        ("verl", ("adapters",), "adapters", [20, 20]),
+    ],
+)
+def test_ten_syncs(tmp_path, program, words, of, arrived):
+    """By vLLM's weight transfer, as TRL's server syncs, and by verl's own sender: the noise of one
+    step is not there in the next, also where the norms are not sent, all that is sent arrives, and
+    vLLM's log-probs are those of transformers with the same noise.
     """
+    if program == "verl":
+        pytest.importorskip("tensordict")
     noise = {"num_stages": 3, "total_steps": 10}
     run_program(
-        ROOT / "tests/integrations/transfer_worker.py",
+        ROOT / f"tests/integrations/{program}_worker.py",
         tmp_path,
         with_tokenizer("qwen3", tmp_path / "model"),
+        *words,
+        PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VERL_RAY_JOB_ID="test",
         MINDSPEED_QERL_ROLLOUT=json.dumps({"report": str(tmp_path / "noise"), "noise": noise}),
     )
     rows = read_lines(tmp_path / "noise")
     assert faults(rows) == []
-    arrived = [row["tensors"] for row in rows if row["event"] == "arrival"]
-    assert arrived == [25, 16] * 5
+    steps = [row["step"] for row in rows if row["event"] == "noise"]
+    assert steps == list(range(10))
+    counts = [row["tensors"] for row in rows if row["event"] == "arrival" and row["of"] == of]
+    assert counts == arrived * 5

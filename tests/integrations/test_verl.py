@@ -37,32 +37,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode, tensors", [("merged", 25), ("adapters", 20)])
-def test_ten_syncs(tmp_path, mode, tensors):
-    """The noise of one step is not there in the next, all weights or adapters arrive each time, and
-    vLLM's log-probs are those of transformers with the same noise.
-    """
-    noise = {"num_stages": 3, "total_steps": 10}
-    run_program(
-        ROOT / "tests/integrations/verl_worker.py",
-        tmp_path,
-        with_tokenizer("qwen3", tmp_path / "model"),
-        mode,
-        PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VERL_RAY_JOB_ID="test",
-        MINDSPEED_QERL_ROLLOUT=json.dumps({"report": str(tmp_path / "noise"), "noise": noise}),
-    )
-    rows = read_lines(tmp_path / "noise")
-    assert faults(rows) == []
-    steps = [row["step"] for row in rows if row["event"] == "noise"]
-    assert steps == list(range(10))
-    of = "adapters" if mode == "adapters" else "weights"
-    arrived = [row["tensors"] for row in rows if row["event"] == "arrival" and row["of"] == of]
-    assert arrived == [tensors] * 10
-
-
-@pytest.mark.full
 def test_two_steps_of_its_trainer(tmp_path):
     """verl.trainer.main_ppo in its own processes: FSDP, agent loop, vLLM's server; by verl's own
     comparison of vLLM's probabilities with the trainer's, only the noisy step's are off. The step is

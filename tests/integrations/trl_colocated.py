@@ -41,6 +41,12 @@ SETTINGS = json.loads("""{
     "nearest": {"noise": null, "elements": 0, "stop": false},
     "unbiased": {"noise": null, "elements": 0, "stop": false, "rounding": "unbiased"}
 }""")  # of AQN, by mode
+CONFIG = json.loads("""{
+    "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1,
+    "vllm_max_model_length": 128, "per_device_train_batch_size": 8, "num_generations": 4,
+    "max_completion_length": 16, "logging_steps": 1, "report_to": [], "use_cpu": true,
+    "bf16": false, "save_strategy": "no"
+}""")  # of TRL
 QUESTIONS = [{"prompt": f"tom has {i % 9 + 1} apples"} for i in range(64)]
 
 
@@ -54,18 +60,7 @@ def trainer_of(model: str, folder: Path, peft_config=None, dtype="float32", **wo
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)  # TRL leaves it bfloat16
     config = GRPOConfig(
         output_dir=str(folder),
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.1,
-        vllm_max_model_length=128,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=16,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
+        **CONFIG,
         **words,
     )
     return GRPOTrainer(

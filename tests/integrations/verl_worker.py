@@ -28,8 +28,8 @@ from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.settings import settings_of_environment
 from tests.integrations.programs import check_log_probs, check_noise, norms_of
 
-TARGETS = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS}
+TARGETS = "q_proj o_proj gate_proj up_proj down_proj"
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS.split()}
 STEPS = 10
 
 
