@@ -4,7 +4,6 @@ VERL_USE_EXTERNAL_MODULES names this.
 
 import sys
 from functools import wraps
-from typing import Any
 
 import ray
 from verl.workers.rollout import base, llm_server
@@ -37,7 +36,7 @@ def without_noise(validate: Method) -> Method:
     return validate_without
 
 
-def create(original: Method, *args, **kwargs) -> Any:
+def create(original, *args, **kwargs):
     for module, name in TRAINERS.items():
         trainer = getattr(sys.modules.get(f"verl.trainer.ppo.{module}"), name, None)
         if trainer and not hasattr(trainer._validate, "__wrapped__"):

@@ -36,9 +36,9 @@ def main(model: str, folder: str, *more: str) -> None:
     rows = [{"messages": [{"role": "user", "content": f"tom has {i} apples"}]} for i in range(32)]
     data.write_text("\n".join(map(json.dumps, rows)))
     reward.write_text(REWARD)
-    words = ["--model", model, "--dataset", str(data), "--output_dir", folder]
-    words += ["--external_plugins", str(PLUGIN), str(reward)]
-    rlhf_main([*words, "--target_modules", "q_proj", "o_proj", *more, *SETTINGS.split()])
+    words = f"--model {model} --dataset {data} --output_dir {folder} {SETTINGS}"
+    words += f"--external_plugins {PLUGIN} {reward} --target_modules q_proj o_proj"
+    rlhf_main([*words.split(), *more])
 
 
 if __name__ == "__main__":

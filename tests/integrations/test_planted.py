@@ -10,8 +10,8 @@ from tests import ROOT
 from tests.integrations.planted import HEALTHY, OLD, faults_by_sync
 from tests.integrations.programs import packages, run_program, with_tokenizer
 
-SETTINGS = {"report": "report", "noise": None, "stop": False}
-NOISE = SETTINGS | {"noise": {"total_steps": 62}}  # as many as there are syncs
+SETTINGS = '{"report": "report", "stop": false, "noise": null}'
+NOISE = '{"report": "report", "stop": false, "noise": {"total_steps": 62}}'  # syncs
 
 # what else went wrong in the program
 LACKING = json.loads("""{
@@ -68,25 +68,35 @@ def check_report(folder, case):
     assert all(map(str.startswith, problems, lacking))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", ALL)
-def test_each_fault_is_named_and_no_healthy_sync_is(tmp_path, case):
+def run(folder, case):
     stack, family = case.split("-")
     settings = NOISE if stack == "transfer_dp" else SETTINGS
-    variables = {} if stack == "trl" else {"MINDSPEED_QERL_ROLLOUT": json.dumps(settings)}
+    variables = {} if stack == "trl" else {"MINDSPEED_QERL_ROLLOUT": settings}
     run_program(
         ROOT / "tests/integrations/planted_run.py",
-        tmp_path,
+        folder,
         stack,
         family,
-        with_tokenizer(family, tmp_path / "model"),
-        PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
+        with_tokenizer(family, folder / "model"),
+        PYTHONPATH=f"{ROOT}:{packages(folder / 'packages')}",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_OMP_THREADS_BIND="0|1" if "transfer_" in stack else "auto",
         VERL_RAY_JOB_ID="test",
         **variables,
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ALL)
+def test_each_fault_is_named_and_no_healthy_sync_is(tmp_path, case):
+    run(tmp_path, case)
     check_report(tmp_path / "report", case)
+
+
+@pytest.mark.full
+def test_a_mixture_with_adapters_is_refused_by_vllm(tmp_path):
+    with pytest.raises(AssertionError, match="'triton.language' has no attribute 'float32'"):
+        run(tmp_path, "path_adapters-qwen3_moe")
 
 
 def test_each_cell_of_the_matrix_has_its_test():
