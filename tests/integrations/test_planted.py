@@ -106,6 +106,6 @@ def test_each_cell_of_the_matrix_has_its_test():
     )
     sources = "".join(path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
     tests = {*ALL, *re.findall(r"def (test_\w+)", sources)}
-    told = [re.fullmatch(r"(proved|not compared|refused|healthy) `(.*)`.*", cell) for cell in cells]
-    assert {match[2] for match in told if match} <= tests
-    assert sum(map(bool, told)) >= 10
+    told = [cell for cell in cells if re.match("(proved|not compared|refused|healthy) `", cell)]
+    assert len(told) >= 10
+    assert set(re.findall("`(.*?)`", "".join(told))) <= tests

@@ -6,6 +6,7 @@ The worker's norms are those that were sent plus noise of this step, never of tw
 """
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -27,8 +28,10 @@ from vllm.model_executor.models.utils import WeightsMapper
 from mindspeed_qerl.integrations.cpu import keep_weights
 from tests.integrations.programs import check_step, norms_of
 
-TARGETS = "q_proj o_proj gate_proj up_proj down_proj"
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS.split()}
+LORA = json.loads("""{
+    "r": 8, "lora_alpha": 16,
+    "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+}""")
 
 
 def replace_what_a_cpu_has_not() -> None:
