@@ -8,7 +8,7 @@ from functools import wraps
 import ray
 from verl.workers.rollout import base, llm_server
 
-from .vllm import Method, wrap
+from .vllm import wrap
 
 # with `_validate`; they are loaded when they make their servers
 TRAINERS = {"ray_trainer": "RayPPOTrainer", "v1.trainer_base": "PPOTrainer"}
@@ -16,7 +16,7 @@ TRAINERS = {"ray_trainer": "RayPPOTrainer", "v1.trainer_base": "PPOTrainer"}
 base._ROLLOUT_REGISTRY["vllm", "async"] = "mindspeed_qerl.integrations.verl.SteppingAdapter"
 
 
-def without_noise(validate: Method) -> Method:
+def without_noise(validate):
     """`validate` of a trainer, whose rollout workers sample without noise meanwhile."""
 
     def tell(trainer, is_on):

@@ -14,6 +14,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from vllm.lora.request import LoRARequest
 from vllm.utils.network_utils import get_open_port
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from mindspeed_qerl.integrations.cpu import keep_weights
 from mindspeed_qerl.integrations.vllm import WorkerRollout
@@ -150,9 +151,11 @@ STACKS |= {each.__name__: each for each in (trl, transfer_dp, path_adapters, ver
 def prepare(stack: str, family: str) -> int:
     """Plants the faults in this process; returns how many."""
     faults = faults_by_sync(stack, family)
-    put_on = WorkerRollout._put_on
     if os.environ.get("VLLM_DP_RANK") == "1":  # has no noise after the healthy syncs
+        put_on = WorkerRollout._put_on
         WorkerRollout._put_on = lambda self: self.syncs > HEALTHY or put_on(self)
+    # eager CPU workers make no dummy run, without which a stage has no place for what it is sent
+    CPUWorker._should_warm_up_model = lambda self: self.model_runner.profile_run()
     Loader(faults, rank=1 if stack == "transfer_tp" else None).install()
     return len(faults)
 
