@@ -50,10 +50,10 @@ def change(twin, is_changed=lambda name: True) -> None:
             flat.add_(0.01 * torch.randn_like(flat))
 
 
-def quantised(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def quantised(weights) -> dict[str, torch.Tensor]:
     """`weights`, those of linear layers as integers and a scale of each output."""
     sent = {}
-    for name, weight in weights.items():
+    for name, weight in weights:
         sent[name] = weight
         if "_proj" in name:
             scale = sent[name + "_scale"] = weight.abs().amax(1, keepdim=True) / 127
@@ -66,8 +66,8 @@ def transfer(model: str, syncs: int, **words) -> None:
     llm = transfer_worker.engine(model, **words)
     for _ in range(syncs):
         change(twin)
-        sent = dict(twin.named_parameters())
-        transfer_worker.transfer(llm, quantised(sent) if "hf_overrides" in words else sent)
+        form = quantised if "hf_overrides" in words else dict
+        transfer_worker.transfer(llm, form(twin.named_parameters()))
         sample(llm)
 
 
