@@ -27,6 +27,7 @@ EVENTS = {
     "measured": "sync rank step",
     "arrival": "sync rank world tensors failures of not_compared unchanged",
     "problem": "sync rank problem",
+    "evaluation": "sync rank noise",
 }
 
 
@@ -57,6 +58,8 @@ def faults(rows: Rows) -> list[str]:
             sentences.append(f"{where}: {row['too_little']}")
         if row["event"] == "problem":
             sentences.append(f"{where}: {row['problem']}")
+        if row["event"] == "evaluation" and row["noise"]:
+            sentences.append(f"{where}: an evaluation sampled with noise")
         if row["event"] == "noise":
             by_step.setdefault(row["step"], []).append(row)
         if row["event"] == "arrival":
@@ -185,6 +188,9 @@ def main() -> None:
     sentences = faults(rows)
     for line in power(rows):
         print(line)
+    clean = sorted({row["sync"] for row in rows if row["event"] == "evaluation"})
+    if clean:
+        print(f"evaluations without noise, after syncs {str(clean)[1:-1]}")
     reasons: Counter[str] = Counter()
     for row in rows:
         reasons.update(row.get("reasons", {}))

@@ -4,9 +4,9 @@
         mindspeed_qerl.integrations.verl.VerlNoiseExtension
 
 and in the environment of Ray's workers MINDSPEED_QERL_ROLLOUT, and
-VERL_USE_EXTERNAL_MODULES=mindspeed_qerl.integrations.verl_step, without which syncs are counted.
-verl samples its validation by the same calls as its training, with the noise of the step. Written
-for verl 0.9.1.
+VERL_USE_EXTERNAL_MODULES=mindspeed_qerl.integrations.verl_step, without which syncs are counted,
+and validations, which verl samples by the same calls as its training, have the noise of the step.
+Written for verl 0.9.1.
 """
 
 from typing import Any
@@ -29,6 +29,11 @@ class VerlNoiseExtension(vLLMColocateWorkerExtension):
         """The weights that came last are those after `step` training steps."""
         if rollout := getattr(self, MARK, None):
             rollout.step = lambda: step
+
+    def set_validation(self, is_on: bool) -> None:
+        """A validation begins, which has no noise, or ends."""
+        if rollout := getattr(self, MARK, None):
+            rollout.evaluate(is_on)
 
 
 class SteppingAdapter(ServerAdapter):

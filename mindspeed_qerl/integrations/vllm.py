@@ -137,12 +137,19 @@ class WorkerRollout:
         """Sampling without noise, for evaluations. The caller resets vLLM's prefix cache before
         and after.
         """
-        self._take_off()
-        self.is_clean = True
+        self.evaluate(True)
         try:
             yield
         finally:
-            self.is_clean = False
+            self.evaluate(False)
+
+    def evaluate(self, is_on: bool) -> None:
+        """An evaluation begins, which has no noise, or ends."""
+        if is_on:
+            self._take_off()
+        else:
+            self._write("evaluation", noise=self.injector is not None)
+        self.is_clean = is_on
 
     def _counted_step(self) -> int:
         return self.settings.first_step + max(self.syncs - 1, 0)

@@ -193,6 +193,6 @@ def _experts(name: str, module: nn.Module, kind: str, tensor: Tensor) -> Iterato
             continue
         for leaf, part in zip(leaves, tensor[place].chunk(len(leaves)), strict=True):
             width = part.numel() // hidden
-            offset = getattr(module, "tp_rank", 0) * width
+            offset = getattr(getattr(module, "moe_config", module), "tp_rank", 0) * width
             start = (0, offset) if leaf == "down_proj" else (offset, 0)
             yield f"{name}.{expert}.{leaf}.weight", part, start

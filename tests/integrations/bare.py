@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import torch  # noqa: F401
 
-BLOCKED = ("hydra", "omegaconf", "pydantic", "matplotlib", "scipy", "pyarrow", "yaml", "rich")
-BLOCKED += ("megatron", "psutil", "ray", "safetensors", "transformers")
-BLOCKED += ("vllm",)  # which only `register` and `keep_weights` import
+# vllm: only `register` and `keep_weights` import it
+BLOCKED = """
+hydra omegaconf pydantic matplotlib scipy pyarrow yaml rich megatron psutil ray safetensors
+transformers vllm
+"""
 
 
 class Nothing:
@@ -30,7 +32,7 @@ def stand_in(name: str, **values: object) -> None:
 VERL = {"vLLMColocateWorkerExtension": Nothing, "ServerAdapter": Nothing}
 stand_in("verl.workers.rollout.vllm_rollout.utils", **VERL)
 stand_in("swift.rlhf_trainers.rollout_mixin", RolloutTrainerMixin=Nothing)
-for name in BLOCKED:
+for name in BLOCKED.split():
     sys.modules[name] = None
 
 import mindspeed_qerl.integrations.swift

@@ -1,5 +1,6 @@
 """Faults between what a stack sends and what vLLM loads, below the proof of arrival."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -7,7 +8,9 @@ import torch
 
 from mindspeed_qerl.lora.arrival import PREFIX, parts_of
 
-FIRST = "model.layers.0.self_attn.q_proj.weight"  # loaded once in each sync of weights
+FIRST = re.compile(
+    r"model\.layers\.0\.self_attn\.(q|qkv)_proj(\.base_layer)?\.weight"
+)  # once a sync
 OLD = "it is still what the sync before had sent"
 HEALTHY = 50  # syncs
 MISSED = 10  # step of TRL that gets no sync
@@ -58,6 +61,9 @@ def weight_faults(family: str) -> dict[str, Fault]:
     mlp = "model.layers.1.mlp."
     if family == "qwen3":
         return faults_of(mlp + "down_proj.weight", mlp + "gate_proj.weight", mlp + "up_proj.weight")
+    if family == "phi3":  # gate and up are one: of two layers
+        fused = [f"model.layers.{layer}.mlp.gate_up_proj.weight" for layer in (0, 1)]
+        return faults_of(mlp + "down_proj.weight", *fused)
     third, fifth = (
         [f"{mlp}experts.{expert}.{leaf}_proj.weight" for leaf in ("gate", "up", "down")]
         for expert in (3, 5)
@@ -87,9 +93,11 @@ def faults_by_sync(stack: str, family: str) -> dict[int, Fault]:
     last syncs every second one has a fault.
     """
     faults = adapter_faults() if "adapters" in stack else weight_faults(family)
-    if (stack, family) == ("transfer", "qwen3_moe"):
+    if stack.startswith("transfer") and family == "qwen3_moe":
         # vLLM's reload of a layer takes new memory, and leaves what did not come as it finds it
         faults["dropped"] = faults["dropped"]._replace(words=".")
+    if stack == "int8":  # faults of what is compared there
+        faults = faults_of(*(f"model.layers.{layer}.input_layernorm.weight" for layer in (1, 0, 1)))
     if stack == "sparse":  # of which vLLM takes the elements that were changed, and no others
         faults = {kind: faults[kind] for kind in ("dropped", "scaled")}
     if stack == "m2n":  # which loads what vLLM has fused
@@ -113,7 +121,7 @@ class Loader:
 
     def planted(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator:
         for whole, stacked in pairs:
-            self.sync += whole.replace(".base_layer", "") == FIRST
+            self.sync += bool(FIRST.fullmatch(whole))
             is_planted = self.sync in self.faults and self.rank in (None, tensor_rank())
             changes = self.faults[self.sync].changes if is_planted else {}
             # vLLM loads each expert, too
@@ -133,10 +141,11 @@ class Loader:
     def install(self) -> None:
         """Puts it below the proof, which wraps the methods of objects."""
         from vllm.lora.lora_model import LoRAModel
+        from vllm.model_executor.models.phi3 import Phi3ForCausalLM
         from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
         from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-        for kind in (Qwen3ForCausalLM, Qwen3MoeForCausalLM):
+        for kind in (Phi3ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM):
             kind.load_weights = self.below(kind.load_weights)
         from_tensors = LoRAModel.from_lora_tensors.__func__
 

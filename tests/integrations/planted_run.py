@@ -3,15 +3,21 @@
 python planted_run.py STACK FAMILY MODEL
 """
 
+import json
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from vllm.lora.request import LoRARequest
+from vllm.utils.network_utils import get_open_port
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from mindspeed_qerl.integrations.cpu import keep_weights
+from mindspeed_qerl.integrations.vllm import WorkerRollout
 from tests.integrations import transfer_worker
 from tests.integrations.planted import HEALTHY, MISSED, Loader, faults_by_sync
 
@@ -44,25 +50,41 @@ def change(twin, is_changed=lambda name: True) -> None:
             flat.add_(0.01 * torch.randn_like(flat))
 
 
+def quantised(weights) -> dict[str, torch.Tensor]:
+    """`weights`, those of linear layers as integers and a scale of each output."""
+    sent = {}
+    for name, weight in weights:
+        sent[name] = weight
+        if "_proj" in name:
+            scale = sent[name + "_scale"] = weight.abs().amax(1, keepdim=True) / 127
+            sent[name] = (weight / scale).round().char()
+    return sent
+
+
 def transfer(model: str, syncs: int, **words) -> None:
     twin = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     llm = transfer_worker.engine(model, **words)
     for _ in range(syncs):
         change(twin)
-        transfer_worker.transfer(llm, dict(twin.named_parameters()))
+        form = quantised if "hf_overrides" in words else dict
+        transfer_worker.transfer(llm, form(twin.named_parameters()))
         sample(llm)
 
 
-def sparse(model: str, syncs: int) -> None:
-    transfer(model, syncs, backend="SparseFileEngine")
+def replica(rank: int, model: str, syncs: int, port: int) -> None:
+    """One of two engines, which share the experts."""
+    os.environ |= {
+        "VLLM_DP_SIZE": "2",
+        "VLLM_DP_RANK": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_MASTER_PORT": str(port),
+    }
+    torch.manual_seed(0)
+    transfer(model, syncs)
 
 
-def m2n(model: str, syncs: int) -> None:
-    transfer(model, syncs, backend="M2NFileEngine")
-
-
-def transfer_tp(model: str, syncs: int) -> None:
-    transfer(model, syncs, tensor_parallel_size=2)
+def transfer_dp(model: str, syncs: int) -> None:
+    torch.multiprocessing.spawn(replica, (model, syncs, get_open_port()), 2)
 
 
 def path_adapters(model: str, syncs: int) -> None:
@@ -104,15 +126,36 @@ def verl_adapters(model: str, syncs: int) -> None:
     verl(model, syncs, "adapters")
 
 
-STACKS = {
-    each.__name__: each
-    for each in (trl, transfer, transfer_tp, sparse, m2n, path_adapters, verl, verl_adapters)
-}
+# of vLLM's engine, which is synced by its transfer; 8-bit integers as compressed-tensors has them
+WORDS = json.loads("""{
+    "transfer": {},
+    "transfer_tp": {"tensor_parallel_size": 2},
+    "transfer_pp": {"pipeline_parallel_size": 2},
+    "sparse": {"backend": "SparseFileEngine"},
+    "m2n": {"backend": "M2NFileEngine"},
+    "int8": {"hf_overrides": {"quantization_config": {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": true, "strategy": "channel"},
+            "input_activations": {
+                "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true
+            }
+        }}
+    }}}
+}""")
+STACKS = {name: partial(transfer, **words) for name, words in WORDS.items()}
+STACKS |= {each.__name__: each for each in (trl, transfer_dp, path_adapters, verl, verl_adapters)}
 
 
 def prepare(stack: str, family: str) -> int:
     """Plants the faults in this process; returns how many."""
     faults = faults_by_sync(stack, family)
+    if os.environ.get("VLLM_DP_RANK") == "1":  # has no noise after the healthy syncs
+        put_on = WorkerRollout._put_on
+        WorkerRollout._put_on = lambda self: self.syncs > HEALTHY or put_on(self)
+    # eager CPU workers make no dummy run, without which a stage has no place for what it is sent
+    CPUWorker._should_warm_up_model = lambda self: self.model_runner.profile_run()
     Loader(faults, rank=1 if stack == "transfer_tp" else None).install()
     return len(faults)
 

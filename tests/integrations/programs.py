@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from mindspeed_qerl.demo.tiny_model import build_tokenizer
+from mindspeed_qerl.integrations.settings import settings_of_environment
 from tests import ROOT
 from tests.local.conftest import make_model
 
@@ -70,6 +71,18 @@ def check_noise(noisy: dict, sent: dict, sigma: float) -> None:
             deviations.append((weight - sent[name]).double())
     found = torch.cat(deviations).square().mean().sqrt().item()
     assert abs(found - sigma) <= 0.2 * sigma, (sigma, found)
+
+
+def check_step(llm, twin, step: int, lora=None):
+    """vLLM's norms are those of `twin` with the noise of `step`, so are its log-probs; returns its
+    worker.
+    """
+    llm.generate({"prompt_token_ids": [5, 6, 7]}, use_tqdm=False, lora_request=lora)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    noisy = norms_of(worker.get_model())
+    check_noise(noisy, norms_of(twin), settings_of_environment().schedule().sigma(step))
+    check_log_probs(llm, twin, noisy, [5, 6, 7, 8], lora)
+    return worker
 
 
 def check_log_probs(llm, twin, noisy: dict, ids: list[int], lora=None) -> None:

@@ -21,30 +21,13 @@ class Length(ORM):
 
 orms["length"] = Length
 """
-SETTINGS = {
-    "rlhf_type": "grpo",
-    "model_type": "qwen3",
-    "template": "dummy",
-    "use_vllm": "true",
-    "vllm_mode": "colocate",
-    "vllm_max_model_len": 128,
-    "vllm_enforce_eager": "true",
-    "tuner_type": "lora",
-    "lora_rank": 8,
-    "reward_funcs": "length",
-    "num_generations": 4,
-    "per_device_train_batch_size": 4,
-    "max_completion_length": 16,
-    "max_steps": 5,
-    "learning_rate": 0.01,
-    "use_cpu": "true",
-    "torch_dtype": "float32",
-    "bf16": "false",
-    "report_to": "none",
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "split_dataset_ratio": 0,
-}
+SETTINGS = """
+--rlhf_type grpo --model_type qwen3 --template dummy --use_vllm true --vllm_mode colocate
+--vllm_max_model_len 128 --vllm_enforce_eager true --tuner_type lora --lora_rank 8
+--reward_funcs length --num_generations 4 --per_device_train_batch_size 4
+--max_completion_length 16 --max_steps 5 --learning_rate 0.01 --use_cpu true --torch_dtype float32
+--bf16 false --report_to none --save_strategy no --logging_steps 1 --split_dataset_ratio 0
+"""
 
 
 def main(model: str, folder: str, *more: str) -> None:
@@ -53,12 +36,9 @@ def main(model: str, folder: str, *more: str) -> None:
     rows = [{"messages": [{"role": "user", "content": f"tom has {i} apples"}]} for i in range(32)]
     data.write_text("\n".join(map(json.dumps, rows)))
     reward.write_text(REWARD)
-    words = ["--model", model, "--dataset", str(data), "--output_dir", folder]
-    words += ["--external_plugins", str(PLUGIN), str(reward)]
-    words += ["--target_modules", "q_proj", "o_proj", *more]
-    for name, value in SETTINGS.items():
-        words += [f"--{name}", str(value)]
-    rlhf_main(words)
+    words = f"--model {model} --dataset {data} --output_dir {folder} {SETTINGS}"
+    words += f"--external_plugins {PLUGIN} {reward} --target_modules q_proj o_proj"
+    rlhf_main([*words.split(), *more])
 
 
 if __name__ == "__main__":

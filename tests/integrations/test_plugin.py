@@ -1,12 +1,10 @@
 """vLLM as it is, with the plugin that it finds installed."""
 
-import json
-
 import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
 from tests import ROOT
-from tests.integrations.programs import run_program, with_tokenizer
+from tests.integrations.programs import packages, run_program, with_tokenizer
 
 PROGRAM = """
 import sys
@@ -25,11 +23,9 @@ def test_noise_in_vllms_own_process(tmp_path, extension):
     """The plugin alone, and beside `worker_extension_cls`: one rollout in the worker."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    noise = {"num_stages": 2, "total_steps": 4}
-    settings = {"report": str(tmp_path / "noise"), "noise": noise, "first_step": 3}
+    settings = '{"report": "noise", "first_step": 3, "noise": {"num_stages": 2, "total_steps": 4}}'
     model = with_tokenizer("qwen3", tmp_path / "model")
-    variables = {"MINDSPEED_QERL_ROLLOUT": json.dumps(settings)}
-    run_program(program, tmp_path, model, *extension, **variables)
+    run_program(program, tmp_path, model, *extension, MINDSPEED_QERL_ROLLOUT=settings)
     rows = read_lines(tmp_path / "noise")
     assert [(row["event"], row["step"], row["aqn/layers"]) for row in rows] == [("noise", 3, 5)]
     assert rows[0]["aqn/measured_std"] == pytest.approx(0.05, rel=0.2)
@@ -46,19 +42,32 @@ def test_the_example_without_a_trainer_names_what_was_planted():
 
 
 @pytest.mark.full
-def test_ten_syncs_by_vllms_weight_transfer(tmp_path):
-    """As TRL's server syncs: the noise of one step is not there in the next, also where the norms
-    are not sent, and all that is sent arrives.
+@pytest.mark.parametrize(
+    "program, words, of, arrived",
+    [
+        ("transfer", "", "weights", [25, 16]),
+        ("verl", "merged", "weights", [25, 25]),
+        ("verl", "adapters", "adapters", [20, 20]),
+    ],
+)
+def test_ten_syncs(tmp_path, program, words, of, arrived):
+    """By vLLM's weight transfer, as TRL's server syncs, and by verl's own sender: the noise of one
+    step is not there in the next, also where the norms are not sent, all that is sent arrives, and
+    vLLM's log-probs are those of transformers with the same noise.
     """
-    noise = {"num_stages": 3, "total_steps": 10}
+    if program == "verl":
+        pytest.importorskip("tensordict")
     run_program(
-        ROOT / "tests/integrations/transfer_worker.py",
+        ROOT / f"tests/integrations/{program}_worker.py",
         tmp_path,
         with_tokenizer("qwen3", tmp_path / "model"),
+        *words.split(),
+        PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        MINDSPEED_QERL_ROLLOUT=json.dumps({"report": str(tmp_path / "noise"), "noise": noise}),
+        VERL_RAY_JOB_ID="test",
+        MINDSPEED_QERL_ROLLOUT='{"report": "noise", "noise": {"num_stages": 3, "total_steps": 10}}',
     )
     rows = read_lines(tmp_path / "noise")
     assert faults(rows) == []
-    arrived = [row["tensors"] for row in rows if row["event"] == "arrival"]
-    assert arrived == [25, 16] * 5
+    assert [row["step"] for row in rows if row["event"] == "noise"] == [*range(10)]
+    assert [row["tensors"] for row in rows if row.get("of") == of] == arrived * 5

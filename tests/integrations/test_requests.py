@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.report import faults, read_lines
-from mindspeed_qerl.integrations.requests import file_of
+from mindspeed_qerl.integrations.requests import OWN_FORM, file_of
 from tests.integrations.test_worker import serve, sync
 
 
@@ -26,9 +26,10 @@ def by_path(folder, adapter=1, **tensors):
     """A LoRARequest of an adapter's folder, written anew if there are `tensors`."""
     if tensors:
         folder.mkdir(exist_ok=True)
-        prefix = "base_model.model.model.head.lora_"
+        named = {f"head.lora_{name}": tensor for name, tensor in tensors.items()}
+        named["mlp.experts.0.up_proj.lora_A"] = torch.ones(2, 4)
         save_file(
-            {f"{prefix}{name}.weight": tensor for name, tensor in tensors.items()},
+            {f"base_model.model.model.{name}.weight": named[name] for name in named},
             folder / "adapter_model.safetensors",
         )
         (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 4}))
@@ -172,7 +173,8 @@ def test_adapters_by_path_are_read_and_compared(with_adapters, tmp_path, is_load
         assert len(told()) == (2 if seed == 2 else 0)
     assert all("it is still what the sync before had sent" in each for each in told())
     rows = read_lines(tmp_path / "report")
-    assert [row["tensors"] for row in rows if row["event"] == "arrival"] == [2, 2, 2]
+    rows = [(row["tensors"], row["reasons"]) for row in rows if row["event"] == "arrival"]
+    assert rows == 3 * [(2, {OWN_FORM: 1})]
     nowhere = SimpleNamespace(lora_int_id=1, lora_path=str(tmp_path / "nowhere"))
     assert file_of(nowhere) is None
     worker.add_lora(nowhere)  # has been seen: nothing says that it is another one

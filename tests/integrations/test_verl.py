@@ -13,8 +13,7 @@ from tests.integrations.programs import packages, run_program, with_tokenizer
 pytest.importorskip("tensordict")
 TRAINED = """
 trainer.use_v1=false trainer.device=cpu trainer.logger=console trainer.n_gpus_per_node=1
-trainer.total_training_steps=2 trainer.save_freq=-1 trainer.test_freq=-1
-trainer.val_before_train=false
+trainer.total_training_steps=2 trainer.save_freq=-1 trainer.test_freq=1
 +ray_kwargs.ray_init.num_gpus=1 ray_kwargs.ray_init.num_cpus=8
 data.train_files=rows.parquet data.val_files=rows.parquet data.train_batch_size=4
 data.max_prompt_length=64 data.max_response_length=16 algorithm.adv_estimator=grpo
@@ -38,35 +37,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode, tensors", [("merged", 25), ("adapters", 20)])
-def test_ten_syncs(tmp_path, mode, tensors):
-    """The noise of one step is not there in the next, all weights or adapters arrive each time, and
-    vLLM's log-probs are those of transformers with the same noise.
-    """
-    noise = {"num_stages": 3, "total_steps": 10}
-    run_program(
-        ROOT / "tests/integrations/verl_worker.py",
-        tmp_path,
-        with_tokenizer("qwen3", tmp_path / "model"),
-        mode,
-        PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VERL_RAY_JOB_ID="test",
-        MINDSPEED_QERL_ROLLOUT=json.dumps({"report": str(tmp_path / "noise"), "noise": noise}),
-    )
-    rows = read_lines(tmp_path / "noise")
-    assert faults(rows) == []
-    steps = [row["step"] for row in rows if row["event"] == "noise"]
-    assert steps == list(range(10))
-    of = "adapters" if mode == "adapters" else "weights"
-    arrived = [row["tensors"] for row in rows if row["event"] == "arrival" and row["of"] == of]
-    assert arrived == [tensors] * 10
-
-
-@pytest.mark.full
 def test_two_steps_of_its_trainer(tmp_path):
     """verl.trainer.main_ppo in its own processes: FSDP, agent loop, vLLM's server; by verl's own
-    comparison of vLLM's probabilities with the trainer's, only the noisy step's are off.
+    comparison of vLLM's probabilities with the trainer's, only the noisy step's are off. The step is
+    verl's, and its three validations have no noise.
     """
     with_tokenizer("qwen3", tmp_path / "model")
     rows = [
@@ -87,15 +61,16 @@ def test_two_steps_of_its_trainer(tmp_path):
         "verl.trainer.main_ppo",
         *TRAINED.split(),
         PYTHONPATH=f"{ROOT}:{packages(tmp_path / 'packages')}",
-        VERL_USE_EXTERNAL_MODULES="tests.integrations.verl_cpu",
+        VERL_USE_EXTERNAL_MODULES="tests.integrations.verl_cpu,mindspeed_qerl.integrations.verl_step",
         VERL_PLATFORM="cpu",
         VERL_ENGINE_DEVICE="cuda",
         MINDSPEED_QERL_ROLLOUT=json.dumps(settings),
     )
     lines = read_lines(tmp_path / "noise")
     assert faults(lines) == []
-    assert [line["tensors"] for line in lines if line["event"] == "arrival"] == [25, 25]
-    sigmas = [line["aqn/sigma"] for line in lines if line["event"] == "noise"]
-    assert sigmas == [0, 0.05]
+    assert [line["tensors"] for line in lines if line["event"] == "arrival"] == 3 * [25]
+    noise = [(line["step"], line["aqn/sigma"]) for line in lines if line["event"] == "noise"]
+    assert noise == [(0, 0), (1, 0.05)]
+    assert [line["noise"] for line in lines if line["event"] == "evaluation"] == 3 * [False]
     clean, noisy = map(float, re.findall(r"rollout_probs_diff_mean:([\d.e-]+)", printed))
     assert noisy > 3 * clean

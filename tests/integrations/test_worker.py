@@ -346,7 +346,7 @@ def test_multipliers_are_those_of_the_configs(tmp_path):
 
 
 def test_verls_step_is_that_of_its_weights(tmp_path, monkeypatch):
-    """Also after a resume, which counting syncs would begin anew."""
+    """Also after a resume, which counting syncs would begin anew; a validation has no noise."""
 
     class Adapter:  # verl's sender, as far as it is called
         async def update_weights(self, weights, global_steps=None, **kwargs):
@@ -362,7 +362,8 @@ def test_verls_step_is_that_of_its_weights(tmp_path, monkeypatch):
 
     package = SimpleNamespace(ServerAdapter=Adapter, vLLMColocateWorkerExtension=Extension)
     base = SimpleNamespace(_ROLLOUT_REGISTRY={})
-    folder = SimpleNamespace(__path__=[], base=base)
+    servers = SimpleNamespace(LLMServerManager=SimpleNamespace(create=None))
+    folder = SimpleNamespace(__path__=[], base=base, llm_server=servers)
     for name in ("verl", "verl.workers", "verl.workers.rollout"):
         monkeypatch.setitem(sys.modules, name, folder)
     for name in ("vllm_rollout", "vllm_rollout.utils"):
@@ -380,9 +381,17 @@ def test_verls_step_is_that_of_its_weights(tmp_path, monkeypatch):
         for step in steps:
             weights = [("model.norm.weight", torch.full((256,), 1.0 + step))]
             asyncio.run(adapter.update_weights(weights, global_steps=step, peft_config=None))
+            worker.set_validation(True)
             worker.execute_model()
-    rows = [row["step"] for row in read_lines(tmp_path) if row["event"] == "noise"]
-    assert sorted(rows) == [0, 1, 1, 2, 2, 3]
+            assert worker.sampled[-1].eq(1 + step).all()
+            worker.set_validation(False)
+            worker.execute_model()
+    rows = read_lines(tmp_path)
+    assert sorted(row["step"] for row in rows if row["event"] == "noise") == [0, 1, 1, 2, 2, 3]
+    told = [row for row in rows if row["event"] == "evaluation"]
+    assert len(told) == 6 and faults(rows) == []
+    told[0]["noise"] = True
+    assert faults(told) == ["sync 1, rank 0: an evaluation sampled with noise"]
 
 
 def test_a_second_one_in_a_worker_is_refused(served, tmp_path):

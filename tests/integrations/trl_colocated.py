@@ -28,23 +28,25 @@ from mindspeed_qerl.integrations.trl import add_noise
 from tests.integrations.programs import FLOAT32, check_log_probs, norms_of
 from tests.upstream.reference import drawn, scored_by_draws
 
-LOGGED = (
-    "loss",
-    "reward",
-    "grad_norm",
-    "completions/mean_length",
-    "sampling/importance_sampling_ratio/mean",
-)
-TARGET = {"schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3}
-NEAREST = {"noise": None, "elements": 0, "stop": False}
-SETTINGS = {  # of AQN, by mode
+LOGGED = """
+loss reward grad_norm completions/mean_length sampling/importance_sampling_ratio/mean
+"""
+SETTINGS = json.loads("""{
     "noise": {"noise": {"num_stages": 3}},
     "answer": {"noise": {"num_stages": 3}, "draws": "answer"},
-    "target": {"noise": TARGET},
-    "off": {"noise": None},
-    "nearest": NEAREST,
-    "unbiased": NEAREST | {"rounding": "unbiased"},
-}
+    "target": {"noise": {
+        "schedule": "target", "num_stages": 3, "target_start": 1e-3, "target_end": 1e-3
+    }},
+    "off": {"noise": null},
+    "nearest": {"noise": null, "elements": 0, "stop": false},
+    "unbiased": {"noise": null, "elements": 0, "stop": false, "rounding": "unbiased"}
+}""")  # of AQN, by mode
+CONFIG = json.loads("""{
+    "use_vllm": true, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1,
+    "vllm_max_model_length": 128, "per_device_train_batch_size": 8, "num_generations": 4,
+    "max_completion_length": 16, "logging_steps": 1, "report_to": [], "use_cpu": true,
+    "bf16": false, "save_strategy": "no"
+}""")  # of TRL
 QUESTIONS = [{"prompt": f"tom has {i % 9 + 1} apples"} for i in range(64)]
 
 
@@ -58,18 +60,7 @@ def trainer_of(model: str, folder: Path, peft_config=None, dtype="float32", **wo
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)  # TRL leaves it bfloat16
     config = GRPOConfig(
         output_dir=str(folder),
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_gpu_memory_utilization=0.1,
-        vllm_max_model_length=128,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=16,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
+        **CONFIG,
         **words,
     )
     return GRPOTrainer(
@@ -136,7 +127,9 @@ def main(model: str, folder: Path, mode: str) -> None:
     if mode == "answer":
         assert noisy_steps == {2, 3, 4}
     history = [
-        {name: row[name] for name in LOGGED} for row in trainer.state.log_history if "loss" in row
+        {name: row[name] for name in LOGGED.split()}
+        for row in trainer.state.log_history
+        if "loss" in row
     ]
     adapters = {name: w for name, w in trainer.model.named_parameters() if "lora_" in name}
     sums = {name: w.double().sum().item() for name, w in adapters.items()}

@@ -6,6 +6,7 @@ The worker's norms are those that were sent plus noise of this step, never of tw
 """
 
 import asyncio
+import json
 import os
 import sys
 import threading
@@ -25,12 +26,12 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.utils import WeightsMapper
 
 from mindspeed_qerl.integrations.cpu import keep_weights
-from mindspeed_qerl.integrations.settings import settings_of_environment
-from tests.integrations.programs import check_log_probs, check_noise, norms_of
+from tests.integrations.programs import check_step, norms_of
 
-TARGETS = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LORA = {"r": 8, "lora_alpha": 16, "target_modules": TARGETS}
-STEPS = 10
+LORA = json.loads("""{
+    "r": 8, "lora_alpha": 16,
+    "target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+}""")
 
 
 def replace_what_a_cpu_has_not() -> None:
@@ -94,21 +95,13 @@ def main(model: str, mode: str) -> None:
     threading.excepthook = lambda args: (sys.__excepthook__(*args[:3]), os._exit(3))
     replace_what_a_cpu_has_not()
     trainer = Trainer(model, mode)
-    worker = trainer.llm.llm_engine.model_executor.driver_worker.worker
-    schedule = settings_of_environment().schedule()
-    for step in range(STEPS):
+    twin = trainer.twin.base_model.model if trainer.has_adapters else trainer.twin
+    for step in range(10):
         trainer.sync()
-        sent = {name: weight for name, weight in trainer.named() if "norm" in name}
-        prompt = {"prompt_token_ids": [5, 6, 7]}
-        trainer.llm.generate(prompt, use_tqdm=False, lora_request=trainer.lora)
-        noisy = norms_of(worker.get_model())
-        check_noise(noisy, sent, schedule.sigma(step))
-        twin = trainer.twin
-        twin = twin.base_model.model if trainer.has_adapters else twin
-        check_log_probs(trainer.llm, twin, noisy, [5, 6, 7, 8], trainer.lora)
+        worker = check_step(trainer.llm, twin, step, trainer.lora)
     with worker.mindspeed_qerl_rollout.clean():
         for name, weight in norms_of(worker.get_model()).items():
-            assert torch.equal(weight, sent[name]), name
+            assert torch.equal(weight, norms_of(twin)[name]), name
 
 
 if __name__ == "__main__":
