@@ -53,12 +53,7 @@ from mindspeed_qerl.layout.time import (
     iteration,
     total,
 )
-from mindspeed_qerl.layout.written import (
-    PROMPT,
-    Wanted,
-    config_text,
-    model_text,
-)
+from mindspeed_qerl.layout.written import PROMPT, Wanted, config_text, model_text
 from mindspeed_qerl.local.limits import refused
 from mindspeed_qerl.recipe.compose import CONFIGS, compose
 from mindspeed_qerl.recipe.layout import MAX_RANKS, Layout

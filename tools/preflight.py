@@ -11,8 +11,11 @@ import argparse
 import json
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import indent
 
 if __name__ == "__main__":  # a file of a checkout
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,13 +23,34 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.preflight import FAILED, SKIPPED, headline, preflight, print_table
-from mindspeed_qerl.preflight.case import case_of, conversion
+from mindspeed_qerl.preflight import ACCEPTABLE, preflight
+from mindspeed_qerl.preflight.case import (
+    ACCEPTED,
+    FAILED,
+    PASSED,
+    SKIPPED,
+    WARNING,
+    Check,
+    case_of,
+    conversion,
+    plain,
+)
 from mindspeed_qerl.preflight.machine import Machine
 from mindspeed_qerl.recipe.compose import compose
 
 WIDTH = 110  # columns, where the output is no terminal
+STYLES = {
+    FAILED: "bold red",
+    ACCEPTED: "magenta",
+    WARNING: "yellow",
+    PASSED: "green",
+    SKIPPED: "dim",
+}
 
 
 def main() -> int:
@@ -113,13 +137,46 @@ def main() -> int:
             )
         )
     else:
-        from rich.console import Console
-
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = WIDTH
         print_table(checks, f"Preflight of {name}", console)
     return 1 if any(check.state == FAILED for check in checks) else 0
+
+
+def headline(checks: Iterable[Check]) -> str:
+    """ "3 failed, 1 warning, 20 passed, 5 skipped"."""
+    counts = Counter(check.state for check in checks)
+    return ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
+
+
+def print_table(checks: list[Check], title: str, console: Console) -> None:
+    """The table by group, and below it what to type; commands are not broken into lines. `console`
+    highlights nothing by itself.
+    """
+    table = Table(title=title, title_justify="left", expand=True)
+    table.add_column("check", width=27)
+    table.add_column("state", width=8)
+    table.add_column("found", ratio=1, overflow="fold")
+    group = None
+    for check in checks:
+        if check.group != group:
+            group = check.group
+            table.add_section()
+            table.add_row(Text(group, style="bold"))
+        state = Text(check.state, style=STYLES[check.state])
+        table.add_row(Text(f"  {check.name}"), state, Text(check.found))
+    console.print(table)
+    for check in checks:
+        if check.fix:
+            console.out(check.name, style="bold")
+            console.out(indent(check.fix, "    "))
+    names = [plain(check.name) for check in checks if check.state == FAILED]
+    names = [name for name in names if name in ACCEPTABLE]
+    if names:
+        words = f"If a check is wrong about this machine: --accept NAME (one of {', '.join(names)})"
+        console.out(f"\n{words}; the run directory records it")
+    console.out(f"\n{headline(checks)}")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class Pin:
 
 _table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
 PINS = {package: Pin(**pin) for package, pin in _table["pins"].items()}
-DISTRIBUTIONS: dict[str, str] = _table["distributions"]  # name -> version
+DISTRIBUTIONS = _table["distributions"]  # name -> version
 # file -> qualified name, "" for the whole file -> "digest reason"
 ENTRIES = {
     file: {"": entry} if isinstance(entry, str) else entry

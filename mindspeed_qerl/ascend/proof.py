@@ -16,13 +16,7 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.families.base import ModelShape
-from mindspeed_qerl.lora.checkpoint import (
-    ADAPTER,
-    EXPERTS,
-    Pair,
-    Tensors,
-    whole_adapters,
-)
+from mindspeed_qerl.lora.checkpoint import ADAPTER, EXPERTS, Pair, Tensors, whole_adapters
 from mindspeed_qerl.lora.held import Held, held_parts
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of

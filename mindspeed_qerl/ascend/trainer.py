@@ -17,16 +17,8 @@ from mindspeed_rl.utils.pad_process import (
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mindspeed_qerl.algorithm.advantages import (
-    group_advantages,
-    overlong_penalty,
-    rewards_less_kl,
-)
-from mindspeed_qerl.algorithm.metrics import (
-    groups_with_signal,
-    merge,
-    reward_metrics,
-)
+from mindspeed_qerl.algorithm.advantages import group_advantages, overlong_penalty, rewards_less_kl
+from mindspeed_qerl.algorithm.metrics import groups_with_signal, merge, reward_metrics
 from mindspeed_qerl.common.errors import EngineError
 from mindspeed_qerl.engines.noise import controller_of
 from mindspeed_qerl.families import read_shape

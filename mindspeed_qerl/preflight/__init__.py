@@ -9,44 +9,19 @@ runs as a process with a time limit.
 """
 
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from textwrap import indent
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from mindspeed_qerl.common.errors import ConfigError, unknown
 from mindspeed_qerl.engines import engine_of
 
 from . import files, host, npus, software
-from .case import (
-    ACCEPTED,
-    FAILED,
-    PASSED,
-    SKIPPED,
-    WARNING,
-    Case,
-    Check,
-    Question,
-    case_of,
-    failed,
-    plain,
-)
+from .case import ACCEPTED, FAILED, WARNING, Case, Check, Question, case_of, failed, plain
 from .machine import Machine
 from .npus import see_npus
 
-STYLES = {
-    FAILED: "bold red",
-    ACCEPTED: "magenta",
-    WARNING: "yellow",
-    PASSED: "green",
-    SKIPPED: "dim",
-}
 # Every check, by group, in the order in which they are printed.
 CHECKS: dict[str, list[Question]] = {
     "NPUs": npus.CHECKS,
@@ -115,38 +90,3 @@ def _answers(question: Question, group: str, case: Case) -> Iterator[Check]:
         if state == FAILED and not question.refused and case.accepts(question.name):
             state = ACCEPTED
         yield replace(check, state=state, name=name, group=group, fix=fix)
-
-
-def headline(checks: Iterable[Check]) -> str:
-    """ "3 failed, 1 warning, 20 passed, 5 skipped"."""
-    counts = Counter(check.state for check in checks)
-    return ", ".join(f"{counts[state]} {state}" for state in STYLES if counts[state])
-
-
-def print_table(checks: list[Check], title: str, console: Console) -> None:
-    """The table by group, and below it what to type; commands are not broken into lines. `console`
-    highlights nothing by itself.
-    """
-    table = Table(title=title, title_justify="left", expand=True)
-    table.add_column("check", width=27)
-    table.add_column("state", width=8)
-    table.add_column("found", ratio=1, overflow="fold")
-    group = None
-    for check in checks:
-        if check.group != group:
-            group = check.group
-            table.add_section()
-            table.add_row(Text(group, style="bold"))
-        state = Text(check.state, style=STYLES[check.state])
-        table.add_row(Text(f"  {check.name}"), state, Text(check.found))
-    console.print(table)
-    for check in checks:
-        if check.fix:
-            console.out(check.name, style="bold")
-            console.out(indent(check.fix, "    "))
-    names = [plain(check.name) for check in checks if check.state == FAILED]
-    names = [name for name in names if name in ACCEPTABLE]
-    if names:
-        words = f"If a check is wrong about this machine: --accept NAME (one of {', '.join(names)})"
-        console.out(f"\n{words}; the run directory records it")
-    console.out(f"\n{headline(checks)}")

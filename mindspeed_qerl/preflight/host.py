@@ -120,7 +120,7 @@ def ports_of_ray(shell: Mapping[str, str]) -> set[int]:
 # ---- variables of the shell ----
 
 
-FAMILIES = ("HCCL_", "ASCEND_", "ATB_LLM_", "LCCL_", "OMP_", "PYTORCH_", "TORCH_", "VLLM_")
+FAMILIES = tuple("HCCL_ ASCEND_ ATB_LLM_ LCCL_ OMP_ PYTORCH_ TORCH_ VLLM_".split())
 # Of these families: set by CANN's and NNAL's set_env.sh, or by the launchers.
 KNOWN = """ASCEND_AICPU_PATH ASCEND_HOME_PATH ASCEND_OPP_PATH ASCEND_TOOLKIT_HOME ASCEND_ROOT
 HCCL_IF_IP HCCL_SOCKET_IFNAME""".split()

@@ -21,20 +21,13 @@ Overrides = Iterable[str]  # as they are typed, key=value
 Folder = str | None  # --config-dir
 
 # another library's key -> ours, where spelling does not lead here
-SYNONYMS: dict[str, str] = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text())
+SYNONYMS = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text())
 
 # The last parts of the keys whose values are paths, in every section.
-PATHS = {
-    "tokenizer_name_or_path",
-    "load",
-    "data_path",
-    "eplb_token_save_path",
-    "train_file",
-    "test_file",
-    "root",
-    "resume",
-    "models",
-}
+PATHS = set(
+    """tokenizer_name_or_path load data_path eplb_token_save_path train_file test_file root resume
+    models""".split()
+)
 
 # what YAML 1.1 reads as octal or base 60
 MISREAD = re.compile(r"[-+]?0[0-7_]*[1-7][0-7_]+|[-+]?[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")

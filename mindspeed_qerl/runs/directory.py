@@ -96,12 +96,12 @@ class RunDirectory:
             "data.json": json_text(describe_data(data_files)),
         }
         started = _now()
-        words = [f"{started:%Y-%m-%d_%H-%M-%S}", label, f"seed{seed}"]
+        words = [f"{datetime.fromisoformat(started):%Y-%m-%d_%H-%M-%S}", label, f"seed{seed}"]
         status = {
             "state": "running",
             "step": 0,
             "reason": None,
-            "started": started.isoformat(timespec="seconds"),
+            "started": started,
             "ended": None,
             "seconds": 0.0,
             "seed": seed,
@@ -317,11 +317,11 @@ class RunDirectory:
 
     def finish(self) -> None:
         """Note that the run came to its end."""
-        self._note(state="finished", reason=None, ended=_now().isoformat(timespec="seconds"))
+        self._note(state="finished", reason=None, ended=_now())
 
     def fail(self, reason: str) -> None:
         """Note that the run stopped before its end, and why."""
-        self._note(state="failed", reason=reason, ended=_now().isoformat(timespec="seconds"))
+        self._note(state="failed", reason=reason, ended=_now())
 
     def read_json(self, name: str) -> Content:
         """The content of one of its files; ValueError for a damaged one."""
@@ -356,8 +356,8 @@ def _make_new(parent: Path, stem: str) -> Path:
     return path
 
 
-def _now() -> datetime:
-    return datetime.now().astimezone()
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _to_yaml(config: dict) -> str:

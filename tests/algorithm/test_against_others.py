@@ -13,12 +13,7 @@ import pytest
 import torch
 
 from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_kl
-from mindspeed_qerl.algorithm.losses import (
-    LossInputs,
-    correction_weights,
-    denominator,
-    loss,
-)
+from mindspeed_qerl.algorithm.losses import LossInputs, correction_weights, denominator, loss
 from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Correction
 from tests.algorithm import verl
 

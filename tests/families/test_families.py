@@ -8,12 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families import (
-    FAMILIES,
-    family_of,
-    megatron,
-    shape_of,
-)
+from mindspeed_qerl.families import FAMILIES, family_of, megatron, shape_of
 from mindspeed_qerl.families.base import Llama3Rope, ModelShape
 from mindspeed_qerl.families.megatron import MEGATRON_DEFAULTS
 from mindspeed_qerl.layout.sizes import model_parameters

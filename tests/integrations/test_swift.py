@@ -9,11 +9,7 @@ import pytest
 
 from mindspeed_qerl.integrations.report import faults, read_lines
 from tests import ROOT
-from tests.integrations.programs import (
-    assert_a_target_is_followed,
-    run_program,
-    with_tokenizer,
-)
+from tests.integrations.programs import assert_a_target_is_followed, run_program, with_tokenizer
 
 PACKAGES = os.environ.get("MS_SWIFT")
 

@@ -12,11 +12,7 @@ from mindspeed_qerl.integrations.report import faults, read_lines
 from mindspeed_qerl.integrations.trainer import telling
 from mindspeed_qerl.integrations.trl import parts_of
 from tests import ROOT
-from tests.integrations.programs import (
-    assert_a_target_is_followed,
-    run_program,
-    with_tokenizer,
-)
+from tests.integrations.programs import assert_a_target_is_followed, run_program, with_tokenizer
 
 pytest.importorskip("trl")
 PROGRAM = ROOT / "tests/integrations/trl_colocated.py"

@@ -16,11 +16,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfer
-from verl.workers.rollout.vllm_rollout.utils import (
-    VLLM_LORA_INT_ID,
-    VLLM_LORA_NAME,
-    VLLM_LORA_PATH,
-)
+from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.utils import WeightsMapper

@@ -19,14 +19,7 @@ from mindspeed_qerl.layout.parts import MemorySettings
 from mindspeed_qerl.layout.plan import Plan, plan_of
 from mindspeed_qerl.layout.planner import PACKED, new_plan
 from mindspeed_qerl.layout.sizes import training_weights
-from mindspeed_qerl.layout.time import (
-    DEFAULT,
-    HARDWARE,
-    Terms,
-    iteration,
-    token_flops,
-    total,
-)
+from mindspeed_qerl.layout.time import DEFAULT, HARDWARE, Terms, iteration, token_flops, total
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read_recipe
 from mindspeed_qerl.recipe.types import Batch, Layout

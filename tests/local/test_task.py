@@ -5,7 +5,6 @@ date.
 import json
 import shutil
 from contextlib import nullcontext
-from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -41,8 +40,7 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps(SMALL))
     files = {"train": data_dir / "train_chat.parquet", "test": data_dir / "test_chat.parquet"}
-    day = datetime(2026, 7, 26, 23, 59, tzinfo=UTC)
-    monkeypatch.setattr(directory, "_now", lambda: day)
+    monkeypatch.setattr(directory, "_now", lambda: "2026-07-26T23:59:00+00:00")
     run = RunDirectory.create(tmp_path, "run", config={}, command=[], seed=1, data_files=files)
     recipe = SimpleNamespace(
         task=SimpleNamespace(
@@ -60,7 +58,7 @@ def test_the_date_in_a_prompt_is_that_of_the_runs_start(tokenizer, data_dir, tmp
     read = "".join(tokenizer.decode(first.train.prompts[0]).split())
     assert read.startswith("20262623"), read
 
-    monkeypatch.setattr(directory, "_now", lambda: day + timedelta(days=3))
+    monkeypatch.setattr(directory, "_now", lambda: "2026-07-29T23:59:00+00:00")
     again = load_data(recipe, RunDirectory.open(run.path), progress)
     assert (again.train.prompts, again.test.prompts) == (first.train.prompts, first.test.prompts)
 

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from mindspeed_qerl.ascend.contract import DISTRIBUTIONS
-from mindspeed_qerl.preflight import CHECKS, FAILED, PASSED, QUESTIONS, preflight
+from mindspeed_qerl.preflight import CHECKS, QUESTIONS, preflight
+from mindspeed_qerl.preflight.case import FAILED, PASSED
 from mindspeed_qerl.preflight.machine import LateError, ProbeError
 from mindspeed_qerl.recipe.compose import compose
 from tests.fake_box.npu_smi import table

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.preflight import FAILED, PASSED, WARNING
+from mindspeed_qerl.preflight.case import FAILED, PASSED, WARNING
 from tests.preflight.conftest import (
     ATB,
     CANN,

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_qerl.ascend.resume import conversion_command
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.preflight import FAILED, PASSED, SKIPPED, WARNING
+from mindspeed_qerl.preflight.case import FAILED, PASSED, SKIPPED, WARNING
 from mindspeed_qerl.recipe.compose import compose
 from mindspeed_qerl.recipe.reader import read, read_recipe
 from mindspeed_qerl.tasks.rows import read_rows

@@ -18,7 +18,8 @@ import pytest
 
 from mindspeed_qerl import emulation
 from mindspeed_qerl.ascend.resume import conversion_command
-from mindspeed_qerl.preflight import FAILED, PASSED, preflight
+from mindspeed_qerl.preflight import preflight
+from mindspeed_qerl.preflight.case import FAILED, PASSED
 from mindspeed_qerl.preflight.machine import CGROUPS, LateError, Machine, ProbeError
 from mindspeed_qerl.preflight.npus import CANN_PROBE, read_table, see_npus
 from mindspeed_qerl.recipe.reader import read

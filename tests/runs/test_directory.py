@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import shlex
 import subprocess
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 import numpy
@@ -12,15 +12,10 @@ import pytest
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.runs import directory
-from mindspeed_qerl.runs.description import (
-    code_digest,
-    git_state,
-    label_of,
-    own_versions,
-)
+from mindspeed_qerl.runs.description import code_digest, git_state, label_of, own_versions
 from mindspeed_qerl.runs.directory import RunDirectory
 
-NOON = datetime(2025, 11, 21, 12, 0, 0, tzinfo=UTC)
+NOON = "2025-11-21T12:00:00+00:00"
 ROWS = b'{"problem": "1+1"}\n'
 # what coreutils' sha256sum prints for it
 ROWS_SHA256 = "fba5f57efc9866fdc0512e5316ac225d8f8a33388734369a0918b4ab17a4a6eb"
@@ -62,7 +57,7 @@ def test_everything_needed_to_repeat_the_run_is_in_it(tmp_path, monkeypatch):
         "seed": 3,
         "id": run.id,
     }
-    assert run.started == NOON.replace(tzinfo=None)
+    assert run.started == datetime(2025, 11, 21, 12)
 
 
 @pytest.mark.parametrize(

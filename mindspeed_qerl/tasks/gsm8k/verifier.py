@@ -39,14 +39,14 @@ MAX_NUMBER_CHARS = 64  # digits, and the signs between them
 
 _FRACTION = r"\\[dtc]?frac ?(?:\{[^{}\n]*+\}|[0-9]) ?(?:\{[^{}\n]*+\}|[0-9])"
 _SCALES = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "lakh": 10**5,
-    "lac": 10**5,
-    "million": 10**6,
-    "crore": 10**7,
-    "billion": 10**9,
-    "trillion": 10**12,
+    "hundred": 100,
+    "thousand": 1_000,
+    "lakh": 100_000,
+    "lac": 100_000,
+    "million": 1_000_000,
+    "crore": 10_000_000,
+    "billion": 1_000_000_000,
+    "trillion": 1_000_000_000_000,
     "dozen": 12,
 }
 # letters beyond ASCII that a pattern takes for these, and that `lower` leaves as they are
