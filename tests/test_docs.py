@@ -18,11 +18,7 @@ UPSTREAM_FILES = {"cli/preprocess_data.py", "docs/faq/torch_extensions.md"}
 UPSTREAM = ROOT / "requirements" / "upstream.txt"
 FOLDERS = "benchmarks|cli|configs|docs|examples|mindspeed_qerl|requirements|tests|tools"
 
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    *sorted(DOCS.glob("*.md")),
-]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 

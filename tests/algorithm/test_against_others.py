@@ -296,10 +296,7 @@ def test_kl_in_the_reward_is_verls(kind, by_std):
         torch.where(inputs.mask, each, float("nan")) for each in (old, inputs.reference_logprobs)
     )
     algorithm = Algorithm(
-        kl_coefficient=0.3,
-        kl_penalty=kind,
-        use_kl_in_reward=True,
-        norm_adv_by_std_in_grpo=by_std,
+        kl_coefficient=0.3, kl_penalty=kind, use_kl_in_reward=True, norm_adv_by_std_in_grpo=by_std
     )
     rewards, kl = rewards_less_kl(scores, old, reference, inputs.mask, algorithm)
     torch.testing.assert_close(rewards, token_rewards.sum(1), rtol=1e-12, atol=1e-12)

@@ -119,10 +119,7 @@ def test_the_sum_rounds_once(ranks):
 
 
 def test_the_product_is_summed_and_shared_out(ranks):
-    for dtype, bounds in (
-        (torch.float64, dict(rtol=1e-12)),
-        (torch.bfloat16, ONE_ROUNDING),
-    ):
+    for dtype, bounds in ((torch.float64, dict(rtol=1e-12)), (torch.bfloat16, ONE_ROUNDING)):
         given = [rank["product"]["given"][dtype] for rank in ranks]
         total = sum(wide(one["input"]) @ wide(one["x2"]) for one in given)
         for rows, rank in zip(np.split(total, len(ranks)), ranks):

@@ -77,9 +77,7 @@ FULL = "mount -o remount,size=1M /tmp && head -c 1000K /dev/zero > /tmp/full"
 POOR = Box(
     free=23 * GB,
     disk="10000000000",
-    files={
-        "/etc/hosts": f"127.0.0.1 localhost\n10.9.9.9 {os.uname().nodename}\n",
-    },
+    files={"/etc/hosts": f"127.0.0.1 localhost\n10.9.9.9 {os.uname().nodename}\n"},
 )
 FULL_CGROUP = {"memory.max": f"{400 * GB}", "memory.current": f"{380 * GB}"}
 # what is done to a box, and what its checks say
@@ -97,10 +95,7 @@ BROKEN = {
         {"/dev/davinci*": (FAILED, "cannot open /dev/davinci5")},
     ),
     "no acl": (dict(box=Box(), before=NO_ACL), {"CANN": (FAILED, "No module named 'acl'")}),
-    "acl cannot start": (
-        dict(box=Box(acl_error=507033)),
-        {"CANN": (FAILED, "gives error 507033")},
-    ),
+    "acl cannot start": (dict(box=Box(acl_error=507033)), {"CANN": (FAILED, "gives error 507033")}),
     "a Ray that is gone": (
         dict(box=Box(), shell={"RAY_ADDRESS": "127.0.0.1:1"}, options=()),
         {"Ray": (FAILED, "RAY_ADDRESS=127.0.0.1:1 cannot be joined: nothing listens there")},

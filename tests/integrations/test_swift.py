@@ -18,10 +18,7 @@ PACKAGES = os.environ.get("MS_SWIFT")
 @pytest.mark.skipif(not PACKAGES, reason="MS_SWIFT names no folder with ms-swift")
 @pytest.mark.parametrize(
     "words, of, tensors, schedule",
-    [
-        ((), "weights", 25, "exponential"),
-        (("--vllm_enable_lora", "true"), "adapters", 8, "target"),
-    ],
+    [((), "weights", 25, "exponential"), (("--vllm_enable_lora", "true"), "adapters", 8, "target")],
     ids=["merged", "adapters"],
 )
 def test_five_steps(tmp_path, words, of, tensors, schedule):

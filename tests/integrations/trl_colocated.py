@@ -58,11 +58,7 @@ def trainer_of(model: str, folder: Path, peft_config=None, dtype="float32", **wo
     """A trainer with vLLM in its process; dtype: vLLM's. words: of its config."""
     keep_weights()
     vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)  # TRL leaves it bfloat16
-    config = GRPOConfig(
-        output_dir=str(folder),
-        **CONFIG,
-        **words,
-    )
+    config = GRPOConfig(output_dir=str(folder), **CONFIG, **words)
     return GRPOTrainer(
         model=model,
         reward_funcs=reward,

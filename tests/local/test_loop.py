@@ -44,12 +44,7 @@ ROWS = [row_of({"prompt": f"{i}?", "answer": str(i)}) for i in range(4)]
 PROMPTS = SimpleNamespace(rows=ROWS, prompts=[[100 + i] for i in range(4)])
 EOS = 2
 NOISE = NoiseReport(
-    sigma=0.05,
-    stage=1,
-    layers=1,
-    expected_std=0.05,
-    measured_std=0.05,
-    changed_fraction=1.0,
+    sigma=0.05, stage=1, layers=1, expected_std=0.05, measured_std=0.05, changed_fraction=1.0
 )
 PROOF = dict(
     moved=1.0,
@@ -218,11 +213,7 @@ def test_an_evaluation_samples_without_noise_at_its_own_temperature():
             draws=(),
             hardware_error=("bf16_blocks",),
             seed=derived_seed(5, "evaluation", 4),
-            sampling={
-                "max_tokens": 3,
-                "stop_token_ids": [EOS],
-                "temperature": 0.3,
-            },
+            sampling={"max_tokens": 3, "stop_token_ids": [EOS], "temperature": 0.3},
             trained=False,
             quantized=False,
         )

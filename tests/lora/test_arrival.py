@@ -100,11 +100,6 @@ PLANTED = {
         NAMES[1:2],
         "it was rounded to bfloat16",
     ),
-    "rows exchanged": (
-        lambda sent, before: {NAMES[0]: sent[NAMES[0]].roll(1, 0)},
-        NAMES[:1],
-        "192 of 192 sampled elements differ",
-    ),
 }
 
 
@@ -317,11 +312,7 @@ UNREADABLE = {
     "8-bit floats": (layer(4, 4, weight=SQUARE), "w.weight", held_module.QUANTIZED),
     "the same, transposed": (SCALED, "w.weight", held_module.QUANTIZED),
     "their scales": (SCALED, "w.weight_scale", held_module.QUANTIZED),
-    "swapped experts": (
-        experts("FLASHINFER_CUTLASS"),
-        "w.0.up_proj.weight",
-        held_module.SHUFFLED,
-    ),
+    "swapped experts": (experts("FLASHINFER_CUTLASS"), "w.0.up_proj.weight", held_module.SHUFFLED),
     "fused by no known rule": (layer(4, 4, [1, 3]), "w.weight", held_module.PACKED),
     "a part of no known place": (torch.nn.Linear(4, 2, bias=False), "w.weight", OTHER_FORM),
     "another number of axes": (torch.nn.Conv1d(1, 4, 4, bias=False), "w.weight", OTHER_FORM),

@@ -89,8 +89,7 @@ def test_a_run_is_written_once(new_run):
 
 
 @pytest.mark.parametrize(
-    "package, arguments",
-    [("wandb", {"tensorboard": False, "wandb": "mine"}), ("tensorboard", {})],
+    "package, arguments", [("wandb", {"tensorboard": False, "wandb": "mine"}), ("tensorboard", {})]
 )
 def test_a_missing_package_that_was_asked_for_is_an_error_at_the_start(
     new_run, monkeypatch, package, arguments

@@ -304,24 +304,15 @@ def half_written(path, data):
             "no chat template",
             "train: the chat template of .* makes no prompt of it: .*chat_template is not set",
         ),
-        (
-            "template fails",
-            "train: the chat template of .*: no templates here",
-        ),
+        ("template fails", "train: the chat template of .*: no templates here"),
         (
             "answers change",
             r"the tokenizer turns the label '\d\d' into .* and that back into '\d \d'",
         ),
         ("no directory", "nowhere: no such folder, and so no tokenizer"),
-        (
-            "no tokenizer",
-            "has no tokenizer that transformers can read",
-        ),
+        ("no tokenizer", "has no tokenizer that transformers can read"),
         ("disk full", "disk full"),
-        (
-            "foreign field",
-            "gsm8k_test_packed_attention_mask_document.idx would be read as a part",
-        ),
+        ("foreign field", "gsm8k_test_packed_attention_mask_document.idx would be read as a part"),
     ],
 )
 def test_a_fault_changes_nothing(tmp_path, monkeypatch, raw, bpe, fault, message):

@@ -64,27 +64,13 @@ def test_a_prompt_is_one_user_turn_and_keeps_its_columns(tmp_path, write, name, 
     "columns, prompt, question",
     [
         ({"messages": [USER]}, "2+2?", "2+2?"),
+        ({"messages": [SYSTEM, USER]}, None, "system: Be brief.\nuser: 2+2?"),
         (
-            {"messages": [SYSTEM, USER]},
-            None,
-            "system: Be brief.\nuser: 2+2?",
-        ),
-        (
-            {
-                "messages": [
-                    USER,
-                    ASSISTANT,
-                    {"role": "user", "content": "Sure?"},
-                ]
-            },
+            {"messages": [USER, ASSISTANT, {"role": "user", "content": "Sure?"}]},
             None,
             "user: 2+2?\nassistant: #### 4\nuser: Sure?",
         ),
-        (
-            {"messages": [SYSTEM, USER], "prompt": "2+2="},
-            "2+2=",
-            "2+2=",
-        ),
+        ({"messages": [SYSTEM, USER], "prompt": "2+2="}, "2+2=", "2+2="),
         ({"prompt": "2+2=", "messages": None}, "2+2=", "2+2="),  # parquet fills what one row lacks
     ],
 )

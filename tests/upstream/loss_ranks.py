@@ -101,8 +101,7 @@ def run_rank(rank: int, tp: int, dp: int, micro_batch: int, file: str) -> None:
     for algorithm, correction in OPTIONS:
         our_loss.logprob_computer.vocab_parallel_entropy = upstream_entropy
         recipe = SimpleNamespace(
-            algorithm=Algorithm(**algorithm),
-            correction=Correction(**correction),
+            algorithm=Algorithm(**algorithm), correction=Correction(**correction)
         )
         our_loss.install(recipe)
         loss, leaf, total = QeRLLoss(), shard.clone().requires_grad_(), 0.0

@@ -93,9 +93,7 @@ def full_weights(model) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
-def random_adapters(
-    full: dict[str, torch.Tensor],
-) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def random_adapters(full: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """float32 adapters of bfloat16 values on all four targets."""
     generator, adapters = torch.Generator().manual_seed(5), {}
 

@@ -324,13 +324,7 @@ def make_config(
             gpu_memory_utilization=0.1,
             enforce_eager=True,
             sampling_config=dict(
-                seed=1,
-                logprobs=1,
-                max_tokens=12,
-                top_p=1.0,
-                top_k=-1,
-                min_p=0.0,
-                detokenize=False,
+                seed=1, logprobs=1, max_tokens=12, top_p=1.0, top_k=-1, min_p=0.0, detokenize=False
             ),
         ),
         aqn=dict(enabled=True, sigma_start=0.05, sigma_end=0.005, num_stages=3),

@@ -35,10 +35,7 @@ def expected(algorithm: Algorithm, correction: Correction):
     return total.item() / denominator(mask, algorithm).item(), leaf.grad, metrics
 
 
-@pytest.mark.parametrize(
-    "tp, dp, micro_batch",
-    [(1, 1, 5), (2, 1, 4), (1, 3, 1), (2, 2, 2)],
-)
+@pytest.mark.parametrize("tp, dp, micro_batch", [(1, 1, 5), (2, 1, 4), (1, 3, 1), (2, 2, 2)])
 def test_on_ranks(tp, dp, micro_batch, upstream, tmp_path):
     file = tmp_path / "found"
     done = run_python([HERE / "loss_ranks.py", tp, dp, micro_batch, file], emulated(upstream))

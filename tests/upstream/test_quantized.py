@@ -74,11 +74,7 @@ def start(family, layout, format, folder, upstream, tiny, *fault, **changes):
     with.
     """
     model, data = tiny(family)
-    changes = {
-        "rollout_quantization": {"format": format},
-        "eval.every": 1,
-        **changes,
-    }
+    changes = {"rollout_quantization": {"format": format}, "eval.every": 1, **changes}
     base = folder / "base"
     config = make_config(
         family, model, data, folder, samples=8, base=base, changes=changes, **layout
