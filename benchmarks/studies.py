@@ -172,10 +172,7 @@ STUDIES = {
             "step": MEASURED_NOISE["target"],
             "answer": (*MEASURED_NOISE["target"], "aqn.draws=answer"),
         },
-        (
-            *(("answer", "step", measure) for measure in EXPLORED),
-            *against_off("step", "answer"),
-        ),
+        (*(("answer", "step", measure) for measure in EXPLORED), *against_off("step", "answer")),
         {"sixteen": ("--samples", "16")},
     ),
     "real": Study(

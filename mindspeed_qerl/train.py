@@ -196,8 +196,5 @@ def _stop(directory: RunDirectory, reason: str, code: int = 1) -> int:
     _fail(directory, reason)
     if directory.status()["step"] > 0:
         _report(directory)
-    print(
-        f"\nerror: {reason}\nWhat was done until then is in {directory.path}",
-        file=sys.stderr,
-    )
+    print(f"\nerror: {reason}\nWhat was done until then is in {directory.path}", file=sys.stderr)
     return code

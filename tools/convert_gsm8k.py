@@ -41,15 +41,10 @@ examples:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EPILOG
     )
     parser.add_argument(
-        "--input",
-        required=True,
-        metavar="DIR_OR_HUB_NAME",
-        help="folder or Hub dataset to read",
+        "--input", required=True, metavar="DIR_OR_HUB_NAME", help="folder or Hub dataset to read"
     )
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="folder to write to; made if it is not there"

@@ -201,13 +201,7 @@ def check_layout(case: Case, overrides: list[str]) -> None:
     except ConfigError:
         pass  # said by the tool
     done = subprocess.run(
-        [
-            sys.executable,
-            "tools/plan_layout.py",
-            "--config-name",
-            case.name,
-            *overrides,
-        ],
+        [sys.executable, "tools/plan_layout.py", "--config-name", case.name, *overrides],
         check=False,
         cwd=ROOT,
         stdout=subprocess.PIPE,

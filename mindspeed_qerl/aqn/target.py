@@ -87,11 +87,7 @@ class NoiseController:
         reached = whole - off  # below 0 by chance
         sigma = next_sigma(level.sigma, reached, level.target, off)
         self.sigma = min(max(sigma, schedule.sigma_min), schedule.sigma_max)
-        return {
-            "aqn/without_noise": off,
-            "aqn/target_k3": level.target,
-            "aqn/reached_k3": reached,
-        }
+        return {"aqn/without_noise": off, "aqn/target_k3": level.target, "aqn/reached_k3": reached}
 
 
 def next_sigma(sigma: float, reached: float, target: float, off: float = 0.0) -> float:

@@ -76,10 +76,7 @@ def _random_steps(pairs: list[Pair], length: int, rng: random.Random) -> Problem
 
 
 def mixed_answer(
-    problem: Problem,
-    training_pairs: set[Pair],
-    mixture: Mapping[str, float],
-    rng: random.Random,
+    problem: Problem, training_pairs: set[Pair], mixture: Mapping[str, float], rng: random.Random
 ) -> str:
     """One answer to `problem`, of a kind drawn from `mixture`, which is as MIXTURE. Whatever
     equation it states has a pair in `training_pairs`.

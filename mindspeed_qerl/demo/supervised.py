@@ -29,11 +29,7 @@ def padded(prompts: Sequence[list[int]], completions: Sequence[list[int]], pad: 
 
 
 def fit(
-    model,
-    batches: Iterable[Batch],
-    steps: int,
-    learning_rate: float,
-    bfloat16: bool = False,
+    model, batches: Iterable[Batch], steps: int, learning_rate: float, bfloat16: bool = False
 ) -> list[float]:
     """Train every weight of `model` in place with AdamW on `batches`, one a step.
 

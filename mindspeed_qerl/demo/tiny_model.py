@@ -71,13 +71,7 @@ class ModelRecipe:
     version: int = 1
 
 
-DEEP = ModelRecipe(
-    shape="deep",
-    steps=900,
-    held_out=0.15,
-    train_problems=8000,
-    test_problems=1000,
-)
+DEEP = ModelRecipe(shape="deep", steps=900, held_out=0.15, train_problems=8000, test_problems=1000)
 
 
 def build_tokenizer(world=word_problems):

@@ -71,10 +71,7 @@ def without_noise_in_evaluation(
 
 
 def telling(
-    score: Method,
-    rollout: WorkerRollout,
-    trainer: Any,
-    parts_of: Callable[[Any], Iterable[Parts]],
+    score: Method, rollout: WorkerRollout, trainer: Any, parts_of: Callable[[Any], Iterable[Parts]]
 ) -> Method:
     """Makes `score`, which returns what is trained, tell `rollout` what its noise did.
 

@@ -39,10 +39,7 @@ TIGHT = 0.9  # of a rank's memory: what never met an NPU is not good to the last
 
 
 def new_plan(
-    shape: ModelShape,
-    layout: Layout,
-    batch: Batch | None = None,
-    prompts: int = PROMPTS,
+    shape: ModelShape, layout: Layout, batch: Batch | None = None, prompts: int = PROMPTS
 ) -> Plan:
     """A plan with sequence parallelism where the layout has TP, without a reference; unless a batch
     is given, PACKED with the global batch nearest to `prompts` that divides.

@@ -236,10 +236,7 @@ def _sampler(job: EvaluationJob, model: str) -> Callable:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     is_npu = current_platform.device_name == "npu"
     # vLLM cannot take back the draw of a prompt that it has cut where the generator is a CPU's
-    more: dict = {
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(8192, length),
-    }
+    more: dict = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(8192, length)}
     if is_npu:  # as MindSpeed-RL starts it (vllm_engine.py:177, 208)
         scheduler = {"ascend_scheduler_config": {"enabled": True}, "refresh": True}
         more = {"additional_config": scheduler}

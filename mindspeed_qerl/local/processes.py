@@ -79,12 +79,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        name: str,
-        cls: str,
-        log_file: Path,
-        environment: dict[str, str],
-        **arguments: Any,
+        self, name: str, cls: str, log_file: Path, environment: dict[str, str], **arguments: Any
     ):
         self.name = name
         self.log_file = log_file

@@ -381,15 +381,12 @@ MODEL = [
     ),
     Question("weights", weights, "Download the model's whole directory (git lfs pull)", "plan"),
 ]
-DATA = [
-    Question("training files", training_files),
-    Question("test rows", rows),
-]
+DATA = [Question("training files", training_files), Question("test rows", rows)]
 CHECKPOINTS = [
     Question(
         "base weights",
         base_weights,
         "The conversion: python tools/preflight.py --config-name NAME --print-conversion",
         "plan",
-    ),
+    )
 ]

@@ -127,11 +127,7 @@ HCCL_IF_IP HCCL_SOCKET_IFNAME""".split()
 
 
 def harmful(
-    name: str,
-    answer: Callable[[str], Check],
-    pattern: str,
-    why: str,
-    needs: str = "",
+    name: str, answer: Callable[[str], Check], pattern: str, why: str, needs: str = ""
 ) -> Question:
     """The check of a variable whose whole value does harm if it matches `pattern`."""
 

@@ -19,11 +19,7 @@ UPSTREAM_SECTIONS = ("megatron_training", "actor_config", "rl_config", "generate
 OWN_SECTIONS = {part.section: part for part in PARTS.values() if part.section not in {"", *TABLE}}
 TOP_LEVEL = ("engine", "seed", "emulate_npu", "model", *UPSTREAM_SECTIONS, *OWN_SECTIONS)
 # keys of some loss modes only; one's own may read all
-READ_BY = {
-    "clip_ratio_c": ("vanilla", "gspo"),
-    "tau_pos": ("sapo",),
-    "tau_neg": ("sapo",),
-}
+READ_BY = {"clip_ratio_c": ("vanilla", "gspo"), "tau_pos": ("sapo",), "tau_neg": ("sapo",)}
 Faults = Iterator[Fault]
 TARGET_KEYS = ("target_start", "target_end", "sigma_min", "sigma_max")
 

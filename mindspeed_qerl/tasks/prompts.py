@@ -63,11 +63,7 @@ class Prompts:
 
 
 def token_ids(
-    tokenizer: Any,
-    rows: Rows,
-    prompt: str,
-    at: datetime | None,
-    template_kwargs: Variables | None,
+    tokenizer: Any, rows: Rows, prompt: str, at: datetime | None, template_kwargs: Variables | None
 ) -> list[list[int]]:
     """Token ids of each row's prompt of form `prompt`, "chat" (`chat_ids`) or "plain"; ConfigError
     names the row that has none.

@@ -30,14 +30,7 @@ from mindspeed_qerl.common.files import row_files
 from .math_answers import last_boxed
 
 # in this order; of reward_model its ground_truth
-GOLDS = (
-    "answer",
-    "reward_model",
-    "ground_truth",
-    "solution",
-    "reference_answer",
-    "completion",
-)
+GOLDS = ("answer", "reward_model", "ground_truth", "solution", "reference_answer", "completion")
 # Behind a problem that is published without a prompt; the words of Qwen's authors.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 # Whom the model answers: OpenAI's and ShareGPT's users; tools of OpenAI, Llama and ChatGLM.
