@@ -35,7 +35,6 @@ from .rounding import rounded_without_bias, too_little
 from .settings import VARIABLE, Settings, settings_of_environment
 
 logger = logging.getLogger(__name__)
-
 # vLLM's own ways to bring weights, which put others in their place before they load them
 RELOADS = ("start_weight_update", "reload_weights")
 MARK = "mindspeed_qerl_rollout"  # attribute of workers
@@ -134,9 +133,7 @@ class WorkerRollout:
 
     @contextlib.contextmanager
     def clean(self) -> Iterator[None]:
-        """Sampling without noise, for evaluations. The caller resets vLLM's prefix cache before
-        and after.
-        """
+        """An evaluation, without noise; the caller resets vLLM's prefix cache before and after."""
         self.evaluate(True)
         try:
             yield
@@ -145,10 +142,9 @@ class WorkerRollout:
 
     def evaluate(self, is_on: bool) -> None:
         """An evaluation begins, which has no noise, or ends."""
-        if is_on:
-            self._take_off()
-        else:
+        if not is_on:
             self._write("evaluation", noise=self.injector is not None)
+        self._take_off()
         self.is_clean = is_on
 
     def _counted_step(self) -> int:
@@ -368,15 +364,14 @@ def attach_when_loaded(worker: Any) -> None:
     settings = settings_of_environment()
     if settings is None:
         return
-    load_model = worker.load_model
 
-    def load_and_attach(*args, **kwargs) -> Any:
-        result = load_model(*args, **kwargs)
+    def load_and_attach(original: Method, *args, **kwargs) -> Any:
+        result = original(*args, **kwargs)
         if not hasattr(worker, MARK):
             WorkerRollout(worker, settings)
         return result
 
-    worker.load_model = load_and_attach
+    wrap(worker, "load_model", load_and_attach)
 
 
 class NoiseExtension:
