@@ -13,7 +13,6 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from vllm.lora.request import LoRARequest
-from vllm.utils.network_utils import get_open_port
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from mindspeed_qerl.integrations.cpu import keep_weights
@@ -71,20 +70,18 @@ def transfer(model: str, syncs: int, **words) -> None:
         sample(llm)
 
 
-def replica(rank: int, model: str, syncs: int, port: int) -> None:
-    """One of two engines, which share the experts."""
-    os.environ |= {
-        "VLLM_DP_SIZE": "2",
-        "VLLM_DP_RANK": str(rank),
-        "VLLM_DP_RANK_LOCAL": str(rank),
-        "VLLM_DP_MASTER_PORT": str(port),
-    }
+def replica(rank: int, model: str, syncs: int) -> None:
+    """One of two engines, of which the second has no noise after the healthy syncs."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(rank)
+    if rank:
+        put_on = WorkerRollout._put_on
+        WorkerRollout._put_on = lambda self: self.syncs > HEALTHY or put_on(self)
     torch.manual_seed(0)
     transfer(model, syncs)
 
 
 def transfer_dp(model: str, syncs: int) -> None:
-    torch.multiprocessing.spawn(replica, (model, syncs, get_open_port()), 2)
+    torch.multiprocessing.spawn(replica, (model, syncs), 2)
 
 
 def path_adapters(model: str, syncs: int) -> None:
@@ -151,9 +148,6 @@ STACKS |= {each.__name__: each for each in (trl, transfer_dp, path_adapters, ver
 def prepare(stack: str, family: str) -> int:
     """Plants the faults in this process; returns how many."""
     faults = faults_by_sync(stack, family)
-    if os.environ.get("VLLM_DP_RANK") == "1":  # has no noise after the healthy syncs
-        put_on = WorkerRollout._put_on
-        WorkerRollout._put_on = lambda self: self.syncs > HEALTHY or put_on(self)
     # eager CPU workers make no dummy run, without which a stage has no place for what it is sent
     CPUWorker._should_warm_up_model = lambda self: self.model_runner.profile_run()
     Loader(faults, rank=1 if stack == "transfer_tp" else None).install()

@@ -11,7 +11,7 @@ from tests.integrations.planted import HEALTHY, OLD, faults_by_sync
 from tests.integrations.programs import packages, run_program, with_tokenizer
 
 SETTINGS = '{"report": "report", "stop": false, "noise": null}'
-NOISE = '{"report": "report", "stop": false, "noise": {"total_steps": 62}}'  # syncs
+NOISE = '{"report": "report", "stop": false, "replicas": 2, "noise": {"total_steps": 59}}'
 
 # what else went wrong in the program
 LACKING = json.loads("""{
@@ -24,7 +24,7 @@ LACKING = json.loads("""{
 }""")
 ALL = """
 transfer-qwen3 transfer-qwen3_moe trl-qwen3 trl-qwen3_moe verl-qwen3 verl-qwen3_moe
-transfer_tp-qwen3 transfer_tp-qwen3_moe transfer_tp-phi3 transfer_pp-qwen3 transfer_dp-qwen3_moe
+transfer_tp-qwen3 transfer_tp-qwen3_moe transfer_tp-phi3 transfer_pp-qwen3 transfer_dp-qwen3
 int8-qwen3 sparse-qwen3 m2n-qwen3 verl_adapters-qwen3 path_adapters-qwen3
 """.split()
 # of a sync on each rank: tensors that are compared, and that are not

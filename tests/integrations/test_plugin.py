@@ -9,7 +9,9 @@ from tests.integrations.programs import packages, run_program, with_tokenizer
 PROGRAM = """
 import sys
 from vllm import LLM
+from mindspeed_qerl.integrations.cpu import keep_weights
 
+keep_weights()
 if __name__ == "__main__":
     words = {"worker_extension_cls": sys.argv[2]} if len(sys.argv) > 2 else {}
     llm = LLM(sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, **words)
