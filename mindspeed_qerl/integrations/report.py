@@ -188,7 +188,7 @@ def main() -> None:
     sentences = faults(rows)
     for line in power(rows):
         print(line)
-    clean = sorted({row["sync"] for row in rows if row["event"] == "evaluation"})
+    clean = sorted({row["sync"] for row in rows if row.get("noise") is False})
     if clean:
         print(f"evaluations without noise, after syncs {str(clean)[1:-1]}")
     reasons: Counter[str] = Counter()

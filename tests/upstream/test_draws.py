@@ -33,7 +33,7 @@ def test_each_answer_is_of_its_own_draw(case, upstream, models):
         assert len(rank["apart"]) == (6 if number // case.tp % 2 else 8)
         for worst, own in rank["apart"]:
             assert worst < (FLOAT32 if case.dtype == "float32" else 3 * own)
-        assert min(rank["other"])[0] > max(0.01, 3 * max(rank["apart"])[0])
+        assert min(rank["other"])[0] > max(0.01, 10 * max(rank["apart"])[0])
         # ranks of one tensor parallel group have the same draws
         assert rank["tables"] == ranks[number - number % case.tp]["tables"]
         print(f"\n{case}: {max(rank['apart'])[0]:.1e} nats, preempted {rank['preempted']}")
