@@ -49,7 +49,7 @@ def change(twin, is_changed=lambda name: True) -> None:
             flat.add_(0.01 * torch.randn_like(flat))
 
 
-def quantised(weights) -> dict[str, torch.Tensor]:
+def quantized(weights) -> dict[str, torch.Tensor]:
     """`weights`, those of linear layers as integers and a scale of each output."""
     sent = {}
     for name, weight in weights:
@@ -65,7 +65,7 @@ def transfer(model: str, syncs: int, **words) -> None:
     llm = transfer_worker.engine(model, **words)
     for _ in range(syncs):
         change(twin)
-        form = quantised if "hf_overrides" in words else dict
+        form = quantized if "hf_overrides" in words else dict
         transfer_worker.transfer(llm, form(twin.named_parameters()))
         sample(llm)
 
