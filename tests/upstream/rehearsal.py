@@ -130,7 +130,8 @@ def with_ratios(config: dict[str, Any]) -> tuple[str, dict, dict]:
     return name, shape | sizes, arguments | told
 
 
-ROWS = FAMILIES | {name: with_ratios(MODELS[name]) for name in ("Qwen3-4B", "Llama-3.2-1B")}
+PUBLIC = ("Qwen3-4B", "Qwen3-32B", "Qwen2.5-72B", "Llama-3.2-1B")
+ROWS = FAMILIES | {name: with_ratios(MODELS[name]) for name in PUBLIC}
 # aqn.targets auto
 NOISY_NORMS = {
     "qwen2": 2 * LAYERS + 1,
