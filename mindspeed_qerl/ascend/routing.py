@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.routing.replay import Counts, MicroBatch, RouteReplay, total
+from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay
 from mindspeed_qerl.routing.routes import Routers, routes_fault
 
 COLUMN = "routes"  # of the transfer dock, a row `pack` for each answer
@@ -44,7 +44,7 @@ def row_fault(row: Tensor, tokens: int, routers: Routers) -> str | None:
 
 class RoutedPasses:
     """Makes this rank's routers follow the routes of the column `COLUMN` in upstream's passes over
-    micro-batches. counts: of each update since `take_counts`.
+    micro-batches.
     """
 
     def __init__(self, model: torch.nn.Module, recipe: Recipe):
@@ -57,7 +57,6 @@ class RoutedPasses:
             state.get_tensor_model_parallel_rank(),
             state.get_tensor_model_parallel_world_size(),
         )
-        self.counts = []
 
     def around(self, forward_backward: Callable) -> Callable:
         """Megatron's schedule (pipeline_parallel/schedules.py) for these passes."""
@@ -80,17 +79,9 @@ class RoutedPasses:
             if forward_only:
                 return forward_backward(**arguments)
             with self.replay.training():
-                result = forward_backward(**arguments)
-            self.counts.append(self.replay.counts())
-            return result
+                return forward_backward(**arguments)
 
         return run
-
-    def take_counts(self) -> dict[int, Counts]:
-        """Returns the counts of all updates since the last call, by layer of this rank."""
-        counts = self.counts
-        self.counts = []
-        return total(counts)
 
     def _micro_batch(self, batch: dict[str, Tensor]) -> MicroBatch:
         """Megatron has tokens position by position; upstream pads whole answers on the right. Or it

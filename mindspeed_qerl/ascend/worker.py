@@ -155,7 +155,7 @@ class QeRLWorker(IntegratedWorker.__ray_actor_class__):
         metrics = actor.loss_func.take_metrics()
         if self.parallel_state.get_tensor_model_parallel_rank():
             metrics = {}
-        replayed = actor.routes.take_counts() if actor.routes else {}
+        replayed = actor.routes.replay.counts() if actor.routes else {}
         squares = rollout.quantized.squares if rollout.quantized else {}
         noise = rollout.noise_report.to_metrics() if rollout.noise_report else {}
         return metrics, replayed, squares, noise

@@ -173,7 +173,6 @@ class TrainRank:
         """One optimizer step a shard; metrics of all, the same on each rank."""
         parts = []
         norms = []
-        counts = []
         for shard in shards:
             divisor = denominator(torch.from_numpy(shard.mask), self.recipe.algorithm)
             divisor = divisor.float().to(self.place.device)
@@ -183,8 +182,6 @@ class TrainRank:
             self.optimizer.zero_grad(set_to_none=False)
             with self.replay.training() if self.replay else nullcontext():
                 parts += self.passes.train(shard, float(divisor))
-            if self.replay:
-                counts.append(self.replay.counts())
             norms.append(self._reduce_and_clip())
             self.optimizer.step()
             self.adapters.changed()
@@ -194,7 +191,7 @@ class TrainRank:
             merged = merge(_from_every_rank(merged, group))
         metrics = {name: metric.value() for name, metric in merged.items()}
         if self.replay:
-            counts_of_ranks = _from_every_rank(total(counts), dist.group.WORLD)
+            counts_of_ranks = _from_every_rank(self.replay.counts(), dist.group.WORLD)
             metrics |= routing_metrics(total(counts_of_ranks), self.routers)
         metrics["selection/trained_tokens"] = int(merged["mismatch/k1"].count)
         metrics["grad_norm"] = sum(norms) / len(norms)

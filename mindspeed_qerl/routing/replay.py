@@ -89,7 +89,7 @@ class RouteReplay:
         self.tp_rank = tp_rank
         self.tp_size = tp_size
         self.index: dict[int, int] = {}  # among `routers.layers`, of each layer of this rank
-        self.seen: dict[int, Tensor] = {}  # of each layer, what `Counts` has
+        self.seen: dict[int, Tensor] = {}  # of each layer, what `counts` returns
         for router in model.modules():
             if not isinstance(router, TopKRouter):
                 continue
@@ -113,7 +113,6 @@ class RouteReplay:
         them unless each layer that kept only its input was computed again.
         """
         self.again = {layer: deque() for layer in self.index}
-        self.seen = {}
         yield
         left = {layer: len(queue) for layer, queue in self.again.items() if queue}
         self.again = None
@@ -124,8 +123,12 @@ class RouteReplay:
             )
 
     def counts(self) -> dict[int, Counts]:
-        """Returns those of the last `training`, by layer: those rows that this rank answers for."""
-        return {layer: Counts(*seen.tolist()) for layer, seen in self.seen.items()}
+        """Returns those of each `training` since the last call together, by layer: those rows that
+        this rank answers for.
+        """
+        counts = {layer: Counts(*seen.tolist()) for layer, seen in self.seen.items()}
+        self.seen.clear()
+        return counts
 
     @contextmanager
     def forward(self, micro: MicroBatch) -> Iterator[None]:
@@ -190,11 +193,12 @@ class RouteReplay:
         ids = torch.where((known & ~common.all(-1))[:, None], recorded, own)
         known = known[counted]
         flipped = ~common[counted] & known[:, None]
-        seen = torch.stack([known.sum(), (~known).sum(), flipped.sum()])
-        self.seen[layer] = self.seen.get(layer, 0) + seen
         micro.chosen[layer] = ids
-        if self.again is not None and not torch.is_grad_enabled():
-            self.again[layer].append(micro)
+        if self.again is not None:
+            seen = torch.stack([known.sum(), (~known).sum(), flipped.sum()])
+            self.seen[layer] = self.seen.get(layer, 0) + seen
+            if not torch.is_grad_enabled():
+                self.again[layer].append(micro)
         return ids
 
 
