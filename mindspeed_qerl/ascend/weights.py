@@ -17,8 +17,7 @@ from mindspeed_rl.workers.resharding import megatron_sharding_manager, weight_ad
 from mindspeed_rl.workers.resharding.vllm_weight_container import MegatronStyleVllmWeightContainer
 from torch import Tensor
 
-from mindspeed_qerl.families import FAMILIES
-from mindspeed_qerl.families.base import Adaptor
+from mindspeed_qerl.families import FAMILIES, Family
 from mindspeed_qerl.lora.rounding import merged
 
 from .merging import merge_experts
@@ -52,15 +51,15 @@ class MergedWeights(UserDict[str, Tensor]):
         return result
 
 
-def make_adaptor(description: Adaptor) -> type:
-    """Makes upstream's adaptor class of that name read merged weights, by further names.
+def make_adaptor(family: Family) -> type:
+    """Makes upstream's adaptor class of a family read merged weights, by further names.
     `model_config` has lora_r and lora_alpha (worker.py).
     """
 
-    class FamilyAdaptor(getattr(weight_adaptor, description.base)):
+    class FamilyAdaptor(getattr(weight_adaptor, family.adaptor)):
         def __init__(self, model_config):
             super().__init__(model_config)
-            self.params_mapping = [*description.params_mapping, *self.params_mapping]
+            self.params_mapping = [*family.params_mapping, *self.params_mapping]
 
         def adjust_megatron_param_dict(self, param_dict, train_tp_size):
             """Called by the container before it reads (vllm_weight_container.py:459,516)."""
@@ -105,7 +104,7 @@ def install() -> None:
     adaptors = weight_adaptor.WEIGHT_ADAPTOR_REGISTRY
     loaders = megatron_weight_loaders.MODEL_MEGATRON_WEIGHT_LOADER_REGISTRY
     for family in FAMILIES.values():
-        adaptor = make_adaptor(family.adaptor)
+        adaptor = make_adaptor(family)
         for name in (family.architecture, f"Custom{family.architecture}"):
             adaptors[name] = adaptor
             # upstream's own of Llama leaves lm_head out, tied or not

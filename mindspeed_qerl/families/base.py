@@ -169,23 +169,14 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class Adaptor:
-    """Describes what of MindSpeed-RL's weight adaptors (workers/resharding/weight_adaptor.py) syncs
-    a family: a class there, and pairs (Megatron's part of a name, vLLM's) before its own
-    params_mapping.
-    """
-
-    base: str
-    params_mapping: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
 class Family:
     """A model family: RMSNorm before attention and MLP, rotary positions, SwiGLU, and what the
     fields say.
 
     Attributes:
         model_type: of config.json. architecture: of transformers and vLLM.
+        adaptor: the class of MindSpeed-RL (workers/resharding/weight_adaptor.py) that syncs the
+            weights. params_mapping: pairs (Megatron's part of a name, vLLM's) before its own.
         qk_norm: queries and keys are normalized. qkv_bias: their projections have biases.
         experts: every layer routes tokens to experts. shared_expert: and has one for all tokens,
             with a gate.
@@ -196,7 +187,8 @@ class Family:
     model_type: str
     architecture: str
     conversion: Conversion
-    adaptor: Adaptor
+    adaptor: str
+    params_mapping: tuple[tuple[str, str], ...] = ()
     qk_norm: bool = False
     qkv_bias: bool = False
     experts: bool = False

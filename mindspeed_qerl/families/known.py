@@ -1,6 +1,6 @@
 """The families themselves: what sets each apart from the others."""
 
-from .base import Adaptor, Conversion, Family
+from .base import Conversion, Family
 
 OPTIONS = ("--use-mcore-models", "--model-type", "GPT", "--add-qkv-bias", "--params-dtype", "bf16")
 SPEC = ("mindspeed_llm.tasks.models.spec.qwen2_moe_spec", "layer_spec")
@@ -12,7 +12,7 @@ KNOWN = (
         "Qwen2ForCausalLM",
         qkv_bias=True,
         conversion=Conversion("convert_ckpt.py", "llama2", OPTIONS),
-        adaptor=Adaptor("QwenMVWeightAdaptor"),
+        adaptor="QwenMVWeightAdaptor",
     ),
     # Qwen3, dense: normalized queries and keys, heads of any width.
     Family(
@@ -21,7 +21,7 @@ KNOWN = (
         qk_norm=True,
         own_head_dim=True,
         conversion=Conversion("convert_ckpt_v2.py", "qwen3"),
-        adaptor=Adaptor("Qwen3MvWeightAdaptor"),
+        adaptor="Qwen3MvWeightAdaptor",
     ),
     # Qwen2-MoE (Qwen1.5-MoE-A2.7B): biases on the projections of queries, keys and values, experts,
     # and a shared expert with a gate. MindSpeed-RL has no adaptor for it: Qwen3-MoE's serves, with
@@ -38,13 +38,11 @@ KNOWN = (
         conversion=Conversion(
             "convert_ckpt.py", "qwen2-moe", ("--moe-grouped-gemm", *OPTIONS, "--spec", *SPEC)
         ),
-        adaptor=Adaptor(
-            "Qwen3MoeMVWeightAdaptor",
-            params_mapping=(
-                ("mlp.shared_experts.linear_fc1", "mlp.shared_expert.gate_up_proj"),
-                ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
-                ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate"),
-            ),
+        adaptor="Qwen3MoeMVWeightAdaptor",
+        params_mapping=(
+            ("mlp.shared_experts.linear_fc1", "mlp.shared_expert.gate_up_proj"),
+            ("mlp.shared_experts.linear_fc2", "mlp.shared_expert.down_proj"),
+            ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate"),
         ),
     ),
     # Qwen3-MoE: normalized queries and keys, heads of any width, experts in every layer.
@@ -55,7 +53,7 @@ KNOWN = (
         own_head_dim=True,
         experts=True,
         conversion=Conversion("convert_ckpt_v2.py", "qwen3-moe", ("--moe-grouped-gemm",)),
-        adaptor=Adaptor("Qwen3MoeMVWeightAdaptor"),
+        adaptor="Qwen3MoeMVWeightAdaptor",
     ),
     # Llama, dense: no biases, plain queries and keys; rotary positions of Llama 3 from 3.1 on.
     Family(
@@ -63,6 +61,6 @@ KNOWN = (
         "LlamaForCausalLM",
         own_head_dim=True,
         conversion=Conversion("convert_ckpt.py", "llama2", (*OPTIONS[:3], *OPTIONS[4:])),
-        adaptor=Adaptor("QwenMVWeightAdaptor"),
+        adaptor="QwenMVWeightAdaptor",
     ),
 )
