@@ -8,7 +8,7 @@ keys of one allowed value are in recipe/keys.yaml, layouts and batches in layout
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,15 +17,14 @@ from typing import Any
 import yaml
 
 from mindspeed_qerl.common.errors import ConfigError, Fault
-from mindspeed_qerl.families import family_of, read_config
-from mindspeed_qerl.families.base import ModelShape
+from mindspeed_qerl.families import ModelShape, family_of, read_config
 from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.families.megatron import compare_with_model
 from mindspeed_qerl.layout.plan import beyond_positions, plan_of
 from mindspeed_qerl.layout.rules import layout_faults
 from mindspeed_qerl.layout.sizes import GRAPHS_TP, unfilled
 from mindspeed_qerl.recipe.compose import CONFIGS
-from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS
+from mindspeed_qerl.recipe.reader import UPSTREAM_SECTIONS, Faults
 from mindspeed_qerl.recipe.types import Recipe, Selection
 from mindspeed_qerl.recipe.writer import to_config
 from mindspeed_qerl.tasks import checks
@@ -92,7 +91,7 @@ def upstream_sections(recipe: Recipe) -> dict[str, Any]:
     return {name: config.get(name, {}) for name in ("model", *UPSTREAM_SECTIONS)}
 
 
-def validate(recipe: Recipe) -> Iterator[Fault]:
+def validate(recipe: Recipe) -> Faults:
     """See engines.engine_of: faults of model, layout and task."""
     folder = recipe.model.path
     key = "megatron_training.tokenizer_name_or_path"
@@ -108,7 +107,7 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     yield from _missing_rows(recipe)
 
 
-def faults_of_plan(recipe: Recipe) -> Iterator[Fault]:
+def faults_of_plan(recipe: Recipe) -> Faults:
     """Yields what no layout, and no vLLM, can do with the model; rehearsals ask too."""
     try:
         plan = plan_of(recipe)
@@ -122,7 +121,7 @@ def faults_of_plan(recipe: Recipe) -> Iterator[Fault]:
         yield from beyond_positions(plan, recipe.model.path)
 
 
-def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
+def _missing_rows(recipe: Recipe) -> Faults:
     """A fault for each file of the packed training rows that is not there, or of other prompts than
     those of the evaluation.
     """
@@ -144,7 +143,7 @@ def _missing_rows(recipe: Recipe) -> Iterator[Fault]:
         yield Fault("conflict", message, key, fix)
 
 
-def faults_of_values(recipe: Recipe) -> Iterator[Fault]:
+def faults_of_values(recipe: Recipe) -> Faults:
     """Yields what this engine cannot do whatever model and files are there; rehearsals ask too."""
     for is_wrong, key, reason in (*_cases_of_training(recipe), *_cases_of_rollout(recipe)):
         if is_wrong:

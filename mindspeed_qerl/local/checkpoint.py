@@ -32,7 +32,6 @@ from mindspeed_qerl.common.files import (
 from mindspeed_qerl.families import ModelShape, read_shape
 from mindspeed_qerl.families.tensors import mappings
 from mindspeed_qerl.lora import checkpoint as megatron
-from mindspeed_qerl.lora.checkpoint import Adapters
 from mindspeed_qerl.recipe.types import LoRA
 
 STATE = "state.json"
@@ -117,7 +116,9 @@ def read_tensors(directory: Path) -> dict[str, Any]:
     return tensors
 
 
-def load_adapters(checkpoints: Path, model_dir: str, iteration: int | None = None) -> Adapters:
+def load_adapters(
+    checkpoints: Path, model_dir: str, iteration: int | None = None
+) -> megatron.Adapters:
     """The adapters of either engine's checkpoint under Hugging Face's names, for export. ValueError
     or FileNotFoundError if it is not there, or not whole. model_dir: of the model that was trained.
     """
@@ -133,7 +134,7 @@ def load_adapters(checkpoints: Path, model_dir: str, iteration: int | None = Non
             weights |= megatron.parts(
                 mapping, tensors[f"{layer}.lora_A"], tensors[f"{layer}.lora_B"]
             )
-    return Adapters(
+    return megatron.Adapters(
         weights,
         state["lora"]["r"],
         state["lora"]["alpha"],

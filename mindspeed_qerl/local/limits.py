@@ -1,6 +1,5 @@
 """What the local engine cannot do. No torch here."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from mindspeed_qerl.families.fingerprint import model_files
 from mindspeed_qerl.layout.plan import NO_MODEL, Plan, beyond_positions
 from mindspeed_qerl.layout.rules import RULES, layout_faults
 from mindspeed_qerl.layout.sizes import unfilled
+from mindspeed_qerl.recipe.reader import Faults
 from mindspeed_qerl.recipe.types import LORA_TARGETS, Recipe
 from mindspeed_qerl.tasks import checks
 from mindspeed_qerl.tasks.rows import Row
@@ -45,7 +45,7 @@ PLACES = ("megatron_training", "actor_config")
 MAY_CHANGE = frozenset([f"{place}.{key}" for place in PLACES for key in LAYOUT_KEYS] + OTHER_KEYS)
 
 
-def validate(recipe: Recipe) -> Iterator[Fault]:
+def validate(recipe: Recipe) -> Faults:
     """See engines.engine_of: faults of model, layout, rollout and task."""
     yield from _model_faults(recipe)
     yield from _value_faults(recipe)
@@ -53,7 +53,7 @@ def validate(recipe: Recipe) -> Iterator[Fault]:
     yield from checks.unknown_rewards(recipe.task.verifiers)
 
 
-def _value_faults(recipe: Recipe) -> Iterator[Fault]:
+def _value_faults(recipe: Recipe) -> Faults:
     """Yields what this engine cannot do with any model."""
     layout = recipe.layout
     if not recipe.lora.targets:
@@ -82,7 +82,7 @@ def _unsupported(key: str, reason: str) -> Fault:
     return Fault("unsupported", f"{key} {reason}", key)
 
 
-def _model_faults(recipe: Recipe) -> Iterator[Fault]:
+def _model_faults(recipe: Recipe) -> Faults:
     """Faults of config.json, and of what this engine cannot do with such a model."""
     path = recipe.model.path
     key = "megatron_training.tokenizer_name_or_path"

@@ -11,8 +11,8 @@ from mindspeed_qerl.common.errors import ConfigError, Fault
 from mindspeed_qerl.common.files import row_files
 from mindspeed_qerl.recipe import types as recipe
 from mindspeed_qerl.recipe.reader import Faults, Found
-from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
 
+from .gsm8k.verifier import METHOD_OF_VERIFIER, canonical_number
 from .packed import rows_of_labels
 from .prompts import Prompts
 from .rewards import Verifiers, load_reward, try_rewards

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.recipe.types import Recipe
-from mindspeed_qerl.tasks.gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
 
+from .gsm8k.verifier import METHOD_OF_VERIFIER, RULES, extract_with_rule
 from .math_answers import equal_answers
 from .rewards import score
 from .rows import Rows

@@ -40,8 +40,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.tasks.gsm8k.convert import read_splits, write_together
 
+from .gsm8k.convert import read_splits, write_together
 from .prompts import Variables, load_tokenizer, token_ids
 from .rows import AnyPath, Row, Rows, read_rows, row_of
 

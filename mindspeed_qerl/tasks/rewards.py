@@ -22,9 +22,9 @@ import numpy as np
 
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.common.imports import load
-from mindspeed_qerl.tasks.gsm8k import verifier as gsm8k
 
 from . import math_answers
+from .gsm8k import verifier as gsm8k
 from .rows import Columns, Row, Rows
 
 Reward = Callable[..., Any]
