@@ -107,6 +107,6 @@ def tell_mismatch(rollout: WorkerRollout, trainer: Any, parts: Iterable[Parts]) 
     for name in ("mismatch/k3", "mismatch/sensitivity"):
         metric = metrics[name]
         fields = torch.stack([value.double() for value in vars(metric).values()])
-        of_processes = trainer.accelerator.gather(fields[None]).tolist()
-        values[name] = merge({name: type(metric)(*each)} for each in of_processes)[name].value()
+        sums = trainer.accelerator.gather(fields[None]).sum(0).tolist()
+        values[name] = type(metric)(*sums).value()
     rollout.measured(values)

@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import (
+    clip_grads_with_norm_,
+    parameters_to_vector,
+    vector_to_parameters,
+)
 
 from mindspeed_qerl.algorithm.losses import denominator
 from mindspeed_qerl.algorithm.metrics import merge, on_host
@@ -226,10 +230,8 @@ class TrainRank:
                 f"the gradient norm is {norm}: lower actor_config.lr, and look at loss/* in "
                 "metrics.jsonl"
             )
-        limit = self.recipe.optimizer.clip_grad
-        if 0 < limit < norm:
-            for parameter in self.parameters:
-                parameter.grad.mul_(limit / (norm + 1e-6))
+        if limit := self.recipe.optimizer.clip_grad:
+            clip_grads_with_norm_(self.parameters, limit, square.sqrt())
         return norm
 
     def _arithmetic(self, purpose: str) -> AbstractContextManager:

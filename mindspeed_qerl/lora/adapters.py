@@ -183,8 +183,7 @@ def apply_lora(
     `targets`; ConfigError if one matches no layer. layer_offset, expert_offset: global numbers of
     this rank's first layer and expert, by which an adapter starts the same wherever it lives.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     matched = set()
     for name, module in list(model.named_modules()):
         parent, _, target = name.rpartition(".")
