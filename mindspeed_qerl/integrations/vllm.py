@@ -19,13 +19,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.target import NoiseController
 from mindspeed_qerl.aqn.targets import check_multipliers, multipliers_of, select_targets
 from mindspeed_qerl.lora.arrival import Arrival, Factors
-from mindspeed_qerl.lora.held import ELSEWHERE, Held, held_parts, not_compared
+from mindspeed_qerl.lora.held import ELSEWHERE, Held, Named, held_parts, not_compared
 
 from .cpu import refuse_packed_weights
 from .draws import RequestDraws
@@ -150,10 +149,10 @@ class WorkerRollout:
     def _counted_step(self) -> int:
         return self.settings.first_step + max(self.syncs - 1, 0)
 
-    def _load_weights(self, original: Method, weights: Iterable[tuple[str, Tensor]]) -> Any:
+    def _load_weights(self, original: Method, weights: Iterable[Named]) -> Any:
         return original(self._noted(weights))
 
-    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _noted(self, weights: Iterable[Named]) -> Iterator[Named]:
         """Yields what is loaded of what a trainer sends, when it was noted for the proof. Tensors
         without values are of a set-up (FakeRDTTensor), no sync.
         """

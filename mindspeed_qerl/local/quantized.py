@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from mindspeed_qerl.families.checkpoint import Checkpoint
-from mindspeed_qerl.lora.held import held_parts
+from mindspeed_qerl.lora.held import Named, held_parts
 from mindspeed_qerl.quantization.weights import QuantizedWeights, is_quantized
 from mindspeed_qerl.recipe.types import Quantization
 
@@ -52,7 +52,7 @@ class QuantizedLayers:
         """By vLLM's names, the weights of layers that round what they are given."""
         return {name: self.model.get_parameter(name) for name in self._rounding}
 
-    def receive(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, named: Iterable[Named]) -> Iterator[Named]:
         """Keep those of a sync that are quantized, for `put`; yields the others."""
         for name, tensor in named:
             if name in self.weights.synced:

@@ -26,6 +26,7 @@ from .batch import Answer
 from .hardware_error import HardwareErrorMode
 from .packing import PackedExperts, keep_linear_weights, packed_linears, plain_experts
 from .quantized import QuantizedLayers
+from .sharded import Factors
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,7 @@ class RolloutEngine:
         self.finish_sync(quantized)
 
     @torch.no_grad()
-    def movement(self, *factors: dict[str, tuple[str, np.ndarray, np.ndarray]]) -> Movement:
+    def movement(self, *factors: Factors) -> Movement:
         """Returns what each LoRA target did to the weights that this engine's kernels read, against
         (alpha / r) B A and the base weights on disk (lora/proof.py); of quantized weights to what
         was quantized, and whether they are that. factors: from each rank (`adapter_factors`).

@@ -19,6 +19,8 @@ from .checkpoint import read_tensors
 from .place import Place
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by torch's names
+# by Hugging Face's name: the LoRA target, (alpha / r) B [out, r] and A [r, in], float32
+Factors = dict[str, tuple[str, np.ndarray, np.ndarray]]
 
 
 class ShardedAdapters:
@@ -73,10 +75,8 @@ class ShardedAdapters:
         return merged
 
     @torch.no_grad()
-    def factors(self) -> dict[str, tuple[str, np.ndarray, np.ndarray]]:
-        """HF name -> (target, (alpha / r) B [out, r], A [r, in]), float32: the proof of a sync uses
-        them.
-        """
+    def factors(self) -> Factors:
+        """Returns what the proof of a sync uses."""
         factors = {}
         for mapping, layer in self.owned:
             a = self.whole(mapping, layer, layer.lora_A, layer.lora_A)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .held import EXPERT_PARTS, Held
+from .held import EXPERT_PARTS, Held, Named
 
 Factors = tuple[Tensor, Tensor, float]  # A, B and scaling of an adapter
 # as transformers 5 stacks experts -> as vLLM stacks them
@@ -265,7 +265,7 @@ class Arrival:
         return (wrong & ~sent.isnan()) | values.isnan()
 
 
-def parts_of(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def parts_of(name: str, tensor: Tensor) -> Iterator[Named]:
     """`tensor` by its name without PEFT's prefixes; of stacked experts a view of each one's
     weights.
     """
@@ -321,7 +321,7 @@ def _elements(tensor: Tensor, index: Tensor) -> Tensor:
 
 def scaled_adapters(
     tensors: Mapping[str, Tensor], peft_config: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
+) -> Iterator[Named]:
     """(name, tensor) of PEFT's adapters, with (alpha / r) in B, as vLLM serves them."""
     rank = peft_config["r"]
     root = math.sqrt(rank) if peft_config.get("use_rslora") else rank

@@ -24,6 +24,7 @@ QUANTIZED = "its layer is quantized in a form that is not taken apart"
 SHUFFLED = "the kernel of the experts keeps them in a layout of its own"
 PACKED = "vLLM fuses its layer in a way that is not known"
 
+Named = tuple[str, Tensor]  # a tensor behind its name
 Part = tuple[str, Tensor, tuple[int, ...]]  # the first three of a Held
 
 
@@ -49,7 +50,7 @@ def held_parts(model: nn.Module) -> Iterator[Held]:
     return take_apart(model, kernel_tensors(model))
 
 
-def kernel_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def kernel_tensors(model: nn.Module) -> Iterator[Named]:
     """(vLLM's name, tensor) of each parameter, as kernels compute with it. On CPUs that may be a
     packed copy, which a new `weight` does not reach: the image of the identity then.
     """
@@ -62,7 +63,7 @@ def kernel_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.{kind}", tensor.detach()
 
 
-def take_apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Held]:
+def take_apart(model: nn.Module, tensors: Iterable[Named]) -> Iterator[Held]:
     """Takes apart what is fused or stacked in `tensors`, which have the names and shapes of
     parameters of vLLM's `model`.
     """
