@@ -87,7 +87,7 @@ class WorkerRollout:
         self.settings = settings
         self.lines = Lines(worker, settings)
         refuse_packed_weights(self.model)
-        self.step: Callable[[], int] = self._counted_step
+        self.step: Callable[[], int] = lambda: settings.first_step + max(self.syncs - 1, 0)
         self.total_steps: Callable[[], int | None] = lambda: None
         self.adapters: Callable[[], dict[str, list[Factors]]] = dict
         self.arrival = Arrival(settings.elements)
@@ -145,9 +145,6 @@ class WorkerRollout:
             self._write("evaluation", noise=self.injector is not None)
         self._take_off()
         self.is_clean = is_on
-
-    def _counted_step(self) -> int:
-        return self.settings.first_step + max(self.syncs - 1, 0)
 
     def _load_weights(self, original: Method, weights: Iterable[Named]) -> Any:
         return original(self._noted(weights))
