@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mindspeed_qerl.families.base import ModelShape
 from mindspeed_qerl.lora.checkpoint import EXPERTS, table_of_layer
-from mindspeed_qerl.lora.rounding import Dither, dither_of_part, rounded
+from mindspeed_qerl.lora.rounding import Dither, dither_of_part, rounded, set_dither
 
 
 def merge_experts(weight: Tensor, a: Tensor, b: Tensor, rank: int, scaling: float) -> Tensor:
@@ -39,9 +39,7 @@ def add_dither(chunks: list[nn.Module], shape: ModelShape, state: Any) -> None:
     for layer, name, module in adapted_layers(chunks):
         table = table_of_layer(shape, layer)
         if hasattr(module, "base_layer"):
-            weight = module.base_layer.weight
-            dither = dither_of_part(table[name], weight.shape, tp_rank, tp_size)
-            weight.dither = dither.to(weight.device)
+            set_dither(module.base_layer.weight, table[name], tp_rank, tp_size)
             continue
         # whole experts are dealt to expert ranks, and by those to their tensor ranks
         count = module.num_local_experts

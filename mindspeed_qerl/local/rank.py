@@ -24,6 +24,7 @@ from mindspeed_qerl.algorithm.metrics import merge, on_host
 from mindspeed_qerl.common.seeds import derived_seed
 from mindspeed_qerl.families import ModelShape
 from mindspeed_qerl.lora.adapters import adapters_disabled, apply_lora
+from mindspeed_qerl.lora.rounding import set_dither
 from mindspeed_qerl.recipe.types import Optimizer, Recipe
 from mindspeed_qerl.routing.replay import RouteReplay, routing_metrics, total
 
@@ -85,7 +86,7 @@ class TrainRank:
         self.adapters = ShardedAdapters(model, table, place, optimizer)
         if recipe.model.dtype == "bfloat16":
             for mapping, layer in self.adapters.layers:
-                layer.add_dither(mapping, place.tp_rank, place.tp_size)
+                set_dither(layer.base_layer.weight, mapping, place.tp_rank, place.tp_size)
         self.scheduler = _scheduler(optimizer, adam, recipe.run.train_iters)
         self.replay = None
         if recipe.algorithm.routing_replay != "none":

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_qerl.common.errors import ConfigError
-from mindspeed_qerl.families.tensors import ParameterMapping
 
-from .rounding import dither_of_part, merged
+from .rounding import merged
 
 
 class LoRALinear(nn.Module):
@@ -125,13 +124,6 @@ class LoRALinear(nn.Module):
     def forget_merged(self) -> None:
         """A or B has changed."""
         self._merged = None
-
-    def add_dither(self, mapping: ParameterMapping, tp_rank: int, tp_size: int) -> None:
-        """Give the weight, in bfloat16, the random bits that it is rounded by, as its attribute
-        `dither`. mapping: of the weight; place in the tensor parallel group of attention.
-        """
-        weight = self.base_layer.weight
-        weight.dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size).to(weight.device)
 
 
 def call_merged(

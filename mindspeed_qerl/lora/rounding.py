@@ -92,6 +92,14 @@ def dither_of_part(
     return Dither(down, across)
 
 
+def set_dither(weight: Tensor, mapping: "ParameterMapping", tp_rank: int, tp_size: int) -> None:
+    """Give a weight in bfloat16, a rank's part of a Megatron parameter, the random bits that it is
+    rounded by, as its attribute `dither`.
+    """
+    dither = dither_of_part(mapping, weight.shape, tp_rank, tp_size)
+    weight.dither = dither.to(weight.device)
+
+
 def merged(weight: Tensor, b: Tensor, a: Tensor, scaling: float, dither: Dither | None) -> Tensor:
     """Returns weight + scaling * b @ a in the dtype of `weight` [n, m], computed in float32 and
     rounded once: by `dither`, which weights in bfloat16 have, else to nearest. b: [n, r], a: [r, m]
