@@ -218,7 +218,10 @@ class QeRLTrainer(RayGRPOTrainer):
             self.values = self._values(answers, wanted)
             return answers, np.ones(wanted, bool)
         while True:
-            signal = groups_with_signal(self._scores(answers), n)
+            scores = self._rewards(answers)
+            if selection.filter_groups_metric:  # the verifier's alone
+                scores = _numbers(answers["rm_scores"])
+            signal = groups_with_signal(scores, n)
             if signal.sum() >= wanted or batches == selection.filter_groups_max_batches:
                 break
             self.observer.still_sampling(self.step + 1, batches, signal.sum(), wanted)
@@ -268,14 +271,6 @@ class QeRLTrainer(RayGRPOTrainer):
 
     def _put(self, columns: Answers) -> None:
         self.data_strategy.put_experience(padding_dict_to_tensor_dict(columns), self.rows)
-
-    def _scores(self, answers: Answers) -> np.ndarray:
-        """Returns what decides whether a group is trained: the rewards, or with
-        `filter_groups_metric` the verifier's.
-        """
-        if self.recipe.selection.filter_groups_metric:
-            return _numbers(answers["rm_scores"])
-        return self._rewards(answers)
 
     def _rewards(self, answers: Answers) -> np.ndarray:
         """Returns what is learnt from, float64 [answers]: verifiers' sum less what length costs; NaN
