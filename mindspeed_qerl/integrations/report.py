@@ -54,10 +54,9 @@ def faults(rows: Rows) -> list[str]:
         where = f"sync {row['sync']}, rank {row['rank']}"
         for failure in row.get("failures", ()):
             sentences.append(f"{where}: {failure['name']}: {failure['problem']}")
-        if row.get("too_little"):
-            sentences.append(f"{where}: {row['too_little']}")
-        if row["event"] == "problem":
-            sentences.append(f"{where}: {row['problem']}")
+        for complaint in ("too_little", "problem"):
+            if row.get(complaint):
+                sentences.append(f"{where}: {row[complaint]}")
         if row["event"] == "evaluation" and row["noise"]:
             sentences.append(f"{where}: an evaluation sampled with noise")
         if row["event"] == "noise":

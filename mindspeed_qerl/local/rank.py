@@ -4,7 +4,6 @@ sends to vLLM.
 
 import math
 import time
-from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from .batch import TrainBatch, deal
 from .hardware_error import HardwareErrorMode
 from .passes import Passes
 from .place import Place
-from .sharded import Factors, ShardedAdapters
+from .sharded import Factors, ShardedAdapters, Trained
 
 
 class TrainRank:
@@ -98,7 +97,7 @@ class TrainRank:
             skip_prompts = next((m for m in model.modules() if isinstance(m, SkipPrompts)), None)
         self.passes = Passes(model, recipe, place, self.replay, skip_prompts)
 
-    def describe(self) -> dict[str, Counter[str]]:
+    def describe(self) -> Trained:
         """Counts what this rank trains, by LoRA target."""
         return self.adapters.describe()
 

@@ -21,6 +21,7 @@ from .place import Place
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by torch's names
 # by Hugging Face's name: the LoRA target, (alpha / r) B [out, r] and A [r, in], float32
 Factors = dict[str, tuple[str, np.ndarray, np.ndarray]]
+Trained = dict[str, Counter[str]]  # by LoRA target, how many "modules" and "parameters"
 
 
 class ShardedAdapters:
@@ -45,9 +46,9 @@ class ShardedAdapters:
         # those that this rank hands over, together with its tensor parallel group
         self.owned = [pair for pair in self.layers if place.owns(pair[1].lora_A)]
 
-    def describe(self) -> dict[str, Counter[str]]:
+    def describe(self) -> Trained:
         """Per LoRA target the modules and parameters that this rank stands for."""
-        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        counts: Trained = defaultdict(Counter)
         for mapping, layer in self.owned:
             if self._is_first(layer):
                 base = layer.base_layer
