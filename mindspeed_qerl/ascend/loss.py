@@ -16,7 +16,7 @@ from mindspeed_rl.utils.compute import get_parallel_state, vocab_parallel_entrop
 from torch import Tensor
 
 from mindspeed_qerl.algorithm.losses import LossInputs, denominator, loss
-from mindspeed_qerl.algorithm.metrics import Mean, Metric, merge, on_host
+from mindspeed_qerl.algorithm.metrics import Mean, Metrics, merge, on_host
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.runs.checks import impossible
 
@@ -121,7 +121,7 @@ class QeRLLoss(BaseLossFunc):
         metrics["loss/total"] = Mean(logged, denominator(mask, algorithm))
         return trained, {}
 
-    def take_metrics(self) -> dict[str, Metric]:
+    def take_metrics(self) -> Metrics:
         """Returns the metrics of this rank's micro-batches since the last call, on the host."""
         parts = self.parts
         self.parts = []

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mindspeed_qerl.families.base import ModelShape
-from mindspeed_qerl.lora.checkpoint import ADAPTER, EXPERTS, Pair, Tensors, whole_adapters
+from mindspeed_qerl.lora.checkpoint import ADAPTER, EXPERTS, Pairs, Tensors, whole_adapters
 from mindspeed_qerl.lora.held import Held, held_parts
 from mindspeed_qerl.lora.proof import Movement, join, movement
 from mindspeed_qerl.lora.rounding import dither_of
@@ -78,7 +78,7 @@ def adapters_by_layer(chunks: list[nn.Module]) -> dict[int, Tensors]:
 
 def gather_layer(
     tensors: Tensors, place: tuple[int, int], args: Namespace, shape: ModelShape, layer: int
-) -> dict[str, Pair]:
+) -> Pairs:
     """A and B of `layer` by HF module name, whole, from all ranks; a collective call of all of
     them. Of ranks that should hold the same adapter and do not, one fails its proof.
 
@@ -126,10 +126,10 @@ def copies_of(name: str, layout: Layout, kv_heads: int) -> int:
 def movement_of_layer(
     weights: Iterable[Held],
     base: Tensors,
-    pairs: dict[str, Pair],
+    pairs: Pairs,
     scaling: float,
     copies: Callable[[str], int],
-    multiplied: dict[str, Pair],
+    multiplied: Pairs,
 ) -> Movement:
     """Compares this rank's parts of one layer's weights; in sums over all ranks each counts once.
 

@@ -127,7 +127,7 @@ def load_adapters(
     state = read_state(checkpoints, iteration)
     shape = ModelShape(**state["model"])
     tensors = read_tensors(folder(checkpoints, state["iteration"]))
-    weights: dict[str, megatron.Pair] = {}
+    weights: megatron.Pairs = {}
     for mapping in mappings(shape, range(shape.num_hidden_layers), range(shape.num_experts)):
         layer = mapping.megatron.removesuffix(".weight")
         if f"{layer}.lora_A" in tensors:

@@ -20,7 +20,7 @@ from mindspeed_qerl.algorithm.losses import (
     token_entropy,
     token_logprobs,
 )
-from mindspeed_qerl.algorithm.metrics import Mean, Metric
+from mindspeed_qerl.algorithm.metrics import Mean, Metrics
 from mindspeed_qerl.recipe.types import Recipe
 from mindspeed_qerl.routing.replay import MicroBatch, RouteReplay
 from mindspeed_qerl.runs.checks import logprobs_fault
@@ -51,7 +51,7 @@ class Passes:
         """
         return self._assembled(shard, size, self._run(shard, size))
 
-    def train(self, shard: TrainBatch, divisor: float) -> list[dict[str, Metric]]:
+    def train(self, shard: TrainBatch, divisor: float) -> list[Metrics]:
         """Add to the parameters' gradients; returns the metrics of each micro-batch, with tensors
         of the device in them. RuntimeError where a log probability is none. divisor: of the loss,
         for the whole mini-batch.
@@ -118,7 +118,7 @@ class Passes:
 
     def _trained(
         self, micro: TrainBatch, tokens: Tensor, first: int, divisor: float, output: Tensor
-    ) -> tuple[Tensor, Tensor, tuple[dict[str, Metric], Tensor]]:
+    ) -> tuple[Tensor, Tensor, tuple[Metrics, Tensor]]:
         """(loss for `backward`, number of tokens that nothing is divided by, the result: metrics
         and float32 [n, l - 1], on the device, since a copy to the host would wait for it).
         """
