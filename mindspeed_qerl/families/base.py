@@ -116,6 +116,11 @@ class ModelShape:
         return self.num_experts > 0
 
     @property
+    def kv_token(self) -> int:
+        """Counts the numbers in the keys and values of one token."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
+    @property
     def rope(self) -> Arguments:
         """Returns the rotary positions as config.json's rope_parameters have them."""
         rope = {"rope_type": "default", "rope_theta": self.rope_theta}

@@ -30,7 +30,7 @@ class Memory:
     kv_stage: int  # the pipeline stage whose ranks have the least KV cache
     moments: dict[str, parts.Parts]
     kv_cache: int
-    kv_token: int  # one token's keys and values
+    kv_token: int  # one token's keys and values, on one vLLM rank
     kv_missing: int  # what vLLM lacks for one answer of full length
     answers_at_once: int  # full-length answers that the KV cache holds, of one vLLM replica
     answers_needed: int  # that one vLLM replica has to generate in an iteration
@@ -141,7 +141,7 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
 
     rollout = [*runtime, *asleep, *vllm, parts.profiled(plan, settings)]
     left = int(settings.gpu_memory_utilization * settings.memory_gb * GB) - parts.size_of(rollout)
-    kv_token = _kv_token(plan)
+    kv_token = plan.shape.kv_token * BF16 // plan.layout.infer_tp
     answer = kv_token * batch.max_model_len
     kv_cache = max(0, left)
     at_once = kv_cache // answer
@@ -174,10 +174,3 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
     return Memory(
         plan, settings, stage, stage, moments, kv_cache, kv_token, missing, at_once, needed
     )
-
-
-def _kv_token(plan: Plan) -> int:
-    """Bytes of one token's keys and values on one vLLM rank."""
-    shape = plan.shape
-    width = shape.num_key_value_heads * shape.head_dim
-    return 2 * shape.num_hidden_layers * width * BF16 // plan.layout.infer_tp
