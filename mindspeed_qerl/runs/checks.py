@@ -120,7 +120,7 @@ def mismatch_warning(k3: float, noise: float, rounding: float) -> Complaint:
 
 def loss_fault(metrics: MetricsRow, algorithm: Algorithm) -> Complaint:
     """Checks whether `loss/total`, which backward got, is the sum of its parts with coefficients."""
-    kl = algorithm.kl_coefficient
+    kl = algorithm.loss_kl_coefficient
     entropy = algorithm.entropy_coefficient
     parts = (
         metrics["loss/policy"],

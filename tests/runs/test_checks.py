@@ -131,10 +131,14 @@ def test_k3_of_noisy_logits_is_foretold_by_the_sensitivity(certainty):
         {},
     ],
 )
-def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
+@pytest.mark.parametrize("in_reward", [False, True])
+def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed, in_reward):
+    """Of which KL is none where it is in the reward, and logged."""
     torch.manual_seed(0)
     logprobs, old, reference, entropy = (-torch.rand(4, 6) for _ in range(4))
-    algorithm = Algorithm(kl_coefficient=0.1, entropy_coefficient=0.01)
+    algorithm = Algorithm(
+        kl_coefficient=0.1, entropy_coefficient=0.01, use_kl_in_reward=in_reward, log_kl=True
+    )
     inputs = LossInputs(
         logprobs, old, old, torch.randn(4), torch.rand(4, 6) < 0.7, reference, -entropy
     )
@@ -142,8 +146,9 @@ def test_the_loss_that_was_backpropagated_is_the_sum_of_its_parts(changed):
     fault = checks.loss_fault(
         values | {name: factor * values[name] for name, factor in changed.items()}, algorithm
     )
-    assert ("the loss that was backpropagated is" in fault) if changed else fault is None
-    if not changed:
+    is_wrong = bool(changed) and not (in_reward and "loss/kl" in changed)
+    assert ("the loss that was backpropagated is" in fault) if is_wrong else fault is None
+    if not changed and not in_reward:
         assert checks.loss_fault(values, replace(algorithm, kl_coefficient=0.2))
 
 
