@@ -19,7 +19,7 @@ if __name__ == "__main__":  # a file of a checkout
 
     use_checkout()
 
-from mindspeed_qerl.demo.tiny_model import DEEP, ModelRecipe, make_tiny_model
+from mindspeed_qerl.demo.tiny_model import ModelRecipe, make_tiny_model
 
 
 def main() -> int:
@@ -28,9 +28,10 @@ def main() -> int:
     )
     parser.add_argument(
         "--output",
+        default="models/tiny_qwen3_moe",
         metavar="DIR",
         help="directory to make; one that holds anything else is never overwritten (default: "
-        "models/tiny_qwen3_moe, with --deep models/steps_qwen3_moe)",
+        "%(default)s)",
     )
     parser.add_argument(
         "--seed",
@@ -38,29 +39,17 @@ def main() -> int:
         default=0,
         help="decides the held-out pairs, the problems and the weights (default: %(default)s)",
     )
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument(
+    parser.add_argument(
         "--large",
         action="store_true",
         help="a 10M-parameter Qwen3-MoE with random weights and the same tokenizer and data, for "
         "benchmarks",
     )
-    model.add_argument(
-        "--deep",
-        action="store_true",
-        help="the studies' 2.4M-parameter Qwen3-MoE of 7 layers, and problems of one to three "
-        "steps",
-    )
     arguments = parser.parse_args()
-    recipe = ModelRecipe()
-    output = "models/tiny_qwen3_moe"
-    if arguments.deep:
-        recipe = DEEP
-        output = "models/steps_qwen3_moe"
-    elif arguments.large:
-        recipe = ModelRecipe(shape="large", steps=0)
-    recipe = replace(recipe, seed=arguments.seed)
-    output = arguments.output or output
+    recipe = ModelRecipe(seed=arguments.seed)
+    if arguments.large:
+        recipe = replace(recipe, shape="large", steps=0)
+    output = arguments.output
     try:
         report = make_tiny_model(output, recipe)
     except OSError as error:

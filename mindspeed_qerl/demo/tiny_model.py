@@ -1,6 +1,5 @@
 """Make the starting point of the default run from nothing: a tiny Qwen3-MoE that half knows how to
-answer word problems; and that of the studies (DEEP), with more layers and problems of one to three
-steps.
+answer word problems. benchmarks/make_steps_model.py makes the studies' with it.
 
 The model is trained, supervised, on answers of which most are wrong for the strict verifier
 (MIXTURE): right but without `####`, with the wrong operation, or with a slipped number. Sampled at
@@ -17,11 +16,12 @@ import random
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
 from mindspeed_qerl.common.files import json_text, new_directory
 from mindspeed_qerl.tasks.rows import plain_prompt
 
-from . import step_problems, word_problems
+from . import word_problems
 from .word_problems import Pair
 
 # One digit, one newline, "####", a word with the space before it, any other single character:
@@ -50,8 +50,6 @@ SHAPES = {
     "deep": _shape(7, 128, 8, 96, 4),
     "large": _shape(4, 256, 16, 192, 8),
 }
-# whose problems a shape is taught
-WORLDS = dict.fromkeys(SHAPES, word_problems) | {"deep": step_problems}
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,7 @@ class ModelRecipe:
     version: int = 1
 
 
-DEEP = ModelRecipe(shape="deep", steps=900, held_out=0.15, train_problems=8000, test_problems=1000)
-
-
-def build_tokenizer(world=word_problems):
+def build_tokenizer(world: ModuleType = word_problems):
     """A word-level tokenizer of transformers over the words of the word problems, digits and
     punctuation: `decode(encode(text)) == text` for every generated text; any other word becomes
     `<unk>`.
@@ -126,15 +121,18 @@ def build_model(tokenizer, shape: str):
 
 
 def train_supervised(
-    model, tokenizer, training_pairs: list[Pair], recipe: ModelRecipe
+    model,
+    tokenizer,
+    training_pairs: list[Pair],
+    recipe: ModelRecipe,
+    world: ModuleType = word_problems,
 ) -> list[float]:
-    """Train `model` in place on mixed answers to problems over `training_pairs`; the loss of every
-    step, nats per token of the answer and its eos.
+    """Train `model` in place on mixed answers to problems of `world` over `training_pairs`; the loss
+    of every step, nats per token of the answer and its eos.
     """
     from .supervised import fit, padded
 
     rng = random.Random(f"supervised {recipe.seed}")
-    world = WORLDS[recipe.shape]
     allowed = set(training_pairs)
 
     def batches():
@@ -153,8 +151,11 @@ def train_supervised(
     return fit(model, batches(), recipe.steps, recipe.learning_rate)
 
 
-def make_tiny_model(output_dir: str | Path, recipe: ModelRecipe) -> dict:
+def make_tiny_model(
+    output_dir: str | Path, recipe: ModelRecipe, world: ModuleType = word_problems
+) -> dict:
     """Make model, tokenizer and data under `output_dir` and return the content of its recipe.json.
+    world: whose problems it is taught.
 
     Anything in the way is left alone and raises FileExistsError. Work happens in a hidden sibling
     that is renamed at the end, so that `output_dir` is never half made.
@@ -169,7 +170,6 @@ def make_tiny_model(output_dir: str | Path, recipe: ModelRecipe) -> dict:
         # wants a core
         torch.set_num_threads(1)
         training_pairs, held_out_pairs = word_problems.split_pairs(recipe.held_out, recipe.seed)
-        world = WORLDS[recipe.shape]
         raw = directory / "data" / "raw"
         raw.mkdir(parents=True)
         for name, pairs, count in (
@@ -185,7 +185,7 @@ def make_tiny_model(output_dir: str | Path, recipe: ModelRecipe) -> dict:
         with torch.random.fork_rng():
             torch.manual_seed(recipe.seed)
             model = build_model(tokenizer, recipe.shape)
-            train_supervised(model, tokenizer, training_pairs, recipe)
+            train_supervised(model, tokenizer, training_pairs, recipe, world)
         torch.set_num_threads(threads)
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)

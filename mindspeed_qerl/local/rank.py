@@ -32,7 +32,7 @@ from .batch import TrainBatch, deal
 from .hardware_error import HardwareErrorMode
 from .passes import Passes
 from .place import Place
-from .sharded import Factors, ShardedAdapters, Trained
+from .sharded import AdapterFactors, ShardedAdapters, Trained
 
 
 class TrainRank:
@@ -105,7 +105,7 @@ class TrainRank:
         """Returns what a sync takes of a layer of this stage."""
         return self.adapters.merged_weights(layer)
 
-    def adapter_factors(self) -> Factors:
+    def adapter_factors(self) -> AdapterFactors:
         """Returns what the proof of a sync compares with."""
         return self.adapters.factors()
 

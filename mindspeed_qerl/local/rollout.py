@@ -26,7 +26,7 @@ from .batch import Answer
 from .hardware_error import HardwareErrorMode
 from .packing import PackedExperts, keep_linear_weights, packed_linears, plain_experts
 from .quantized import QuantizedLayers
-from .sharded import Factors
+from .sharded import AdapterFactors
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class RolloutEngine:
         self.finish_sync(quantized)
 
     @torch.no_grad()
-    def movement(self, *factors: Factors) -> Movement:
+    def movement(self, *factors: AdapterFactors) -> Movement:
         """Returns what each LoRA target did to the weights that this engine's kernels read, against
         (alpha / r) B A and the base weights on disk (lora/proof.py); of quantized weights to what
         was quantized, and whether they are that. factors: from each rank (`adapter_factors`).

@@ -20,7 +20,7 @@ from .place import Place
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, by torch's names
 # by Hugging Face's name: the LoRA target, (alpha / r) B [out, r] and A [r, in], float32
-Factors = dict[str, tuple[str, np.ndarray, np.ndarray]]
+AdapterFactors = dict[str, tuple[str, np.ndarray, np.ndarray]]
 Trained = dict[str, Counter[str]]  # by LoRA target, how many "modules" and "parameters"
 
 
@@ -76,7 +76,7 @@ class ShardedAdapters:
         return merged
 
     @torch.no_grad()
-    def factors(self) -> Factors:
+    def factors(self) -> AdapterFactors:
         """Returns what the proof of a sync uses."""
         factors = {}
         for mapping, layer in self.owned:

@@ -1,20 +1,25 @@
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mindspeed_qerl.common.files import sha256
-from mindspeed_qerl.demo import step_problems, tiny_model, word_problems
+from mindspeed_qerl.demo import tiny_model, word_problems
 from mindspeed_qerl.demo.tiny_model import ModelRecipe
 from mindspeed_qerl.demo.word_problems import MIXTURE, Problem
 from mindspeed_qerl.tasks.gsm8k.verifier import score
 from mindspeed_qerl.tasks.rows import read_rows
+from tests import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import step_problems
 
 QUICK = ModelRecipe(steps=2, batch_size=4, train_problems=30, test_problems=20)
-QUICKSTART = Path(__file__).parents[2] / "models" / "tiny_qwen3_moe"
+QUICKSTART = ROOT / "models" / "tiny_qwen3_moe"
 WEIGHTS = "69472fa3cda49ab92422aa6d4d3fe5609ca942c9baafdad05f93651e167e4e1a"  # what results are of
 
 

@@ -2,15 +2,19 @@
 
 import random
 import re
+import sys
 from collections import Counter
 
 import pytest
 
-from mindspeed_qerl.demo import step_problems
-from mindspeed_qerl.demo.step_problems import MIXTURE
 from mindspeed_qerl.demo.word_problems import make_problems, split_pairs
 from mindspeed_qerl.tasks.gsm8k.verifier import score
+from tests import ROOT
 from tests.demo.test_word_problems import STATED, pairs_stated
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import step_problems
+from step_problems import MIXTURE
 
 
 def asked(question):

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
-from .word_problems import (
+from mindspeed_qerl.demo.word_problems import (
     MAX_OPERAND,
     NAMES,
     OBJECTS,
