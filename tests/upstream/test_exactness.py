@@ -56,8 +56,6 @@ CASES = [
     ("qwen3_moe", dict(npus=4, tp=2, ep=2, infer_ep=4), CISPO),
     ("qwen3_moe", dict(npus=2, pp=2, ep=1, infer_ep=2), DR_GRPO),
     ("qwen2_moe", dict(npus=2, tp=2, ep=1, infer_ep=2), PLAIN),
-    ("qwen2", dict(npus=2, tp=2, infer_tp=1), PLAIN),
-    ("qwen3", dict(npus=2, tp=1, infer_tp=2), PLAIN),
     ("llama", dict(npus=2, tp=2, infer_tp=1), PLAIN),
     ("Llama-3.2-1B", dict(npus=2, tp=1, infer_tp=2), PLAIN),
     ("Qwen3-4B", dict(npus=2, tp=2, infer_tp=2), PLAIN),
