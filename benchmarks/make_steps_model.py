@@ -19,6 +19,11 @@ RECIPE = ModelRecipe(
     shape="deep", steps=900, held_out=0.15, train_problems=8000, test_problems=1000
 )
 
+OUTPUT = Path(__file__).resolve().parents[1] / "models" / "steps_qwen3_moe"
+
 if __name__ == "__main__":
-    report = make_tiny_model("models/steps_qwen3_moe", RECIPE, step_problems)
-    print(f"models/steps_qwen3_moe: {report['parameters']:,} parameters")
+    try:
+        report = make_tiny_model(OUTPUT, RECIPE, step_problems)
+    except FileExistsError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"{OUTPUT}: {report['parameters']:,} parameters")

@@ -116,7 +116,7 @@ class ModelShape:
         return self.num_experts > 0
 
     @property
-    def kv_token(self) -> int:
+    def kv_numbers(self) -> int:
         """Counts the numbers in the keys and values of one token."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 

@@ -141,7 +141,7 @@ def stage_memory(plan: Plan, settings: MemorySettings, stage: int) -> Memory:
 
     rollout = [*runtime, *asleep, *vllm, parts.profiled(plan, settings)]
     left = int(settings.gpu_memory_utilization * settings.memory_gb * GB) - parts.size_of(rollout)
-    kv_token = plan.shape.kv_token * BF16 // plan.layout.infer_tp
+    kv_token = plan.shape.kv_numbers * BF16 // plan.layout.infer_tp
     answer = kv_token * batch.max_model_len
     kv_cache = max(0, left)
     at_once = kv_cache // answer

@@ -51,7 +51,7 @@ def start_vllm(
     shape = read_shape(model_dir)
     if not torch.accelerator.is_available():
         tokens = (max_num_seqs + 1) * (max_model_len + BLOCK)
-        filled = tokens * shape.kv_token * getattr(torch, dtype).itemsize
+        filled = tokens * shape.kv_numbers * getattr(torch, dtype).itemsize
         more["kv_cache_memory_bytes"] = min(kv_cache_gib * 2**30, filled)
     gc.freeze()  # vLLM collects garbage five times while it starts
     # Under enforce_eager vLLM still compiles its sampler: a C++ compiler, seconds at each start,
