@@ -15,6 +15,7 @@ import torch
 from mindspeed_qerl.aqn.injector import NoiseInjector
 from mindspeed_qerl.aqn.schedule import NoiseLevel, draw_numbers
 from mindspeed_qerl.aqn.targets import select_targets
+from mindspeed_qerl.ascend.proof import TARGETS
 from mindspeed_qerl.common.errors import ConfigError
 from mindspeed_qerl.families import read_shape
 from mindspeed_qerl.families.base import Llama3Rope
@@ -371,29 +372,15 @@ def test_a_fault_of_draws_shows_in_log_probs(engine, model_dir, crowded, monkeyp
 
 def factors(model_dir, seed):
     """Random (alpha/r) B and A for every adapted tensor, and the weights they lead to."""
-    generator, checkpoint, result, weights = (
-        torch.Generator().manual_seed(seed),
-        Checkpoint(model_dir),
-        {},
-        {},
-    )
-    targets = {
-        "q_proj": "linear_qkv",
-        "k_proj": "linear_qkv",
-        "v_proj": "linear_qkv",
-        "o_proj": "linear_proj",
-        "gate_proj": "linear_fc1",
-        "up_proj": "linear_fc1",
-        "down_proj": "linear_fc2",
-    }
+    generator = torch.Generator().manual_seed(seed)
+    checkpoint = Checkpoint(model_dir)
+    result, weights = {}, {}
     for name in checkpoint.files:
         if name.endswith("_proj.weight"):
             base = checkpoint.read(name)
-            b, a = (
-                torch.randn(shape, generator=generator) * 0.1
-                for shape in ((base.shape[0], 4), (4, base.shape[1]))
-            )
-            result[name] = (targets[name.split(".")[-2]], b.numpy(), a.numpy())
+            b = torch.randn(base.shape[0], 4, generator=generator) * 0.1
+            a = torch.randn(4, base.shape[1], generator=generator) * 0.1
+            result[name] = (TARGETS[name.split(".")[-2]], b.numpy(), a.numpy())
             dither = dither_of(name, base.shape)
             weights[name] = rounded(base.float() + b @ a, base.dtype, dither).float()
     return result, weights
@@ -402,13 +389,13 @@ def factors(model_dir, seed):
 def test_movement_proves_each_target_to_rounding(engine, model_dir, family):
     lora, weights = factors(model_dir, 0)
     sync(engine, weights)
-    for target, entry in engine.movement(lora).items():
+    movement = engine.movement(lora)
+    for target, entry in movement.items():
         assert entry["max_error"] <= 2 * entry["resolution"], target
-        assert (
-            entry["moved"] == pytest.approx(entry["expected"], rel=1e-5) and entry["expected"] > 0.1
-        )
+        assert entry["moved"] == pytest.approx(entry["expected"], rel=1e-5)
+        assert entry["expected"] > 0.1
     mlps = {"qwen3_moe": 16, "qwen2_moe": 18}.get(family, 2)
-    assert {target: entry["tensors"] for target, entry in engine.movement(lora).items()} == {
+    assert {target: entry["tensors"] for target, entry in movement.items()} == {
         "linear_qkv": 6,
         "linear_proj": 2,
         "linear_fc1": 2 * mlps,

@@ -29,12 +29,7 @@ def start_pair(ports):
 
     class Server(BoundZmqServer):
         def broadcast_server_info(self):
-            addresses.put(
-                {
-                    name: getattr(self.server_info, name)
-                    for name in ("ip_addr", "register_port", "publisher_port", "reliability_port")
-                }
-            )
+            addresses.put(vars(self.server_info))
 
     class Client(ZmqClient):
         def wait_server_broadcast(self):

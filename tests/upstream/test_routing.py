@@ -96,6 +96,10 @@ class Replayed:
         return torch.cat(rows)
 
 
+def k3_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.exp() - 1 - log_ratio
+
+
 @pytest.fixture(
     scope="module", params=[EP2, TP2, TP2_EP2, PP2], ids=["ep2", "tp2", "tp2-ep2", "pp2"]
 )
@@ -121,15 +125,25 @@ def test_log_probs_are_those_of_the_replayed_experts(name, replayed):
 
 
 def test_replay_ends_the_flips(replayed):
-    """The mismatch of training and rollout with and without replay, of the same answers."""
-    k3, worst = {}, {}
-    for name, logprobs in replayed.trained.items():
-        log_ratio = logprobs - replayed.rollout
-        k3[name] = (log_ratio.exp() - 1 - log_ratio).mean().item()
-        worst[name] = log_ratio.abs().max().item()
-    print(f"\nk3 {k3}, largest difference {worst}, of {len(replayed.rollout)} tokens")
-    assert k3["replayed"] < k3["native"] / 1.5 and worst["replayed"] < worst["native"]
-    assert min(k3["shifted"], k3["swapped"]) > 20 * k3["native"]
+    """What replay leaves of the mismatch is rounding's, of both sides. Without it the mean is of
+    the few tokens with a flipped route, a hundredth, which are far off or, by chance, are not.
+    """
+    native, left = (
+        k3_of(replayed.trained[name] - replayed.rollout) for name in ("native", "replayed")
+    )
+    exact, rounded = (
+        replayed.by_transformers(dtype, CHANGES["replayed"])
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    rounding = 2 * k3_of(rounded - exact).mean()
+    distance = (replayed.trained["native"] - replayed.trained["replayed"]).abs()
+    moved = distance.topk(len(distance) // 100).indices
+    nearer = native[moved].mean() / left[moved].mean()
+    print(
+        f"\nk3 {native.mean():.2g}, replayed {left.mean():.2g}, of rounding {rounding:.2g}; of what "
+        f"replay moves most {nearer:.1f} times less"
+    )
+    assert left.mean() < min(1.5 * rounding, native.mean()) and nearer > 1.5
 
 
 def test_every_token_is_replayed_once_an_epoch(replayed):
