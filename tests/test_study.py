@@ -194,10 +194,7 @@ def test_a_cell_is_a_run_and_its_evaluations(monkeypatch, tmp_path):
         ("evaluations/sixteen/answers.jsonl", answers),
         (
             "metrics.jsonl",
-            [
-                {"step": 1, "entropy/mean": 0.5, "reward/groups_with_signal": 0.5},
-                {"step": 2, "entropy/mean": 0.25, "reward/groups_with_signal": 0.25},
-            ],
+            [{"entropy/mean": value, "reward/groups_with_signal": value} for value in (0.5, 0.25)],
         ),
     ):
         (run.path / file).parent.mkdir(parents=True, exist_ok=True)

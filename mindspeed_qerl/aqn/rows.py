@@ -83,6 +83,8 @@ class NoiseOfRows:
         self.draw_of: Callable[[Any], int] = tagged_draw
         self.noisy: list[Noisy] = []  # of each norm; none: no noise is on
         self.place_of: dict[int, int] = {}  # by draw
+        # rows of the pass whose draws are known; None: of none
+        self.known: int | None = None
         self.attached = ExitStack()
         if stays:
             self._attach()
@@ -91,6 +93,7 @@ class NoiseOfRows:
         """From now on rows have the noisy weights of their draws."""
         self.noisy = list(noisy)
         self.place_of = {}
+        self.known = None
         if not self.stays:
             self._attach()
 
@@ -113,6 +116,12 @@ class NoiseOfRows:
     def _product(self, table: Tensor, norm: torch.nn.Module, inputs: Any, output: Any) -> Any:
         """The hook of a norm; beside a residual its kernel returns two tensors."""
         normed, *rest = output if isinstance(output, tuple) else (output,)
+        if self.noisy and (self.known is None or self.known > len(normed)):
+            raise RuntimeError(
+                "AQN has a draw for each answer or group on, and vLLM's model runner began a pass "
+                f"of {len(normed)} rows, having said whose draw {self.known or 'none'} have: it "
+                "splits its batches, or prepares them otherwise. Take draws = 'step'"
+            )
         weights = table.index_select(0, self.index[: len(normed)])
         if normed.dim() == 3:  # [tokens, heads, width]: norms of q and k
             weights = weights.unsqueeze(1)
@@ -129,7 +138,10 @@ class NoiseOfRows:
     def _dummy(self, run: Callable, *arguments: Any, **more: Any) -> Any:
         """The runner's `_dummy_run`, a pass without requests."""
         self.index.zero_()
-        return run(*arguments, **more)
+        self.known = 0
+        result = run(*arguments, **more)
+        self.known = None
+        return result
 
     def _fill(self, scheduled: dict[str, int]) -> None:
         """Says of each row of the next pass which weights it has. scheduled: tokens by request."""
@@ -144,8 +156,9 @@ class NoiseOfRows:
         self._write(draws)
         places = [self.place_of[draw] for draw in draws]
         of_rows = np.repeat(places, [scheduled[request] for request in requests])
+        self.known = len(of_rows)
         whole = np.zeros(len(self.index), dtype=np.int64)
-        whole[: len(of_rows)] = of_rows
+        whole[: self.known] = of_rows
         self.index.copy_(torch.from_numpy(whole))
 
     def _write(self, draws: Sequence[int]) -> None:

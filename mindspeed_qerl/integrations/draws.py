@@ -20,8 +20,8 @@ class RequestDraws:
         draws: "group" or "answer".
 
     Raises:
-        ValueError: vLLM would give a prompt's keys and values to another draw, or computes what was
-            compiled or captured without the noise.
+        ValueError: vLLM would give a prompt's keys and values to another draw, computes what was
+            compiled or captured without the noise, or has another model runner.
     """
 
     def __init__(self, worker: Any, draws: str):
@@ -31,6 +31,11 @@ class RequestDraws:
                 f"draws = {draws!r} needs vLLM with enable_prefix_caching=False and "
                 "enforce_eager=True: cached prompts belong to one draw, and what is compiled or "
                 "captured multiplies with one weight. Or take draws = 'step'"
+            )
+        if not hasattr(worker.model_runner, "_prepare_inputs"):
+            raise ValueError(
+                f"draws = {draws!r} needs vLLM's model runner V1: set VLLM_USE_V2_MODEL_RUNNER=0. "
+                "Or take draws = 'step'"
             )
         engine = int(os.environ.get("RANK", "0")) // config.parallel_config.world_size
         self.first = 1 + ENGINES_APART * engine

@@ -117,6 +117,17 @@ def test_a_request_without_a_draw_is_refused(served):
         runner.step(a=1, evaluation=1)
 
 
+def test_a_pass_of_which_nobody_knows_whose_rows_are_is_refused(served):
+    """One that the runner did not prepare, and a part of one that it did."""
+    runner, injector, _ = served
+    injector.apply(ON)
+    with pytest.raises(RuntimeError, match="a pass of 2 rows, having said whose draw none have"):
+        runner.model(torch.ones(2, HIDDEN))
+    runner.step(a=3, b=1)
+    with pytest.raises(RuntimeError, match="a pass of 2 rows, having said whose draw 4 have"):
+        runner.model(torch.ones(2, HIDDEN))
+
+
 def test_a_name_of_no_norm_is_refused(served):
     with pytest.raises(ValueError, match="matches no norm"):
         NoiseInjector(served[0].model, "q*", seed=7, draws="answer", runner=served[0])

@@ -101,27 +101,21 @@ def test_a_model_that_is_warmed_up_knows_its_solutions(base, tmp_path):
         assert f"supervised training | step {step}/10 | loss {loss:.3f}\n" in done.stdout
     before, after = report["held_out"]
     assert f"loss of 32 held-out solutions {before:.3f} -> {after:.3f} nats" in done.stdout
-    model, tokenizer = (
-        kind.from_pretrained(tmp_path / "warm") for kind in (AutoModelForCausalLM, AutoTokenizer)
-    )
-    untrained = AutoModelForCausalLM.from_pretrained(base)
-    text = "Tom has 0 apples.\n7+1=8\n#### 8"  # the calculator's mark is gone
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
-    assert model(ids, labels=ids).loss < untrained(ids, labels=ids).loss - 0.5
-    for reported, found in (
-        (before, untrained),
-        (after, model),
-    ):  # between those of the four kinds of rows
+    assert after < before - 0.5
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "warm")
+    # between those of the four kinds of rows
+    for folder, reported in ((base, before), (tmp_path / "warm", after)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
         losses = []
         for row in rows[:4]:
-            solution = re.sub("<<.*>>", "", row["solution"])
+            solution = re.sub("<<.*>>", "", row["solution"])  # the calculator's mark is gone
             prompt, answer = (
                 tokenizer.encode(part, add_special_tokens=False)
                 for part in (row["prompt"], solution)
             )
             answer.append(tokenizer.eos_token_id)
             labels = torch.tensor([[-100] * len(prompt) + answer])
-            losses.append(found(torch.tensor([prompt + answer]), labels=labels).loss.item())
+            losses.append(model(torch.tensor([prompt + answer]), labels=labels).loss.item())
         assert min(losses) < reported < max(losses)
 
 

@@ -490,10 +490,10 @@ def test_a_replica_that_is_silent_is_named(tmp_path, noise, told):
 
 def test_whose_draw_a_request_has(monkeypatch):
     """Answers of other engines have others, a prompt has its own in each; engines that share
-    prompts or compile are refused.
+    prompts or compile, or have the other model runner, are refused.
     """
 
-    def draws(kind, rank="0", caching=False, eager=True):
+    def draws(kind, rank="0", caching=False, eager=True, prepares="_prepare_inputs"):
         monkeypatch.setenv("RANK", rank)
         parallel = SimpleNamespace(world_size=2)
         config = SimpleNamespace(
@@ -501,7 +501,8 @@ def test_whose_draw_a_request_has(monkeypatch):
             cache_config=SimpleNamespace(enable_prefix_caching=caching),
             model_config=SimpleNamespace(enforce_eager=eager),
         )
-        made = RequestDraws(SimpleNamespace(vllm_config=config), kind)
+        runner = SimpleNamespace(**{prepares: None})
+        made = RequestDraws(SimpleNamespace(vllm_config=config, model_runner=runner), kind)
         asked = [("a", [5, 6]), ("b", [5, 6]), ("c", [7]), ("a", [5, 6])]
         return [made.of(SimpleNamespace(req_id=i, prompt_token_ids=ids)) for i, ids in asked]
 
@@ -511,6 +512,8 @@ def test_whose_draw_a_request_has(monkeypatch):
     assert first == second == again != other and draws("group", rank="2")[0] == first
     with pytest.raises(ValueError, match="with enable_prefix_caching=False and enforce_eager=True"):
         draws("answer", caching=True, eager=False)
+    with pytest.raises(ValueError, match="runner V1: set VLLM_USE_V2_MODEL_RUNNER=0"):
+        draws("answer", prepares="prepare_inputs")
 
 
 def test_settings(tmp_path, monkeypatch):
