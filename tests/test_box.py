@@ -517,7 +517,7 @@ def test_a_real_terminal(what, played, tmp_path):
     # a session whose terminal it is
     launcher = start(
         EIGHT,
-        ["setsid", "--ctty", "--wait", "bash", str(SEVEN)],
+        f"setsid --ctty --wait bash {SEVEN}".split(),
         tmp_path / "box",
         variables,
         stdin=terminal,

@@ -344,27 +344,17 @@ def test_every_entry_starts_alike():
 
 def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_path):
     """A wheel, in a folder of its own, used from another, with the packages of this Python."""
-    for file in ("setup.py", "pyproject.toml", "README.md", "requirements"):
+    for file in "setup.py pyproject.toml README.md requirements".split():
         (shutil.copytree if (ROOT / file).is_dir() else shutil.copy)(ROOT / file, checkout / file)
-    built = run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        checkout,
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        tmp_path,
-    )
+    options = "--no-deps --no-build-isolation -w"
+    built = run(sys.executable, *f"-m pip wheel {checkout} {options} {tmp_path}".split())
     assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    [wheel] = tmp_path.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     site = tmp_path / "site"
     archive.extractall(site)
     names = archive.namelist()
-    packed = {name for name in names if name.startswith("mindspeed_qerl/configs/")}
-    assert packed == {
+    assert {name for name in names if name.startswith("mindspeed_qerl/configs/")} == {
         f"mindspeed_qerl/configs/{file.relative_to(CONFIGS)}" for file in CONFIGS.rglob("*.yaml")
     }
     tables = (ROOT / "mindspeed_qerl").rglob("*.yaml")
@@ -390,7 +380,7 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     )
     assert judged.returncode == 0 and "legal" in judged.stdout, judged.stderr
     lacking = call(
-        bare_python, "bin/qerl-export-adapter", "--checkpoint", "c", "--base", "b", "--output", "o"
+        bare_python, *"bin/qerl-export-adapter --checkpoint c --base b --output o".split()
     )
     assert lacking.returncode == 1 and "Traceback" not in lacking.stderr
     assert lacking.stderr.startswith(f"error: {bare_python} has no ")

@@ -214,7 +214,7 @@ def test_a_cell_is_a_run_and_its_evaluations(monkeypatch, tmp_path):
     found, questions = study.run_cell(
         "two", "other", 3, 1, tmp_path / "runs", ["local.kv_cache_gib=1"]
     )
-    (command,) = commands  # the evaluation was there
+    [command] = commands  # the evaluation was there
     assert questions == ["?"] and found == {
         "model": "a model",
         "data": "4e52d87761fa",

@@ -87,12 +87,7 @@ def test_a_model_that_is_warmed_up_knows_its_solutions(base, tmp_path):
         base,
         tmp_path / "warm",
         rows,
-        "--examples",
-        160,
-        "--batch-size",
-        16,
-        "--learning-rate",
-        3e-3,
+        *"--examples 160 --batch-size 16 --learning-rate 3e-3".split(),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "warm" / "warm_up.json").read_text())

@@ -128,15 +128,15 @@ def test_replay_ends_the_flips(replayed):
     """What replay leaves of the mismatch is rounding's, of both sides. Without it the mean is of
     the few tokens with a flipped route, a hundredth, which are far off or, by chance, are not.
     """
-    native, left = (
-        k3_of(replayed.trained[name] - replayed.rollout) for name in ("native", "replayed")
-    )
+    trained = replayed.trained
+    k3 = {name: k3_of(logprobs - replayed.rollout) for name, logprobs in trained.items()}
+    native, left = k3["native"], k3["replayed"]
     exact, rounded = (
         replayed.by_transformers(dtype, CHANGES["replayed"])
         for dtype in (torch.float32, torch.bfloat16)
     )
     rounding = 2 * k3_of(rounded - exact).mean()
-    distance = (replayed.trained["native"] - replayed.trained["replayed"]).abs()
+    distance = (trained["native"] - trained["replayed"]).abs()
     moved = distance.topk(len(distance) // 100).indices
     nearer = native[moved].mean() / left[moved].mean()
     print(
@@ -144,6 +144,8 @@ def test_replay_ends_the_flips(replayed):
         f"replay moves most {nearer:.1f} times less"
     )
     assert left.mean() < min(1.5 * rounding, native.mean()) and nearer > 1.5
+    assert left.max() < native.max()
+    assert min(k3["shifted"].mean(), k3["swapped"].mean()) > 20 * native.mean()
 
 
 def test_every_token_is_replayed_once_an_epoch(replayed):
