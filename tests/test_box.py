@@ -517,7 +517,7 @@ def test_a_real_terminal(what, played, tmp_path):
     # a session whose terminal it is
     launcher = start(
         EIGHT,
-        f"setsid --ctty --wait bash {SEVEN}".split(),
+        [*"setsid --ctty --wait bash".split(), str(SEVEN)],
         tmp_path / "box",
         variables,
         stdin=terminal,

@@ -346,8 +346,12 @@ def test_an_installation_has_commands_and_configs(bare_python, checkout, tmp_pat
     """A wheel, in a folder of its own, used from another, with the packages of this Python."""
     for file in "setup.py pyproject.toml README.md requirements".split():
         (shutil.copytree if (ROOT / file).is_dir() else shutil.copy)(ROOT / file, checkout / file)
-    options = "--no-deps --no-build-isolation -w"
-    built = run(sys.executable, *f"-m pip wheel {checkout} {options} {tmp_path}".split())
+    built = run(
+        sys.executable,
+        *"-m pip wheel --no-deps --no-build-isolation -w".split(),
+        tmp_path,
+        checkout,
+    )
     assert built.returncode == 0, built.stderr
     [wheel] = tmp_path.glob("*.whl")
     archive = zipfile.ZipFile(wheel)

@@ -69,18 +69,17 @@ def test_rows_have_the_weights_of_their_requests(served):
     assert report.measured_std == (drawn(clean, 1) - clean).double().std(correction=0).item()
     table, index = injector.rows.tables[0], injector.rows.index
     kept = table.data_ptr(), index.data_ptr()
-    steps = [
+    for tokens in (
         dict(a=3, b=1),
         dict(b=1, a=1, c=4),
         dict(c=1, a=1),
         dict(d=5, c=1, a=1),
         dict(e=2, b=2, d=1),
         dict(a=1, e=1),
-    ]
-    for tokens in steps:
+    ):
         rows = runner.step(padding=2, **tokens)
-        draws = [ord(name) - 96 for name, count in tokens.items() for _ in range(count)]
-        assert torch.equal(rows[:-2], torch.stack([drawn(clean, draw) for draw in draws]))
+        wanted = [drawn(clean, ord(name) - 96) for name, n in tokens.items() for _ in range(n)]
+        assert torch.equal(rows[:-2], torch.stack(wanted))
         assert torch.equal(rows[-2:], torch.ones(2, HIDDEN))  # padding has a weight of 1
     assert kept == (table.data_ptr(), index.data_ptr()) and len(table) == 4
     injector.remove()
