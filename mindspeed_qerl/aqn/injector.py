@@ -28,8 +28,8 @@ class NoiseReport:
         expected_std: sigma, or with multipliers the root mean square of sigma times a weight's
             multiplier over all weights of these norms.
         measured_std: standard deviation in float64 of (noisy - clean) over all weights of these
-            norms, as they lie in the model, i.e. after rounding to its dtype; of several draws, of
-            the first. Far below expected_std when BF16 swallows the noise.
+            norms, as they lie in the model, i.e. after rounding to its dtype; of several draws,
+            of draw 1. Far below expected_std when BF16 swallows the noise.
         changed_fraction: share of these weights, 0..1, that differ from the clean ones at all.
     """
 
