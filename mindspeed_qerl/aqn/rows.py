@@ -163,15 +163,16 @@ class NoiseOfRows:
 
     def _write(self, draws: Sequence[int]) -> None:
         """Puts those of `draws` into the tables that are not there; where a table would overflow,
-        those of this batch alone. One that comes again is drawn again, with the same bits.
+        in the places of draws that this batch does not have. One that comes again is drawn again,
+        with the same bits.
         """
-        missing = set(draws) - self.place_of.keys()
+        missing = sorted(set(draws) - self.place_of.keys())
+        if not missing:
+            return
         if len(self.place_of) + len(missing) >= len(self.tables[0]):
-            self.place_of = {}
-            missing = set(draws)
-        for draw in sorted(missing):
-            self.place_of[draw] = 1 + len(self.place_of)
-        if missing:
-            places = [self.place_of[draw] for draw in missing]
-            for noisy, table in zip(self.noisy, self.tables):
-                table[places] = torch.stack([noisy(draw) for draw in missing]).to(table.device)
+            self.place_of = {draw: self.place_of[draw] for draw in self.place_of.keys() & draws}
+        free = set(range(1, len(self.tables[0]))) - set(self.place_of.values())
+        places = sorted(free)[: len(missing)]
+        self.place_of |= zip(missing, places)
+        for noisy, table in zip(self.noisy, self.tables):
+            table[places] = torch.stack([noisy(draw) for draw in missing]).to(table.device)

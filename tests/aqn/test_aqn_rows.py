@@ -69,6 +69,8 @@ def test_rows_have_the_weights_of_their_requests(served):
     assert report.measured_std == (drawn(clean, 1) - clean).double().std(correction=0).item()
     table, index = injector.rows.tables[0], injector.rows.index
     kept = table.data_ptr(), index.data_ptr()
+    asked, noisy = [], injector.rows.noisy[0]
+    injector.rows.noisy = [lambda draw: asked.append(draw) or noisy(draw)]
     for tokens in (
         dict(a=3, b=1),
         dict(b=1, a=1, c=4),
@@ -77,20 +79,20 @@ def test_rows_have_the_weights_of_their_requests(served):
         dict(e=2, b=2, d=1),
         dict(a=1, e=1),
     ):
-        rows = runner.step(padding=2, **tokens)
         wanted = [drawn(clean, ord(name) - 96) for name, n in tokens.items() for _ in range(n)]
-        assert torch.equal(rows[:-2], torch.stack(wanted))
-        assert torch.equal(rows[-2:], torch.ones(2, HIDDEN))  # padding has a weight of 1
+        wanted += 2 * [torch.ones(HIDDEN)]  # padding
+        assert torch.equal(runner.step(padding=2, **tokens), torch.stack(wanted))
     assert kept == (table.data_ptr(), index.data_ptr()) and len(table) == 4
+    assert asked == [1, 2, 3, 4, 2, 5, 1]  # no running request's twice
     injector.remove()
-    assert torch.equal(runner.step(a=2), torch.stack([clean, clean]))
+    assert torch.equal(runner.step(a=2), clean.expand(2, -1))
     assert not runner.model[0]._forward_hooks
 
 
 def test_products_that_stay_change_no_bit_without_noise(served):
     runner, _, clean = served
     stays = NoiseInjector(runner.model, "*", seed=7, draws="group", runner=runner, stays=True)
-    assert torch.equal(runner.step(a=3), torch.stack(3 * [clean]))
+    assert torch.equal(runner.step(a=3), clean.expand(3, -1))
     stays.apply(ON)
     assert torch.equal(runner.step(b=1)[0], drawn(clean, 2))
     stays.remove()

@@ -350,7 +350,7 @@ def test_a_model_without_experts_has_no_routes_to_replay(raw, tmp_path):
     ):
         checked(raw)
     put(raw, "algorithm.routing_replay", "none")
-    assert not checked(raw)[0].layout.ep > 1
+    checked(raw)
     put(raw, "algorithm.routing_replay", "rolout")
     with pytest.raises(ConfigError, match="'rolout': Input should be 'none' or"):
         checked(raw)
