@@ -4,6 +4,7 @@ worker goes by the requests themselves.
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_qerl.aqn.rows import NoiseOfRows
@@ -40,7 +41,7 @@ class RequestDraws:
         engine = int(os.environ.get("RANK", "0")) // config.parallel_config.world_size
         self.first = 1 + ENGINES_APART * engine
         self.draws = draws
-        self.numbers: dict[str, int] = {}  # of this step's answers, by request
+        self.numbers: dict[str, int] = {}  # of this step's requests
 
     def begin(self, rows: NoiseOfRows) -> None:
         """Makes this what says whose draw a row has, in a new step."""
@@ -49,7 +50,12 @@ class RequestDraws:
 
     def of(self, request: Any) -> int:
         """Returns the draw of a request of vLLM's model runner."""
-        if self.draws == "group":
-            digest = hashlib.sha256(repr(list(request.prompt_token_ids)).encode()).digest()
-            return 1 + int.from_bytes(digest[:6], "big")
-        return self.numbers.setdefault(request.req_id, self.first + len(self.numbers))
+        if request.req_id not in self.numbers:
+            self.numbers[request.req_id] = self._number(request.prompt_token_ids)
+        return self.numbers[request.req_id]
+
+    def _number(self, prompt: Sequence[int]) -> int:
+        if self.draws == "answer":
+            return self.first + len(self.numbers)
+        digest = hashlib.sha256(repr(list(prompt)).encode()).digest()
+        return 1 + int.from_bytes(digest[:6], "big")
