@@ -18,7 +18,7 @@ from mindspeed_qerl.aqn.schedule import NoiseLevel
 from mindspeed_qerl.ascend.observer import TokenObserver
 from mindspeed_qerl.ascend.trainer import QeRLTrainer, to_our_names
 from mindspeed_qerl.common.errors import EngineError
-from mindspeed_qerl.recipe.types import Algorithm, Quantization, Selection
+from mindspeed_qerl.recipe.types import Algorithm, Noise, Quantization, Selection
 
 PROMPTS, N, EOS = 2, 2, 3
 LIKE = [1, 1, 1, 1]  # rewards that teach nothing
@@ -82,9 +82,9 @@ def make(monkeypatch):
             algorithm=algorithm or Algorithm(),
             selection=Selection(**selection),
             quantization=Quantization(),
+            noise=Noise(),
         )
-        prompts = {"prompts": [torch.tensor([8]), torch.tensor([9])]}
-        prompts["labels"] = [torch.tensor([7])] * 2
+        prompts = {"prompts": list(torch.tensor([[8], [9]])), "labels": [torch.tensor([7])] * 2}
 
         def generate_sequences(blocking):
             assert set(dock.columns) == {"prompts", "prompt_length", "labels"}
@@ -213,8 +213,8 @@ def test_a_step_that_trains_nothing_says_so(batch, options, why, make):
 
 def test_the_ranks_are_told_the_noise_of_the_next_step_once_this_one_was_reported(make):
     trainer, _, _ = make(answers(LIKE))
-    told, logged_with = [], logged(trainer)
-    assert logged_with[1] == 0  # a run without noise tells nobody
+    told = []
+    assert logged(trainer)[1] == 0  # a run without noise tells nobody
     trainer.level = before = NoiseLevel(step=6, stage=1, sigma=0.1)
     after = NoiseLevel(step=7, stage=1, sigma=0.2)
     trainer.noise = SimpleNamespace(
