@@ -26,7 +26,6 @@ NUMBERS = count()
 def main():
     plan = json.loads(Path(sys.argv[1]).read_text())
     stage = Path(plan["folder"]) / "stage"
-    stage.mkdir(exist_ok=True)
     if socket.if_nameindex() == [(1, "lo")]:
         loopback_up(plan["address"])
     mount("proc", "/proc", "proc")
@@ -80,8 +79,7 @@ def mirror(stage, place, more, without=(), inside=None):
         fill(copy / name, {**there(Path(place, name)), **files})
     fill(
         copy,
-        {name: source for name, source in there(Path(place)).items() if name not in without}
-        | dict(more),
+        {name: source for name, source in there(Path(place)).items() if name not in without} | more,
     )
     mount(str(copy), place, flags=MOVE)
 
@@ -97,12 +95,15 @@ def fill(place, sources):
             new.symlink_to(os.readlink(source))
         elif os.path.exists(source):
             new.mkdir() if os.path.isdir(source) else new.touch()
-            mount(source, new, flags=BIND)
+            try:
+                mount(source, new, flags=BIND)
+            except FileNotFoundError:
+                pass  # somebody's temporary file, gone since
 
 
 def own(stage):
     folder = stage / str(next(NUMBERS))
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     mount("tmpfs", folder, "tmpfs", data="mode=1777")
     return folder
 
