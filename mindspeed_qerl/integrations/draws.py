@@ -41,7 +41,7 @@ class RequestDraws:
         engine = int(os.environ.get("RANK", "0")) // config.parallel_config.world_size
         self.first = 1 + ENGINES_APART * engine
         self.draws = draws
-        self.numbers: dict[str, int] = {}  # of this step's requests
+        self.numbers: dict[str, int] = {}  # draws of this step's requests
 
     def begin(self, rows: NoiseOfRows) -> None:
         """Makes this what says whose draw a row has, in a new step."""
