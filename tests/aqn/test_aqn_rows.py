@@ -83,7 +83,8 @@ def test_rows_have_the_weights_of_their_requests(served):
         wanted += 2 * [torch.ones(HIDDEN)]  # padding
         assert torch.equal(runner.step(padding=2, **tokens), torch.stack(wanted))
     assert kept == (table.data_ptr(), index.data_ptr()) and len(table) == 4
-    assert asked == [1, 2, 3, 4, 2, 5, 1]  # one that comes back is drawn again, not one that runs on
+    # one that comes back is drawn again, not one that runs on
+    assert asked == [1, 2, 3, 4, 2, 5, 1]
     injector.remove()
     assert torch.equal(runner.step(a=2), clean.expand(2, -1))
     assert not runner.model[0]._forward_hooks
