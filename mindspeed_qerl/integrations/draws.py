@@ -4,8 +4,9 @@ worker goes by the requests themselves.
 
 import hashlib
 import os
-from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from mindspeed_qerl.aqn.rows import NoiseOfRows
 
@@ -13,9 +14,12 @@ ENGINES_APART = 1 << 32  # more draws than an engine has answers
 
 
 class RequestDraws:
-    """Draws of the requests that one vLLM worker serves: of each, in the order in which they come,
-    which all ranks of an engine share; or of each prompt, by its tokens, since a group may be spread
-    over several engines.
+    """Draws of the requests that one vLLM worker serves, the same in all ranks of an engine.
+
+    A request has the draw of its id, which is no other's of any engine; with an external launcher,
+    where each rank gives ids of its own, of its place in the order in which requests come, which is
+    that of a run that is repeated, too. With a draw for each group it is that of its prompt's
+    tokens, since a group may be spread over several engines.
 
     Args:
         draws: "group" or "answer".
@@ -38,24 +42,44 @@ class RequestDraws:
                 f"draws = {draws!r} needs vLLM's model runner V1: set VLLM_USE_V2_MODEL_RUNNER=0. "
                 "Or take draws = 'step'"
             )
-        engine = int(os.environ.get("RANK", "0")) // config.parallel_config.world_size
-        self.first = 1 + ENGINES_APART * engine
         self.draws = draws
+        self.first: int | None = None  # draw of this engine, if they follow each other
+        parallel = config.parallel_config
+        if parallel.distributed_executor_backend == "external_launcher":
+            engine_ranks = parallel.world_size // parallel.data_parallel_size
+            self.first = 1 + ENGINES_APART * (int(os.environ["RANK"]) // engine_ranks)
+        self.step: int | None = None
         self.numbers: dict[str, int] = {}  # draws of this step's requests
 
-    def begin(self, rows: NoiseOfRows) -> None:
-        """Makes this what says whose draw a row has, in a new step."""
-        self.numbers.clear()
+    @torch.no_grad()
+    def begin(self, rows: NoiseOfRows, step: int) -> None:
+        """Makes this what says whose draw a row has. In a step that goes on, after a further sync,
+        say, requests have further draws.
+
+        Raises:
+            ValueError: a norm that does not multiply by its weight, as those by 1 + weight.
+        """
+        for norm in rows.norms:
+            ones = torch.ones_like(norm.weight)
+            if not torch.allclose(norm(ones[None])[0], norm.weight, rtol=0.01, atol=0.01):
+                raise ValueError(
+                    f"draws = {self.draws!r} needs norms that multiply by their weight, and "
+                    f"{type(norm).__name__} does something else: take draws = 'step'"
+                )
+        if step != self.step:
+            self.step = step
+            self.numbers.clear()
         rows.draw_of = self.of
 
     def of(self, request: Any) -> int:
         """Returns the draw of a request of vLLM's model runner."""
         if request.req_id not in self.numbers:
-            self.numbers[request.req_id] = self._number(request.prompt_token_ids)
+            self.numbers[request.req_id] = self._number(request)
         return self.numbers[request.req_id]
 
-    def _number(self, prompt: Sequence[int]) -> int:
-        if self.draws == "answer":
+    def _number(self, request: Any) -> int:
+        if self.draws == "answer" and self.first is not None:
             return self.first + len(self.numbers)
-        digest = hashlib.sha256(repr(list(prompt)).encode()).digest()
+        key = request.req_id if self.draws == "answer" else repr(list(request.prompt_token_ids))
+        digest = hashlib.sha256(key.encode()).digest()
         return 1 + int.from_bytes(digest[:6], "big")

@@ -322,7 +322,7 @@ class WorkerRollout:
             runner=getattr(self.worker, "model_runner", None),
         )
         if injector.rows and self.draws:
-            self.draws.begin(injector.rows)
+            self.draws.begin(injector.rows, step)
         report = injector.apply(self.controller.level(step))
         self.injector = injector
         self.noise_step = step

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.cpu import keep_weights
@@ -489,31 +491,51 @@ def test_a_replica_that_is_silent_is_named(tmp_path, noise, told):
 
 
 def test_whose_draw_a_request_has(monkeypatch):
-    """Answers of other engines have others, a prompt has its own in each; engines that share
-    prompts or compile, or have the other model runner, are refused.
+    """Its id says it; with an external launcher its place, answers of other engines having others.
+    A prompt has its own in each. Engines that share prompts or compile, or have the other model
+    runner, and norms by 1 + weight are refused.
     """
 
-    def draws(kind, rank="0", caching=False, eager=True, prepares="_prepare_inputs"):
+    def made(
+        kind="answer",
+        rank="0",
+        backend="external_launcher",
+        caching=False,
+        eager=True,
+        prepares="_prepare_inputs",
+    ):
         monkeypatch.setenv("RANK", rank)
-        parallel = SimpleNamespace(world_size=2)
         config = SimpleNamespace(
-            parallel_config=parallel,
+            parallel_config=SimpleNamespace(
+                world_size=4, data_parallel_size=2, distributed_executor_backend=backend
+            ),
             cache_config=SimpleNamespace(enable_prefix_caching=caching),
             model_config=SimpleNamespace(enforce_eager=eager),
         )
         runner = SimpleNamespace(**{prepares: None})
-        made = RequestDraws(SimpleNamespace(vllm_config=config, model_runner=runner), kind)
-        asked = [("a", [5, 6]), ("b", [5, 6]), ("c", [7]), ("a", [5, 6])]
-        return [made.of(SimpleNamespace(req_id=i, prompt_token_ids=ids)) for i, ids in asked]
+        return RequestDraws(SimpleNamespace(vllm_config=config, model_runner=runner), kind)
 
-    assert draws("answer") == draws("answer", rank="1") == [1, 2, 3, 1]
-    assert not set(draws("answer")) & set(draws("answer", rank="2"))
-    first, second, other, again = draws("group")
-    assert first == second == again != other and draws("group", rank="2")[0] == first
+    def of(draws, ids="abca"):
+        prompts = [[7] if i == "c" else [5, 6] for i in ids]
+        asked = zip(ids, prompts)
+        return [draws.of(SimpleNamespace(req_id=i, prompt_token_ids=ids)) for i, ids in asked]
+
+    assert of(made()) == of(made(rank="1")) == [1, 2, 3, 1]
+    assert not set(of(made())) & set(of(made(rank="2")))
+    served = of(made(backend="mp"))
+    assert served == of(made(rank="2", backend="mp")) and len(set(served)) == 3
+    first, second, other, again = of(made("group"))
+    assert first == second == again != other and of(made("group", rank="2"))[0] == first
+    draws = made()
+    for step, ids, wanted in ((0, "ab", [1, 2]), (0, "cd", [3, 4]), (1, "ef", [1, 2])):
+        draws.begin(SimpleNamespace(norms=[LlamaRMSNorm(4)]), step)
+        assert of(draws, ids) == wanted
+    with pytest.raises(ValueError, match="multiply by their weight, and Gemma2RMSNorm does"):
+        draws.begin(SimpleNamespace(norms=[Gemma2RMSNorm(4)]), 2)
     with pytest.raises(ValueError, match="with enable_prefix_caching=False and enforce_eager=True"):
-        draws("answer", caching=True, eager=False)
+        made(caching=True, eager=False)
     with pytest.raises(ValueError, match="runner V1: set VLLM_USE_V2_MODEL_RUNNER=0"):
-        draws("answer", prepares="prepare_inputs")
+        made(prepares="prepare_inputs")
 
 
 def test_settings(tmp_path, monkeypatch):
