@@ -200,9 +200,9 @@ class NoiseInjector:
             )
         for _, norm, clean, _ in self._applied:
             norm.weight.copy_(clean)
-        if self.rows and self._applied:
-            self.rows.end()
         self._applied = []
+        if self.rows:
+            self.rows.end()
 
 
 def _same_bits(weight: Tensor, expected: Tensor) -> bool:

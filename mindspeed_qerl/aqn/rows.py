@@ -85,6 +85,7 @@ class NoiseOfRows:
         self.place_of: dict[int, int] = {}  # by draw
         # rows of the pass whose draws are known; None: of none
         self.known: int | None = None
+        self.multiplied: dict[torch.nn.Module, int] = {}  # rows, of each norm in that pass
         self.attached = ExitStack()
         if stays:
             self._attach()
@@ -103,6 +104,7 @@ class NoiseOfRows:
         self.index.zero_()
         if not self.stays:
             self.attached.close()
+        self._check_multiplied()
 
     def _attach(self) -> None:
         for norm, table in zip(self.norms, self.tables):
@@ -116,12 +118,15 @@ class NoiseOfRows:
     def _product(self, table: Tensor, norm: torch.nn.Module, inputs: Any, output: Any) -> Any:
         """The hook of a norm; beside a residual its kernel returns two tensors."""
         normed, *rest = output if isinstance(output, tuple) else (output,)
-        if self.noisy and (self.known is None or self.known > len(normed)):
-            raise RuntimeError(
-                "AQN has a draw for each answer or group on, and vLLM's model runner began a pass "
-                f"of {len(normed)} rows, having said whose draw {self.known or 'none'} have: it "
-                "splits its batches, or prepares them otherwise. Take draws = 'step'"
-            )
+        if self.noisy:
+            if self.known is None or not self.known <= len(normed) <= len(self.index):
+                raise RuntimeError(
+                    "AQN has a draw for each answer or group on, and vLLM's model runner began a "
+                    f"pass of {len(normed)} rows, having said whose draw {self.known or 'none'} "
+                    "have: it splits its batches, or prepares them otherwise, or the norm's rows "
+                    "are no tokens. Take draws = 'step'"
+                )
+            self.multiplied[norm] = len(normed)
         weights = table.index_select(0, self.index[: len(normed)])
         if normed.dim() == 3:  # [tokens, heads, width]: norms of q and k
             weights = weights.unsqueeze(1)
@@ -137,14 +142,34 @@ class NoiseOfRows:
 
     def _dummy(self, run: Callable, *arguments: Any, **more: Any) -> Any:
         """The runner's `_dummy_run`, a pass without requests."""
+        self._check_multiplied()
         self.index.zero_()
         self.known = 0
         result = run(*arguments, **more)
         self.known = None
+        self.multiplied = {}
         return result
+
+    def _check_multiplied(self) -> None:
+        """RuntimeError if in the last pass not all norms came by, or with other rows; a graph that
+        is replayed calls none.
+        """
+        rows, known = self.multiplied, self.known
+        self.multiplied, self.known = {}, None
+        if not known or (self.stays and not rows):
+            return
+        if len(rows) < len(self.norms) or len(set(rows.values())) > 1:
+            raise RuntimeError(
+                "AQN has a draw for each answer or group on, and in a pass of "
+                f"{known} tokens {len(rows)} of {len(self.norms)} norms had rows of their "
+                f"own, as many as {sorted(set(rows.values()))}: another kernel reads the weights "
+                "of the rest, or the rows are no tokens (heads, an image's patches). Exclude such "
+                "norms, or take draws = 'step'"
+            )
 
     def _fill(self, scheduled: dict[str, int]) -> None:
         """Says of each row of the next pass which weights it has. scheduled: tokens by request."""
+        self._check_multiplied()
         requests = self.runner.input_batch.req_ids
         draws = [self.draw_of(self.runner.requests[request]) for request in requests]
         if not all(draws):

@@ -130,6 +130,25 @@ def test_a_pass_of_which_nobody_knows_whose_rows_are_is_refused(served):
         runner.model(torch.ones(2, HIDDEN))
 
 
+@pytest.mark.parametrize(
+    "rows, words",
+    [
+        ((4,), r"1 of 2 norms .* as many as .4.: another kernel reads"),
+        ((4, 6), r"2 of 2 norms .* as many as .4, 6.: .* the rows are no tokens"),
+        ((4, 20), "a pass of 20 rows, .* draw 4 have: .* are no tokens"),
+    ],
+)
+def test_norms_whose_rows_are_others_are_refused(rows, words):
+    norms = nn.ModuleList(nn.RMSNorm(HIDDEN) for _ in range(2))
+    runner = Runner(lambda ones: [norm(torch.ones(n, HIDDEN)) for norm, n in zip(norms, rows)])
+    runner.add("a", 1)
+    injector = NoiseInjector(norms, "*", seed=7, draws="answer", runner=runner)
+    injector.apply(ON)
+    with pytest.raises(RuntimeError, match=words):
+        runner.step(a=4)
+        injector.remove()
+
+
 def test_a_name_of_no_norm_is_refused(served):
     with pytest.raises(ValueError, match="matches no norm"):
         NoiseInjector(served[0].model, "q*", seed=7, draws="answer", runner=served[0])
