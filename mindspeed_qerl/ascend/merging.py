@@ -25,8 +25,9 @@ def merge_experts(weight: Tensor, a: Tensor, b: Tensor, rank: int, scaling: floa
     experts = a.numel() * b.numel() // (weight.numel() * rank**2)
     a = a.view(experts, -1, rank).float()
     b = b.view(experts, rank, -1).float()
-    stacked = weight.view(experts, a.shape[1], -1).float()
-    exact = torch.baddbmm(stacked, a, b, alpha=scaling)
+    stacked = weight.view(experts, a.shape[1], -1)
+    # no name holds the float32 copy while `exact` is rounded
+    exact = torch.baddbmm(stacked.float(), a, b, alpha=scaling)
     return rounded(exact, weight.dtype, getattr(weight, "dither", None)).view(weight.shape)
 
 
