@@ -90,6 +90,9 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> MemorySettings:
     if recipe.noise.enabled and recipe.noise.draws != "step":
         is_mixture = recipe.model.arguments.get("num_experts")
         drawn_norms = 1 if is_mixture and recipe.noise.targets == "auto" else 2
+    answers_of_draw = 1
+    if recipe.noise.draws == "group":
+        answers_of_draw = recipe.batch.samples_per_prompt
     return MemorySettings(
         memory_gb,
         **vars(recipe.rollout),
@@ -100,6 +103,7 @@ def settings_of(recipe: Recipe, memory_gb: float = 64.0) -> MemorySettings:
         hccl_buffer_mib=recipe.npu.hccl_buffer_mib,
         int8_rollouts=recipe.quantization.format == "int8_w8a8",
         drawn_norms=drawn_norms,
+        answers_of_draw=answers_of_draw,
     )
 
 

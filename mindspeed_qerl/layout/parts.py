@@ -40,6 +40,7 @@ class MemorySettings:
     hccl_buffer_mib: int = 640
     int8_rollouts: bool = False  # rollout_quantization int8_w8a8
     drawn_norms: int = 0  # norms of a layer that have a draw for each answer or group
+    answers_of_draw: int = 1
 
 
 @dataclass(frozen=True)
@@ -274,8 +275,9 @@ def _dense_sync(plan: Plan, stage: int) -> list[Parts]:
     merging = joined + kept
     if plan.lora:
         share = largest // layout.tp
-        merging = max(2 * share * FP32, share * BF16 + merging)
-    how_merged = f"W and W + BA of the largest linear layer, {largest / 1e6:.1f} x 10^6, float32"
+        # rounded in one tensor, copied to another
+        merging = max(share * (2 * FP32 + 2 * BF16), share * BF16 + merging)
+    how_merged = f"W + BA of the largest linear layer, {largest / 1e6:.1f} x 10^6, and random bits"
     return [[Part("embedding on its way", embedding, how)], [Part("merging", merging, how_merged)]]
 
 
@@ -308,8 +310,8 @@ def _experts_sync(plan: Plan, stage: int) -> list[Parts]:
         how = f"a second copy of {owner} experts, {sum(layers)} layers"
         buffers.append([Part("experts on their way", layer * sum(layers) * BF16, how)])
     if plan.lora:  # a stage merges while the buffer of its own experts is filled
-        merging = layer * 2 // 3 * 2 * FP32 + layer // 3 * BF16
-        how = "W and W + BA of one layer's fc1, float32, beside fc2"
+        merging = layer * 2 // 3 * (2 * FP32 + BF16)
+        how = "W + BA of one layer's fc1, float32, random bits, and rounded"
         buffers[stage].append(Part("merging", merging, how))
     return buffers
 

@@ -224,7 +224,7 @@ class _Rank:
         weights = passes * sum(rollout_weights(self.plan)) * BF16
         device = self._seconds("rollout", flops, weights, layers, tokens, passes)
         launches = sum(self._launched("prefill", layers, tp)) + 2 * self.drawn_norms
-        more = answers * self.drawn_norms * DRAW
+        more = answers / self.settings.answers_of_draw * self.drawn_norms * DRAW
         return Phase("prefill", passes * launches, device, more)
 
     def decode(self, answers: float) -> Phase:

@@ -163,16 +163,14 @@ def complete(
 
     if logprobs:  # one list of numbers, not a dictionary a token; vLLM 0.11 has none
         sampling |= {"logprobs": 0, "flat_logprobs": True}
-    params = SamplingParams(detokenize=False, **sampling)
+    params = [SamplingParams(detokenize=False, **sampling) for _ in prompts]
     if seed is not None:
-        params = [
-            SamplingParams(detokenize=False, seed=seed + i * params.n, **sampling)
-            for i in range(len(prompts))
-        ]
+        for number, of_prompt in enumerate(params):
+            of_prompt.seed = seed + number * of_prompt.n
     tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
     if draws:
-        prompts = [prompt for prompt in prompts for _ in range(params.n)]
-        tokens, params = requests_of_answers(tokens, [params] * len(tokens), draws)
+        prompts = [prompt for prompt, of_prompt in zip(prompts, params) for _ in range(of_prompt.n)]
+        tokens, params = requests_of_answers(tokens, params, draws)
     with recorder.recording() if recorder else nullcontext():
         outputs = llm.generate(tokens, params, use_tqdm=use_tqdm)
     routes = recorder.take(outputs) if recorder else repeat(repeat(None))

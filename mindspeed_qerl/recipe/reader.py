@@ -206,6 +206,11 @@ def _check_noise(recipe: Recipe, found: Found) -> None:
                 raise ValueError(
                     f"{name} is read with schedule 'target', not {noise.schedule!r}: use aqn=target"
                 )
+        if noise.draws != "answer" and noise.repeat_every != Noise().repeat_every:
+            raise ValueError(
+                f"repeat_every is read with draws 'answer', not {noise.draws!r}: use "
+                "aqn.draws=answer"
+            )
         n = recipe.batch.samples_per_prompt
         if noise.draws == "answer" and noise.repeat_every and (n % 2 or n < 4):
             raise ValueError(

@@ -3,6 +3,7 @@ values and gradients on random batches with padding, whole and cut into micro-ba
 """
 
 import ast
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from mindspeed_qerl.algorithm.advantages import group_advantages, rewards_less_k
 from mindspeed_qerl.algorithm.losses import LossInputs, correction_weights, denominator, loss
 from mindspeed_qerl.recipe.types import LOSS_MODES, Algorithm, Correction
 from tests.algorithm import verl
+from tests.tables import cells
 
 AGGREGATIONS = (
     "token-mean",
@@ -399,49 +401,29 @@ def trls(inputs, loss_type, weights=None, beta=0.0, entropy=0.0, level="token", 
     return total.detach(), torch.autograd.grad(total, [inputs.logprobs])[0]
 
 
-@pytest.mark.parametrize(
-    "more, trl",
-    [
-        ({"loss_agg_mode": "token-mean"}, {"loss_type": "dapo"}),
-        (
-            {"loss_agg_mode": "token-mean", "kl_coefficient": 0.3},
-            {"loss_type": "dapo", "beta": 0.3},
-        ),
-        (
-            {"loss_agg_mode": "token-mean", "entropy_coefficient": 0.2},
-            {"loss_type": "dapo", "entropy": 0.2},
-        ),
-        ({"loss_agg_mode": "token-mean", "clip_ratio_c": 1.4}, {"loss_type": "dapo", "delta": 1.4}),
-        (
-            {"loss_agg_mode": "token-mean", "loss_mode": "cispo", "clip_ratio_low": 1.0},
-            {"loss_type": "cispo"},
-        ),
-        ({"loss_agg_mode": "seq-mean-token-mean"}, {"loss_type": "grpo"}),
-        (
-            {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"},
-            {"loss_type": "grpo", "level": "sequence"},
-        ),
-        (
-            {
-                "loss_agg_mode": "seq-mean-token-mean",
-                "loss_mode": "sapo",
-                "tau_pos": 1.3,
-                "tau_neg": 0.9,
-            },
-            {"loss_type": "sapo"},
-        ),
-        ({"loss_agg_mode": "seq-mean-token-sum"}, {"loss_type": "luspo"}),
-        (
-            {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0},
-            {"loss_type": "dr_grpo"},
-        ),
-    ],
-    ids=str,
-)
+# ours beside TRL's
+SAME = """
+{"loss_agg_mode": "token-mean"} ¦ {"loss_type": "dapo"}
+{"loss_agg_mode": "token-mean", "kl_coefficient": 0.3} ¦ {"loss_type": "dapo", "beta": 0.3}
+{"loss_agg_mode": "token-mean", "entropy_coefficient": 0.2} ¦ {"loss_type": "dapo", "entropy": 0.2}
+{"loss_agg_mode": "token-mean", "clip_ratio_c": 1.4} ¦ {"loss_type": "dapo", "delta": 1.4}
+{"loss_agg_mode": "token-mean", "loss_mode": "cispo", "clip_ratio_low": 1.0} ¦ \
+{"loss_type": "cispo"}
+{"loss_agg_mode": "seq-mean-token-mean"} ¦ {"loss_type": "grpo"}
+{"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"} ¦ \
+{"loss_type": "grpo", "level": "sequence"}
+{"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "sapo", "tau_pos": 1.3, "tau_neg": 0.9} ¦ \
+{"loss_type": "sapo"}
+{"loss_agg_mode": "seq-mean-token-sum"} ¦ {"loss_type": "luspo"}
+{"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 20.0} ¦ {"loss_type": "dr_grpo"}
+"""
+
+
+@pytest.mark.parametrize("more, trl", cells(SAME))
 def test_the_loss_is_trls_whatever_the_micro_batches(more, trl):
     inputs = trained_answers(batch())
-    algorithm = Algorithm(**{"kl_coefficient": 0.0, **CLIP, **more})
-    expected, expected_gradient = trls(inputs, **trl)
+    algorithm = Algorithm(**{"kl_coefficient": 0.0, **CLIP, **json.loads(more)})
+    expected, expected_gradient = trls(inputs, **json.loads(trl))
     for parts in PARTS:
         value, gradients = ours(inputs, algorithm, parts=parts)
         torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)

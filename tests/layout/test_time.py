@@ -226,14 +226,16 @@ def test_draws_are_two_kernels_a_norm_and_a_copy_of_whose_row_it_is():
     for eager in (True, False):
         settings = replace(settings_of(recipe), enforce_eager=eager)
         plain = replace(settings, drawn_norms=0)
+        grouped = replace(recipe, noise=replace(recipe.noise, draws="group"))
         phases = [
             {phase.name: phase for phase in iteration(estimate(plan, each))}
-            for each in (settings, plain)
+            for each in (settings, plain, settings_of(grouped))
         ]
-        drawn, without = (found["decode"].launches for found in phases)
+        drawn, without, _ = (found["decode"].launches for found in phases)
         steps = (drawn - without) / (1 + 2 * 2 * 28 * eager)
         assert steps == pytest.approx(DEFAULT.longest, rel=0.5)
-        assert phases[0]["prefill"].more > 0 == phases[1]["prefill"].more
+        of_answers, none, of_groups = (found["prefill"].more for found in phases)
+        assert of_answers == pytest.approx(8 * of_groups) and of_groups > none == 0
 
 
 # ---- the command line ----

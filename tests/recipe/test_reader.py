@@ -218,6 +218,8 @@ rollout_max_tokens = 30 with overlong_buffer_enable must be sampling max_tokens 
 filter_groups_train_batch_size = 24 prompts must be a multiple of
 {"aqn.enabled": true, "aqn.draws": "answer", "rl_config.n_samples_per_prompt": 5} ¦ \
 repeat_every = 10 gives a draw to two answers in turn, for which n_samples_per_prompt = 5 must be even
+{"aqn.enabled": true, "aqn.draws": "group", "aqn.repeat_every": 5} ¦ \
+repeat_every is read with draws 'answer', not 'group': use aqn.draws=answer
 {"rl_config.filter_groups_enable": true, "rl_config.filter_groups_metric": "acc"} ¦ \
 rl_config.filter_groups_metric: unknown verifier of verifier_function 'acc'.
 """),

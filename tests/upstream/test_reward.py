@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from ray import cloudpickle
 from mindspeed_qerl.ascend import reward
 from mindspeed_rl.models import rule_verifier
-cases, data_path = json.loads(sys.argv[1])
+cases, data_path = json.loads(sys.argv[1]), sys.argv[2]
 answers = []
 for responses, labels, names, weights, packed in cases:
     config = SimpleNamespace(verifier_function=names, verifier_weight=weights)
@@ -61,6 +61,22 @@ def seen(responses, answers, rows):
     return [float(row == {"answer": "7"}) for row in rows]
 """
 
+# answers, labels, verifiers, their weights, whether the packed rows are there
+CASES = r"""[
+    [["#### 7", "#### 8", "it is 7"], ["7 ", " 7", "7"], ["gsm8k_strict"], [1.0], false],
+    [["#### 7", "it is 7"], ["7", "7"], ["gsm8k", "gsm8k_strict"], [0.5, 2.0], false],
+    [["#### 7"], ["7"], ["gsm8c"], [1.0], false],
+    [["#### 7"], null, ["gsm8k"], [1.0], false],
+    [["#### 7", "#### 7"], ["7", " "], ["gsm8k"], [1.0], false],
+    [["7", "two words"], ["0", "1 "], ["own_reward:levels"], [0.5], true],
+    [["x"], ["7"], ["own_reward:seen"], [1.0], false],
+    [["a", "b"], ["0", "1"], ["own_reward:fails"], [1.0], true],
+    [["a"], ["3"], ["own_reward:levels"], [1.0], true],
+    [["\\\\boxed{0.5}", "\\\\boxed{9^{9^{9^{9}}}}", "Answer: 7"], ["2", "2", "2"],
+        ["math", "own_reward:levels"], [1.0, 0.5], true],
+    [["\\\\boxed{9^{9^{9^{9}}}}"], ["7"], ["math"], [1.0], false]
+]"""
+
 
 @pytest.fixture(scope="module")
 def answers(upstream, tmp_path_factory):
@@ -77,26 +93,7 @@ def answers(upstream, tmp_path_factory):
             read_rows(folder / "rows.jsonl"), folder / "packed" / "train", folder / "tokenizer"
         ).data_path
     )
-    cases = [
-        (["#### 7", "#### 8", "it is 7"], ["7 ", " 7", "7"], ["gsm8k_strict"], [1.0], False),
-        (["#### 7", "it is 7"], ["7", "7"], ["gsm8k", "gsm8k_strict"], [0.5, 2.0], False),
-        (["#### 7"], ["7"], ["gsm8c"], [1.0], False),
-        (["#### 7"], None, ["gsm8k"], [1.0], False),
-        (["#### 7", "#### 7"], ["7", " "], ["gsm8k"], [1.0], False),
-        (["7", "two words"], ["0", "1 "], ["own_reward:levels"], [0.5], True),
-        (["x"], ["7"], ["own_reward:seen"], [1.0], False),
-        (["a", "b"], ["0", "1"], ["own_reward:fails"], [1.0], True),
-        (["a"], ["3"], ["own_reward:levels"], [1.0], True),
-        (
-            [r"\\boxed{0.5}", r"\\boxed{9^{9^{9^{9}}}}", "Answer: 7"],
-            ["2", "2", "2"],
-            ["math", "own_reward:levels"],
-            [1.0, 0.5],
-            True,
-        ),
-        ([r"\\boxed{9^{9^{9^{9}}}}"], ["7"], ["math"], [1.0], False),
-    ]
-    result = run_python(["-c", SCRIPT, json.dumps([cases, data_path])], emulated(upstream), folder)
+    result = run_python(["-c", SCRIPT, CASES, data_path], emulated(upstream), folder)
     assert "ANSWERS" in result.stdout, result.stderr[-2000:]
     return json.loads(result.stdout.split("ANSWERS")[1])
 
