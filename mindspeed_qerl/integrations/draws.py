@@ -16,10 +16,10 @@ ENGINES_APART = 1 << 32  # more draws than an engine has answers
 class RequestDraws:
     """Draws of the requests that one vLLM worker serves, the same in all ranks of an engine.
 
-    A request has the draw of its id, which is no other's of any engine; with an external launcher,
-    where each rank gives ids of its own, of its place in the order in which requests come, which is
-    that of a run that is repeated, too. With a draw for each group it is that of its prompt's
-    tokens, since a group may be spread over several engines.
+    An answer's comes from its request's id, which no request of another engine has. With an
+    external launcher each rank makes up ids of its own: there it comes from the request's place in
+    their order, which is the same when a run is repeated. A group's comes from its prompt's tokens,
+    since a group may be spread over several engines.
 
     Args:
         draws: "group" or "answer".
