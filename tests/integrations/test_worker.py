@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from mindspeed_qerl.integrations import report
 from mindspeed_qerl.integrations.cpu import keep_weights
@@ -495,6 +493,8 @@ def test_whose_draw_a_request_has(monkeypatch):
     A prompt has its own in each. Engines that share prompts or compile, or have the other model
     runner, and norms by 1 + weight are refused.
     """
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     def made(
         kind="answer",
